@@ -1,0 +1,46 @@
+"""Which version of the package this is, and which native ops it carries.
+
+Owns: the version string, the git revision it was built from, and the lists of native ops.
+Does not own: the number itself; it stands in ``version.txt``, which ``setup.py`` copies into a built package as
+``git_version_info_installed.py``. Called by: ``deepspeed/__init__.py``, ``deepspeed.env_report`` and client code.
+"""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+_GENERATED_MODULE = "deepspeed.git_version_info_installed"
+_UNKNOWN = "unknown"
+
+
+def _read_version() -> tuple[str, str, str]:
+    """Return (version, git hash, git branch) of a built package, or of the source checkout around this file.
+
+    Raises:
+        RuntimeError: neither the generated module nor ``version.txt`` is there, so the installation is incomplete.
+    """
+    if importlib.util.find_spec(_GENERATED_MODULE) is not None:
+        generated = importlib.import_module(_GENERATED_MODULE)
+        return generated.version, generated.git_hash, generated.git_branch
+    version_file = Path(__file__).resolve().parent.parent / "version.txt"
+    if not version_file.is_file():
+        raise RuntimeError(
+            f"deepspeed: {version_file} is missing and this copy was not built by setup.py; "
+            "reinstall with `pip install deepspeed` or use a full source checkout"
+        )
+    return version_file.read_text(encoding="ascii").strip(), _UNKNOWN, _UNKNOWN
+
+
+version, git_hash, git_branch = _read_version()
+
+
+def __getattr__(name: str) -> dict[str, bool]:
+    """Compute ``installed_ops`` and ``compatible_ops`` on first use: asking for them looks for a compiler."""
+    if name not in ("installed_ops", "compatible_ops"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # startup: `import deepspeed` reads the version only and must not pay for op builders
+    from deepspeed.ops.op_builder import ALL_OPS
+
+    if name == "installed_ops":
+        return {op: builder.is_prebuilt() for op, builder in ALL_OPS.items()}
+    return {op: builder.is_compatible() for op, builder in ALL_OPS.items()}

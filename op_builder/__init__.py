@@ -1,0 +1,12 @@
+"""How native ops are built; importable as `deepspeed.ops.op_builder` too.
+
+Owns: the registry of ops. The base class stands in `builder.py`, each op in a file of its own.
+"""
+
+from .async_io import AsyncIOBuilder
+from .builder import OpBuilder, OpBuildError
+
+ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in (AsyncIOBuilder(),)}
+"""Every op this release knows, by name."""
+
+__all__ = ["ALL_OPS", "AsyncIOBuilder", "OpBuildError", "OpBuilder"]
