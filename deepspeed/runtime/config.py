@@ -1,0 +1,366 @@
+"""The training configuration: what the user gave, validated, with the batch numbers resolved.
+
+``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it are upstream's names
+for the same values, as thin delegates. Keys, types and documentation live in ``config_models``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.batch_config import BatchSizes, WorldSize, resolve_batch_sizes
+from deepspeed.runtime.config_source import load_config
+from deepspeed.runtime.config_utils import (
+    DeepSpeedConfigError,
+    ScientificNotationEncoder,
+    dict_raise_error_on_duplicate_keys,
+    parse_dtype,
+)
+from deepspeed.runtime.constants import *  # noqa: F403 - scripts import the constants from here
+from deepspeed.runtime.constants import TENSOR_CORE_ALIGN_SIZE
+from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
+from deepspeed.utils.logging import logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_models import features, observe, precision
+    from deepspeed.runtime.config_models.training import TrainingConfig
+    from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigWriter",
+    "DtypeEnum",
+    "get_zero_config",
+    "parse_dtype",
+]
+
+
+class DtypeEnum(Enum):
+    """Data types by the names that configurations use."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    int8 = torch.int8
+    bf16 = torch.bfloat16
+
+    @classmethod
+    def _missing_(cls, value: object) -> DtypeEnum | None:
+        if value in ("int8", "torch.int8"):
+            return cls.int8
+        try:
+            return cls(parse_dtype(str(value)))
+        except DeepSpeedConfigError:
+            return None
+
+
+def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldSize:
+    """Return how many ranks share the data, and how that was found out.
+
+    Args:
+        mpu: model-parallel unit with ``get_data_parallel_world_size`` or sizes of the other kinds of parallelism.
+        mesh_device: device mesh with a dimension named ``data_parallel``.
+    """
+    if mesh_device is not None:
+        return WorldSize(
+            mesh_device.get_group(mesh_dim="data_parallel").size(), "of the mesh's data_parallel dimension"
+        )
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return WorldSize(mpu.get_data_parallel_world_size(), "from mpu.get_data_parallel_world_size()")
+    if dist.is_initialized():
+        whole = WorldSize(dist.get_world_size(), "from the process group")
+    elif "WORLD_SIZE" in os.environ:
+        whole = WorldSize(_env_world_size(), "from environment variable WORLD_SIZE")
+    else:
+        whole = WorldSize(1, "since there is no process group and WORLD_SIZE is not set")
+    for name in ("get_model_parallel_world_size", "get_sequence_parallel_world_size"):
+        if mpu is not None and hasattr(mpu, name):
+            other = getattr(mpu, name)()
+            whole = WorldSize(whole.size // other, f"{whole.source}, divided by {other} from mpu.{name}()")
+    return whole
+
+
+def _env_world_size() -> int:
+    text = os.environ["WORLD_SIZE"]
+    if not text.isdecimal() or int(text) < 1:
+        raise DeepSpeedConfigError(
+            f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (deepspeed and torchrun set it)"
+        )
+    return int(text)
+
+
+class DeepSpeedConfig:
+    """The configuration of one engine.
+
+    Args:
+        config: dict, path of a JSON or hjson file, or base64-encoded JSON; a dict is not modified.
+        mpu: model-parallel unit that knows the data-parallel size.
+        mesh_device: device mesh with a dimension named ``data_parallel``.
+
+    Attributes:
+        tree: the typed configuration, with the batch numbers filled in.
+        world_size: number of data-parallel ranks.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved batch numbers.
+
+    Raises:
+        DeepSpeedConfigError: the configuration cannot be read, is wrong, or asks for what is not supported; the text
+            names every offending key, its value and the remedy.
+    """
+
+    def __init__(
+        self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
+        from deepspeed.runtime.config_models.reader import apply_deprecated_names, apply_dotted_keys, read_block
+        from deepspeed.runtime.config_models.refusals import inert_keys_of, refuse_unsupported
+        from deepspeed.runtime.config_models.training import TrainingConfig
+
+        param_dict = load_config(config)
+        apply_dotted_keys(TrainingConfig, param_dict)
+        apply_deprecated_names(param_dict)
+        self.tree: TrainingConfig = read_block(TrainingConfig, param_dict)
+        refuse_unsupported(self.tree)
+        world = data_parallel_world_size(mpu, mesh_device)
+        self._check_together(world)
+        inert = list(inert_keys_of(self.tree))
+        if inert:
+            logger.warning("configuration keys without effect: %s", ", ".join(inert))
+        self.mesh_device = mesh_device
+        self.world_size = world.size
+        self.global_rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self._param_dict = param_dict
+        self._set_batch_sizes(
+            resolve_batch_sizes(
+                self.tree.train_batch_size,
+                self.tree.train_micro_batch_size_per_gpu,
+                self.tree.gradient_accumulation_steps,
+                world,
+            )
+        )
+
+    def _set_batch_sizes(self, sizes: BatchSizes) -> None:
+        for name, value in sizes._asdict().items():
+            setattr(self, name, value)
+            setattr(self.tree, name, value)
+            self._param_dict[name] = value
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+
+    def _check_together(self, world: WorldSize) -> None:
+        """Refuse values that are right by themselves but not together."""
+        tree = self.tree
+        if tree.fp16.enabled and tree.bf16.enabled:
+            raise DeepSpeedConfigError("fp16.enabled and bf16.enabled are both true; enable one of them")
+        if tree.data_parallel_size is not None and tree.data_parallel_size != world.size:
+            raise DeepSpeedConfigError(
+                f"data_parallel_size: {tree.data_parallel_size} is not the number of data-parallel ranks, "
+                f"{world.size} ({world.source}); remove the key or start another number of ranks"
+            )
+        if tree.fp16.enabled and tree.vocabulary_size and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE:
+            logger.warning(
+                "vocabulary_size: %d is not a multiple of %d; tensor cores will not be used for its matrices",
+                tree.vocabulary_size,
+                TENSOR_CORE_ALIGN_SIZE,
+            )
+
+    # Upstream's names for parts of the tree.
+
+    @property
+    def zero_config(self) -> DeepSpeedZeroConfig:
+        """The ``zero_optimization`` block."""
+        return self.tree.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self.tree.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is sharded."""
+        return self.tree.zero_optimization.stage > ZeroStageEnum.disabled
+
+    @property
+    def float16_config(self) -> precision.DeepSpeedFP16Config:
+        """The ``fp16`` block."""
+        return self.tree.fp16
+
+    @property
+    def bfloat16_config(self) -> precision.DeepSpeedBF16Config:
+        """The ``bf16`` block."""
+        return self.tree.bf16
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """Name of the optimizer to build: in lower case for those of DeepSpeed, as given for those of torch."""
+        block = self.tree.optimizer
+        if block is None:
+            return None
+        return block.type.lower() if block.type.lower() in DEEPSPEED_OPTIMIZERS else block.type  # noqa: F405
+
+    @property
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Keyword arguments of the optimizer, None when there are none."""
+        return (self.tree.optimizer.params or None) if self.tree.optimizer else None
+
+    @property
+    def scheduler_name(self) -> str | None:
+        """Name of the schedule to build."""
+        return self.tree.scheduler.type if self.tree.scheduler else None
+
+    @property
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Keyword arguments of the schedule, None when there are none."""
+        return (self.tree.scheduler.params or None) if self.tree.scheduler else None
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """Type that gradients are reduced in, None for their own."""
+        return parse_dtype(self.tree.communication_data_type, "communication_data_type")
+
+    @property
+    def seq_parallel_communication_data_type(self) -> torch.dtype | None:
+        """The same between sequence-parallel ranks."""
+        return parse_dtype(self.tree.seq_parallel_communication_data_type, "seq_parallel_communication_data_type")
+
+    @property
+    def grad_accum_dtype(self) -> str | None:
+        """Name of the type that gradients accumulate in; ``parse_dtype`` turns it into a dtype."""
+        return self.tree.data_types.grad_accum_dtype
+
+    @property
+    def torch_autocast_enabled(self) -> bool:
+        """Whether forward runs under torch.autocast."""
+        return self.tree.torch_autocast.enabled
+
+    @property
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Type of torch.autocast, None for torch's default."""
+        return parse_dtype(self.tree.torch_autocast.dtype, "torch_autocast.dtype")
+
+    @property
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
+        """Class paths of modules whose gradients may be communicated in the autocast type."""
+        return self.tree.torch_autocast.lower_precision_safe_modules
+
+    @property
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether tags are compared between ranks."""
+        return self.tree.checkpoint.tag_validation != "IGNORE"
+
+    @property
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether different tags are an error."""
+        return self.tree.checkpoint.tag_validation == "FAIL"
+
+    @property
+    def load_universal_checkpoint(self) -> bool:
+        """Whether a universal checkpoint is loaded."""
+        return self.tree.checkpoint.load_universal
+
+    @property
+    def use_node_local_storage(self) -> bool:
+        """Whether every node has its own checkpoint folder."""
+        return self.tree.checkpoint.use_node_local_storage
+
+    @property
+    def sparse_gradients_enabled(self) -> bool:
+        """Whether sparse gradients are reduced as such."""
+        return self.tree.sparse_gradients
+
+    @property
+    def amp_enabled(self) -> bool:
+        """Whether Apex AMP is used."""
+        return self.tree.amp.enabled
+
+    @property
+    def timers_config(self) -> observe.DeepSpeedThroughputTimerConfig:
+        """The throughput timer's block."""
+        return self.tree.timers.throughput
+
+    @property
+    def monitor_config(self) -> observe.DeepSpeedMonitorConfig:
+        """The four monitor blocks together."""
+        # startup: as in the constructor.
+        from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
+
+        tree = self.tree
+        return DeepSpeedMonitorConfig(
+            tensorboard=tree.tensorboard, wandb=tree.wandb, csv_monitor=tree.csv_monitor, comet=tree.comet
+        )
+
+    @property
+    def activation_checkpointing_config(self) -> features.DeepSpeedActivationCheckpointingConfig:
+        """The ``activation_checkpointing`` block."""
+        return self.tree.activation_checkpointing
+
+    @property
+    def compile_config(self) -> features.CompileConfig:
+        """The ``compile`` block."""
+        return self.tree.compile
+
+    @property
+    def tensor_parallel_config(self) -> features.TPTrainingConfig:
+        """The ``tensor_parallel`` block."""
+        return self.tree.tensor_parallel
+
+    @property
+    def elasticity_enabled(self) -> bool:
+        """Whether batch sizes are chosen for elastic training."""
+        return self.tree.elasticity.enabled
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a top-level key (``gradient_clipping``, ``steps_per_print``, ...) under its own name."""
+        tree = self.__dict__.get("tree")
+        if tree is not None and name in type(tree).model_fields:
+            return getattr(tree, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def print_user_config(self) -> None:
+        """Log what the user gave, as JSON."""
+        text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
+        logger.info("  json = %s", text)
+
+    def print(self, name: str) -> None:
+        """Log the resolved configuration.
+
+        Args:
+            name: headline.
+        """
+        logger.info("%s:", name)
+        for key, value in sorted(self.tree.model_dump(mode="json", by_alias=True, fallback=str).items()):
+            logger.info("  %s %s", key.ljust(40, "."), json.dumps(value))
+        self.print_user_config()
+
+
+class DeepSpeedConfigWriter:
+    """Collects keys and writes them as a JSON file.
+
+    Args:
+        data: initial keys.
+    """
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data if data is not None else {}
+
+    def add_config(self, key: str, value: Any) -> None:
+        """Set one key."""
+        self.data[key] = value
+
+    def load_config(self, filename: str) -> None:
+        """Replace the keys by those of a JSON file."""
+        with open(filename, encoding="utf-8") as file:
+            self.data = json.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+
+    def write_config(self, filename: str) -> None:
+        """Write the keys to a JSON file."""
+        with open(filename, "w", encoding="utf-8") as file:
+            json.dump(self.data, file)

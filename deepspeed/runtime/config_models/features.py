@@ -1,0 +1,165 @@
+"""Blocks of features that this release refuses when enabled (``refusals``), typed so that disabled ones are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict
+
+from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Size, Text, option
+
+
+class OpenFeatureConfig(DeepSpeedConfigModel):
+    """A feature whose remaining keys are its own: they have no effect while it is disabled."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: Bool = option(False, "Switch the feature on.")
+
+
+class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
+    """How ``deepspeed.checkpointing`` recomputes activations."""
+
+    partition_activations: Bool = option(False, "Split saved activations over model-parallel ranks.")
+    contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
+    cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
+    number_checkpoints: Int | None = option(None, "Number of checkpoints, for the contiguous buffer.")
+    synchronize_checkpoint_boundary: Bool = option(False, "Wait for the device at each checkpoint.")
+    profile: Bool = option(False, "Time each checkpoint.")
+
+
+class AioConfig(DeepSpeedConfigModel):
+    """Asynchronous file I/O of NVMe offload."""
+
+    block_size: Size = option(1048576, "Bytes of one request.", ge=1)
+    queue_depth: Int = option(8, "Requests in flight.", ge=1)
+    intra_op_parallelism: Int = option(1, "Threads per transfer.", ge=1)
+    single_submit: Bool = option(False, "Submit requests one by one.")
+    overlap_events: Bool = option(True, "Submit and complete at the same time.")
+    use_gds: Bool = option(False, "GPUDirect Storage.")
+
+
+class DeepSpeedNebulaConfig(DeepSpeedConfigModel):
+    """Azure Nebula checkpoints."""
+
+    enabled: Bool = option(False, "Save through Nebula.")
+    persistent_storage_path: Text | None = option(None, "Folder of the checkpoints.")
+    persistent_time_interval: Int = option(100, "Seconds between persistent copies.")
+    num_of_version_in_retention: Int = option(2, "Copies kept.")
+    enable_nebula_load: Bool = option(True, "Load through Nebula.")
+    nebula_load_path: Text | None = option(None, "Folder to load from.")
+
+
+class PipelineConfig(DeepSpeedConfigModel):
+    """Pipeline parallelism; read by the pipeline engine only."""
+
+    stages: int | str = option("auto", "Number of stages.")
+    partition: Text = option("best", "How layers are split.")
+    seed_layers: Bool = option(False, "Seed each layer by itself.")
+    activation_checkpoint_interval: Int = option(0, "Layers between activation checkpoints.")
+    pipe_partitioned: Bool = option(True, "Send activations in pieces.")
+    grad_partitioned: Bool = option(True, "Send gradients in pieces.")
+    use_reentrant: Bool = option(True, "Reentrant activation checkpoints.")
+
+
+class TPConfig(DeepSpeedConfigModel):
+    """Size of tensor parallelism."""
+
+    tp_size: Int = option(1, "Ranks that one layer is split over.", ge=1)
+    tp_grain_size: Int = option(1, "Multiple that split sizes are rounded to.", ge=1)
+    mpu: Any = option(None, "Model-parallel unit.")
+    tp_group: Any = option(None, "Process group.")
+
+
+class TPTrainingConfig(DeepSpeedConfigModel):
+    """Automatic tensor parallelism in training."""
+
+    dtype: Any = option("fp16", "Type of the model.")
+    autotp_size: Int = option(0, "Ranks that one layer is split over; 0: off.", ge=0)
+    tp_overlap_comm: Bool = option(False, "Overlap communication with backward.")
+    tensor_parallel: TPConfig = option(TPConfig, "Size of tensor parallelism.", alias="tp")
+    injection_policy_tuple: Any = option(None, "Layers to split.")
+    partition_config: dict[str, Any] | None = option(None, "How parameters are split.")
+    preset_model: Text | None = option(None, "Known model whose layers to split.")
+    keep_module_on_host: Bool = option(False, "Keep the module in CPU memory.")
+    replace_with_kernel_inject: Bool = option(False, "Inject kernels.", alias="kernel_inject")
+
+
+class ElasticityConfig(DeepSpeedConfigModel):
+    """Batch sizes that fit many world sizes."""
+
+    enabled: Bool = option(False, "Choose batch sizes for elastic training.")
+    max_train_batch_size: Int = option(2000, "Largest global batch.", ge=1)
+    micro_batch_sizes: list[Int] = option([2, 4, 6], "Micro-batch sizes to choose from.")
+    min_gpus: Int = option(1, "Fewest devices.", ge=1)
+    max_gpus: Int = option(10000, "Most devices.", ge=1)
+    num_gpus_per_node: Int = option(1, "Devices per node.", ge=1)
+    model_parallel_size: Int = option(1, "Model-parallel size.", ge=1)
+    min_time: Int = option(0, "Shortest time between two changes of world size, in minutes.", ge=0)
+    prefer_larger_batch: Bool = option(True, "Of equal choices take the larger batch.")
+    ignore_non_elastic_batch_info: Bool = option(False, "Ignore the batch keys of the configuration.")
+    version: Float = option(0.2, "Version of the algorithm.")
+
+
+class CompileConfig(DeepSpeedConfigModel):
+    """DeepCompile, compiler passes over the training graph."""
+
+    deepcompile: Bool = option(False, "Use DeepCompile in engine.compile().")
+    free_activation: Bool = option(False, "Free activations early.")
+    free_activation_threshold: Size = option(10485760, "Bytes of the smallest activation to free.", ge=0)
+    offload_activation: Bool = option(False, "Offload activations.")
+    offload_activation_pin_memory: Bool = option(True, "Page-locked memory for offloaded activations.")
+    offload_opt_states: Bool = option(False, "Offload optimizer state.")
+    double_buffer: Bool = option(True, "Two communication buffers.")
+    symmetric_memory: Bool = option(False, "Symmetric memory for collectives.")
+    debug_log: Bool = option(False, "Log the passes.")
+    offload_parameters: Bool = option(False, "Offload parameters.")
+    sync_before_reduce: Bool = option(False, "Synchronize before reductions.")
+    sync_after_reduce: Bool = option(False, "Synchronize after reductions.")
+    sync_before_allgather: Bool = option(False, "Synchronize before gathers.")
+    sync_after_allgather: Bool = option(False, "Synchronize after gathers.")
+    keep_int_input_tensors: Bool = option(True, "Keep integer inputs for backward.")
+    keep_all_input_tensors: Bool = option(False, "Keep all inputs for backward.")
+    passes: list[Text] | None = option(None, "Passes to run.")
+
+
+class HybridEngineConfig(DeepSpeedConfigModel):
+    """Engine that also generates (RLHF)."""
+
+    enabled: Bool = option(False, "Use the hybrid engine.")
+    max_out_tokens: Int = option(512, "Most tokens generated.")
+    inference_tp_size: Int = option(1, "Tensor parallelism of generation.")
+    release_inference_cache: Bool = option(False, "Free the cache after generation.")
+    pin_parameters: Bool = option(True, "Page-locked parameters.")
+    tp_gather_partition_size: Int = option(8, "Layers gathered at a time.")
+    enable_cuda_graph: Bool = option(False, "CUDA graphs.")
+
+
+class DataEfficiencyConfig(DeepSpeedConfigModel):
+    """Data sampling (curriculum) and routing (random layer-token dropping)."""
+
+    enabled: Bool = option(False, "Switch data efficiency on.")
+    seed: Int = option(1234, "Seed of the sampler.")
+    data_sampling: OpenFeatureConfig = option(OpenFeatureConfig, "Curriculum sampling.")
+    data_routing: OpenFeatureConfig = option(OpenFeatureConfig, "Random layer-token dropping.")
+
+
+class ProgressiveLayerDropConfig(DeepSpeedConfigModel):
+    """Progressive layer drop."""
+
+    enabled: Bool = option(False, "Drop layers progressively.")
+    theta: Float = option(1.0, "Share of layers kept at the end.")
+    gamma: Float = option(0.001, "How fast the share is reached.")
+
+
+class EigenvalueConfig(DeepSpeedConfigModel):
+    """Eigenvalues of layers, for quantized training."""
+
+    enabled: Bool = option(False, "Compute eigenvalues.")
+    verbose: Bool = option(False, "Print them.")
+    max_iter: Int = option(100, "Most iterations.", ge=1)
+    tol: Float = option(1e-2, "Tolerance.")
+    stability: Float = option(1e-6, "Added to the denominator.")
+    gas_boundary_resolution: Int = option(1, "Boundaries between two computations.")
+    layer_name: Text = option("bert.encoder.layer", "Where the layers are.")
+    layer_num: Int = option(0, "Number of layers.")

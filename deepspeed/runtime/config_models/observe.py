@@ -1,0 +1,93 @@
+"""Blocks about watching a run: monitors, profiler, communication log, timers."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Text, option
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    """TensorBoard monitor."""
+
+    enabled: Bool = option(False, "Write to TensorBoard.")
+    output_path: Text = option("", "Folder of the event files.")
+    job_name: Text = option("DeepSpeedJobName", "Name of the run.")
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    """Weights & Biases monitor."""
+
+    enabled: Bool = option(False, "Write to Weights & Biases.")
+    group: Text | None = option(None, "Group of the run.")
+    team: Text | None = option(None, "Team of the run.")
+    project: Text = option("deepspeed", "Project of the run.")
+
+
+class CSVConfig(DeepSpeedConfigModel):
+    """CSV monitor."""
+
+    enabled: Bool = option(False, "Write CSV files.")
+    output_path: Text = option("", "Folder of the CSV files.")
+    job_name: Text = option("DeepSpeedJobName", "Name of the run.")
+
+
+class CometConfig(DeepSpeedConfigModel):
+    """Comet monitor."""
+
+    enabled: Bool = option(False, "Write to Comet.")
+    samples_log_interval: Int = option(100, "Samples between two points.", ge=1)
+    project: Text | None = option(None, "Project of the experiment.")
+    workspace: Text | None = option(None, "Workspace of the experiment.")
+    api_key: Text | None = option(None, "API key.")
+    experiment_name: Text | None = option(None, "Name of the experiment.")
+    experiment_key: Text | None = option(None, "Key of the experiment.")
+    online: Bool | None = option(None, "Log online; otherwise to disk.")
+    mode: Text | None = option(None, '"get", "create" or "get_or_create".')
+
+
+class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
+    """The four monitor blocks together; upstream's grouping, not a JSON block of its own."""
+
+    tensorboard: TensorBoardConfig = option(TensorBoardConfig, "TensorBoard monitor.")
+    comet: CometConfig = option(CometConfig, "Comet monitor.")
+    wandb: WandbConfig = option(WandbConfig, "Weights & Biases monitor.")
+    csv_monitor: CSVConfig = option(CSVConfig, "CSV monitor.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any monitor is on."""
+        return any(block.enabled for block in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
+
+
+class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
+    """Profiler of floating-point operations."""
+
+    enabled: Bool = option(False, "Profile one step.")
+    recompute_fwd_factor: Float = option(0.0, "Share of forward that backward computes again.", ge=0)
+    profile_step: Int = option(1, "The step to profile.", ge=0)
+    module_depth: Int = option(-1, "Depth of modules shown; -1: all.")
+    top_modules: Int = option(1, "Modules shown per depth.", ge=1)
+    detailed: Bool = option(True, "Show the annotated model.")
+    output_file: Text | None = option(None, "File to write to; null: the log.")
+
+
+class CommsLoggerConfig(DeepSpeedConfigModel):
+    """Log of collectives."""
+
+    enabled: Bool = option(False, "Record every collective: operation, count, bytes, latency, bandwidth.")
+    prof_all: Bool = option(True, "Record all operations; otherwise those of prof_ops.")
+    prof_ops: list[Text] = option([], "Names of the operations to record.")
+    verbose: Bool = option(False, "Print each record.")
+    debug: Bool = option(False, "Add the calling function to the name.")
+
+
+class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
+    """Timer of samples per second."""
+
+    enabled: Bool = option(True, "Measure throughput.")
+    synchronized: Bool = option(True, "Wait for the device at both ends of the measurement.")
+
+
+class TimersConfig(DeepSpeedConfigModel):
+    """Timers."""
+
+    throughput: DeepSpeedThroughputTimerConfig = option(DeepSpeedThroughputTimerConfig, "Timer of samples per second.")

@@ -1,0 +1,153 @@
+"""The root of the configuration: one field per top-level JSON key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
+
+from deepspeed.runtime.config_models import features, observe, precision, zero
+from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Interval, Text, option
+
+TAG_VALIDATION_MODES = ("WARN", "IGNORE", "FAIL")
+
+
+def _tag_validation(value: Any) -> Any:
+    if not isinstance(value, str) or value.upper() not in TAG_VALIDATION_MODES:
+        raise PydanticCustomError("wrong_mode", '"Warn", "Ignore" or "Fail"')
+    return value.upper()
+
+
+class OptimizerConfig(DeepSpeedConfigModel):
+    """The optimizer that the engine builds."""
+
+    type: Text = option(..., 'Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of torch.optim.')
+    params: dict[str, Any] = option({}, "Keyword arguments of the optimizer.")
+    legacy_fusion: Bool = option(False, "Fused fp16 optimizer of old.")
+
+
+class SchedulerConfig(DeepSpeedConfigModel):
+    """The learning-rate schedule that the engine builds."""
+
+    type: Text | None = option(None, "Name of a class of deepspeed.runtime.lr_schedules or torch.optim.lr_scheduler.")
+    params: dict[str, Any] = option({}, "Keyword arguments of the schedule.")
+
+
+class ParallelWriteConfig(DeepSpeedConfigModel):
+    """Writing checkpoints in parallel."""
+
+    pipeline_stage: Bool = option(False, "Let the data ranks of a pipeline stage share the writing.")
+
+
+class CheckpointConfig(DeepSpeedConfigModel):
+    """Checkpoints."""
+
+    tag_validation: Annotated[str, BeforeValidator(_tag_validation)] = option(
+        "WARN", 'What to do when ranks save under different tags: "Warn", "Ignore" or "Fail".'
+    )
+    load_universal: Bool = option(False, "Load a universal checkpoint.")
+    use_node_local_storage: Bool = option(False, "Every node has its own checkpoint folder.")
+    parallel_write: ParallelWriteConfig = option(ParallelWriteConfig, "Writing checkpoints in parallel.")
+    checkpoint_serialization: Bool = option(True, "Write in torch's zip format.")
+    writer: dict[str, Any] | None = option(None, "Fast checkpoint writer.")
+
+
+class TrainingConfig(DeepSpeedConfigModel):
+    """The configuration of training."""
+
+    # Batch
+    train_batch_size: Int | None = option(None, "Samples per optimizer step over all ranks.", ge=1)
+    train_micro_batch_size_per_gpu: Int | None = option(None, "Samples per forward on one rank.", ge=1)
+    gradient_accumulation_steps: Int | None = option(None, "Micro-batches per optimizer step.", ge=1)
+
+    # Optimizer and schedule
+    optimizer: OptimizerConfig | None = option(None, "The optimizer that the engine builds.")
+    scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule that the engine builds.")
+    gradient_clipping: Float = option(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
+
+    # Gradient reduction
+    communication_data_type: Text | None = option(None, 'Type gradients are reduced in: "fp32", "fp16" or "bf16".')
+    seq_parallel_communication_data_type: Text = option("fp32", "The same between sequence-parallel ranks.")
+    prescale_gradients: Bool = option(False, "Divide gradients before the reduction instead of after it.")
+    gradient_predivide_factor: Float = option(1.0, "With prescale_gradients: the part divided before.", gt=0)
+    gradient_allreduce_op: Literal["mean", "sum"] = option("mean", "Average or add gradients over ranks.")
+    sparse_gradients: Bool = option(False, "Reduce gradients of sparse embeddings as sparse tensors.")
+    disable_allgather: Bool = option(False, "Broadcast updated parameters instead of gathering them.")
+    managed_gradient_accumulation: Bool = option(True, "The engine counts micro-batches; otherwise the caller does.")
+
+    # Number formats
+    fp16: precision.DeepSpeedFP16Config = option(precision.DeepSpeedFP16Config, "Training in fp16.")
+    bf16: precision.DeepSpeedBF16Config = option(precision.DeepSpeedBF16Config, "Training in bf16.")
+    data_types: precision.DataTypesConfig = option(precision.DataTypesConfig, "Types of intermediate buffers.")
+    torch_autocast: precision.TorchAutocastConfig = option(precision.TorchAutocastConfig, "torch.autocast.")
+    amp: precision.AmpConfig = option(precision.AmpConfig, "NVIDIA Apex AMP.")
+    msamp: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "MS-AMP (written by accelerate).")
+
+    # ZeRO
+    zero_optimization: zero.DeepSpeedZeroConfig = option(zero.DeepSpeedZeroConfig, "ZeRO.")
+    zero_allow_untested_optimizer: Bool = option(False, "Accept any optimizer under ZeRO.")
+    zero_force_ds_cpu_optimizer: Bool = option(True, "Offloading insists on an optimizer of deepspeed.ops.")
+
+    # Watching a run
+    steps_per_print: Interval = option(None, "Steps between two progress lines; null or infinity: never.")
+    wall_clock_breakdown: Bool = option(False, "Time forward, backward and step.")
+    memory_breakdown: Bool = option(False, "Log memory at each phase.")
+    dump_state: Bool = option(False, "Log the configuration at start.")
+    log_level: Text | None = option(None, 'Level of the log: "debug", "info", "warning", "error" or "critical".')
+    timers: observe.TimersConfig = option(observe.TimersConfig, "Timers.")
+    comms_logger: observe.CommsLoggerConfig = option(observe.CommsLoggerConfig, "Log of collectives.")
+    flops_profiler: observe.DeepSpeedFlopsProfilerConfig = option(
+        observe.DeepSpeedFlopsProfilerConfig, "Profiler of floating-point operations."
+    )
+    tensorboard: observe.TensorBoardConfig = option(observe.TensorBoardConfig, "TensorBoard monitor.")
+    wandb: observe.WandbConfig = option(observe.WandbConfig, "Weights & Biases monitor.")
+    csv_monitor: observe.CSVConfig = option(observe.CSVConfig, "CSV monitor.")
+    comet: observe.CometConfig = option(observe.CometConfig, "Comet monitor.")
+
+    # Data
+    dataloader_drop_last: Bool = option(False, "Drop the last incomplete batch.")
+    data_efficiency: features.DataEfficiencyConfig = option(features.DataEfficiencyConfig, "Data efficiency.")
+    curriculum_learning: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Curriculum of old.")
+
+    # Checkpoints
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "Checkpoints.")
+    nebula: features.DeepSpeedNebulaConfig = option(features.DeepSpeedNebulaConfig, "Azure Nebula checkpoints.")
+    datastates_ckpt: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "DataStates checkpoints.")
+
+    # Parallelism
+    pipeline: features.PipelineConfig = option(features.PipelineConfig, "Pipeline parallelism.")
+    tensor_parallel: features.TPTrainingConfig = option(features.TPTrainingConfig, "Tensor parallelism.")
+    inference: dict[str, Any] | None = option(None, "Inference engine.")
+    expert_parallel: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Automatic expert parallelism.")
+    use_data_before_expert_parallelism: Bool = option(False, "Order of data and expert ranks.")
+    sequence_parallel_size: Int | None = option(None, "Ranks that one sequence is split over.", ge=1)
+    data_parallel_size: Int | None = option(None, "Data-parallel ranks beside sequence parallelism.", ge=1)
+    elasticity: features.ElasticityConfig = option(features.ElasticityConfig, "Elastic batch sizes.")
+
+    # Memory and compilation
+    activation_checkpointing: features.DeepSpeedActivationCheckpointingConfig = option(
+        features.DeepSpeedActivationCheckpointingConfig, "Recomputed activations."
+    )
+    aio: features.AioConfig = option(features.AioConfig, "Asynchronous file I/O of NVMe offload.")
+    compile: features.CompileConfig = option(features.CompileConfig, "DeepCompile.")
+    graph_harvesting: Bool = option(False, "CUDA graphs of repeated kernels.")
+    vocabulary_size: Int | None = option(None, "Vocabulary size; a multiple of 8 uses tensor cores.", ge=1)
+
+    # Other features
+    hybrid_engine: features.HybridEngineConfig = option(features.HybridEngineConfig, "Engine that also generates.")
+    autotuning: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Autotuning.")
+    progressive_layer_drop: features.ProgressiveLayerDropConfig = option(
+        features.ProgressiveLayerDropConfig, "Progressive layer drop."
+    )
+    eigenvalue: features.EigenvalueConfig = option(features.EigenvalueConfig, "Eigenvalues of layers.")
+    quantize_training: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Quantized training of old.")
+    compression_training: dict[str, Any] | None = option(None, "Compression.")
+    weight_quantization: dict[str, Any] | None = option(None, "Weight quantization.")
+    sparse_attention: dict[str, Any] | None = option(None, "Sparse attention.")
+
+    model_config = ConfigDict(extra="forbid")
+
+    _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(
+        precision.checked_dtype_name
+    )

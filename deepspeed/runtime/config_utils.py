@@ -1,0 +1,100 @@
+"""Small helpers of the configuration: the error, printing as JSON, reading JSON without surprises, scalar look-ups.
+
+Owns nothing that knows a key of the configuration; that is ``config_models``. Light on purpose: it is imported by
+``import deepspeed``, so pydantic must not be (it alone costs more than the whole import budget).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.base import DeepSpeedConfigModel as DeepSpeedConfigModel
+
+
+class DeepSpeedConfigError(ValueError):
+    """The user's configuration cannot be honoured. Its text names the key, the value and the remedy."""
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """JSON encoder that also prints what configurations hold beside JSON types (dtypes, enums, paths)."""
+
+    def default(self, o: Any) -> Any:
+        """Return ``str(o)``, so that printing a configuration never fails."""
+        return str(o)
+
+
+class DeepSpeedConfigObject:
+    """Prints as the JSON of its attributes."""
+
+    def repr(self) -> dict[str, Any]:
+        """Return the attributes as a dict."""
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return json.dumps(self.__dict__, indent=4, cls=ScientificNotationEncoder)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """``object_pairs_hook`` for JSON readers that refuses an object with a key given twice.
+
+    Raises:
+        DeepSpeedConfigError: naming every duplicated key.
+    """
+    counts = Counter(key for key, _ in ordered_pairs)
+    twice = [key for key, count in counts.items() if count > 1]
+    if twice:
+        raise DeepSpeedConfigError(f"duplicate keys in the configuration: {twice}; keep one value of each")
+    return dict(ordered_pairs)
+
+
+def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return ``param_dict[param_name]``, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_scalar_param
+get_dict_param = get_scalar_param
+
+
+_DTYPE_NAMES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def parse_dtype(value: str | torch.dtype | None, key: str = "dtype") -> torch.dtype | None:
+    """Return the torch dtype that a configuration value names, None for None.
+
+    Args:
+        value: ``"fp32"``, ``"fp16"``, ``"bf16"``, torch's names with or without ``torch.``, a dtype, or None.
+        key: path of the key, for the error.
+
+    Raises:
+        DeepSpeedConfigError: for any other value.
+    """
+    if value is None:
+        return None
+    name = str(value).lower().removeprefix("torch.")
+    if name not in _DTYPE_NAMES:
+        raise DeepSpeedConfigError(f'{key}: {value!r} is not a data type; use "fp32", "fp16", "bf16" or null')
+    return _DTYPE_NAMES[name]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the pydantic base class on first use (startup: pydantic is slow to import)."""
+    if name == "DeepSpeedConfigModel":
+        from deepspeed.runtime.config_models.base import DeepSpeedConfigModel
+
+        return DeepSpeedConfigModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Mixed precision in fp16: the loss scaler and the optimizers that use it."""
