@@ -1,0 +1,171 @@
+"""Which device slots of which hosts a launch uses: hostfiles and the --include and --exclude language.
+
+Owns: parsing and filtering, as pure functions over `{host: slots}`. Does not own: asking the machine how many devices
+it has, nor starting anything. Called by: `deepspeed.launcher.runner`.
+"""
+
+import os
+import re
+
+from deepspeed.utils.logging import logger
+
+_HOSTFILE_ENTRY = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Read an MPI-style hostfile (`worker-0 slots=4` lines, `#` comments).
+
+    Returns:
+        Slots by host, in the file's order; None when there is no such file.
+
+    Raises:
+        ValueError: a line does not parse, a host occurs twice, or no host is named.
+    """
+    if not os.path.isfile(hostfile_path):
+        logger.debug("no hostfile at %s: using this machine only", hostfile_path)
+        return None
+    with open(hostfile_path, encoding="utf-8") as stream:
+        return _parse_hostfile(stream.read().splitlines(), hostfile_path)
+
+
+def _parse_hostfile(lines: list[str], path: str) -> dict[str, int]:
+    pool: dict[str, int] = {}
+    for line in (raw.partition("#")[0].strip() for raw in lines):
+        if not line:
+            continue
+        entry = _HOSTFILE_ENTRY.fullmatch(line)
+        if entry is None:
+            raise ValueError(f"Hostfile {path} contains a bad entry: {line!r}; write `<host> slots=<number>`")
+        if entry["host"] in pool:
+            raise ValueError(f"Hostfile {path} contains multiple entries for {entry['host']}; keep one of them")
+        pool[entry["host"]] = int(entry["slots"])
+    if not pool:
+        raise ValueError(f"Hostfile {path} is empty or not formatted correctly; write `<host> slots=<number>` lines")
+    return pool
+
+
+def parse_node_config(node_config: str) -> tuple[str, list[int]]:
+    """Split `NAME[:SLOT[,SLOT ...]]` into a host and its slots; no slots means all of them.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    host, colon, slots = node_config.strip().partition(":")
+    if not colon:
+        return host, []
+    numbers = slots.split(",")
+    if not host or not all(number.strip().isdigit() for number in numbers):
+        raise ValueError(
+            f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. localhost:0,2"
+        )
+    return host, [int(number) for number in numbers]
+
+
+def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
+    """Split `NODE_SPEC[@NODE_SPEC ...]` into slots by host, as `parse_node_config` reads each part.
+
+    Raises:
+        ValueError: a part does not parse, or a host occurs twice.
+    """
+    nodes: dict[str, list[int]] = {}
+    for part in node_config_list.split("@"):
+        host, slots = parse_node_config(part)
+        if host in nodes:
+            raise ValueError(f"host {host!r} occurs twice in {node_config_list!r}; list its slots in one place")
+        nodes[host] = slots
+    return nodes
+
+
+def parse_resource_filter(
+    host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Keep the included slots of `host_info`, or all but the excluded ones.
+
+    Args:
+        host_info: slots by host.
+        include_str: `NODE_SPEC[@NODE_SPEC ...]` to keep; a host without slots keeps all of its own.
+        exclude_str: the same language, to drop. At most one of the two may be given.
+
+    Returns:
+        Slots by host, sorted and without duplicates, in `host_info`'s order; hosts with no slot left are gone.
+
+    Raises:
+        ValueError: both filters are given, or one names a host or slot that `host_info` lacks.
+    """
+    if include_str and exclude_str:
+        raise ValueError("include_str and exclude_str are mutually exclusive; give --include or --exclude, not both")
+    if not include_str and not exclude_str:
+        return host_info
+    named = parse_node_config_list(include_str or exclude_str)
+    for host, slots in named.items():
+        if host not in host_info:
+            raise ValueError(f"Hostname '{host}' not found in hostfile; known are {', '.join(host_info)}")
+        for slot in slots:
+            if slot not in host_info[host]:
+                raise ValueError(f"No slot '{slot}' specified on host '{host}'; it has {host_info[host]}")
+    kept: dict[str, list[int]] = {}
+    for host, available in host_info.items():
+        chosen = set(named.get(host) or available) if host in named else set()
+        slots = sorted(chosen if include_str else set(available) - chosen)
+        if slots:
+            kept[host] = slots
+    return kept
+
+
+def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """Turn slot counts by host into slot lists by host and filter them, as `parse_resource_filter` does."""
+    return parse_resource_filter(
+        {host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion
+    )
+
+
+def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
+    """Read --num_nodes: `N`, or `MIN:MAX` with elastic training.
+
+    Returns:
+        (minimum, maximum); the maximum is -1 for the form `N`.
+
+    Raises:
+        RuntimeError: `MIN:MAX` without elastic training, or more than two numbers.
+        ValueError: a part is no number.
+    """
+    parts = str_num_nodes.split(":")
+    if len(parts) == 1:
+        return int(parts[0]), -1
+    if len(parts) > 2:
+        raise RuntimeError(f"num_nodes {str_num_nodes} is not in MIN:MAX format")
+    if not elastic_training:
+        raise RuntimeError("MIN:MAX format is only supported in elastic training")
+    return int(parts[0]), int(parts[1])
+
+
+def parse_core_list(text: str) -> list[int]:
+    """Read `1,3-5,7` as [1, 3, 4, 5, 7].
+
+    Raises:
+        ValueError: a part is neither a number nor an ascending range, or a core occurs twice.
+    """
+    cores: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"--bind_core_list={text}: bad part {part!r}; write cores and ranges as in 1,3-5,7")
+        cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if len(set(cores)) != len(cores):
+        raise ValueError(f"--bind_core_list={text}: a core occurs twice")
+    return cores
+
+
+def split_cores(cores: list[int], num_ranks: int) -> list[list[int]]:
+    """Deal `cores` to ranks in runs of equal length; cores left over stay unused, so that no rank is slower.
+
+    Raises:
+        ValueError: there are fewer cores than ranks.
+    """
+    each = len(cores) // num_ranks
+    if each == 0:
+        raise ValueError(
+            f"--bind_cores_to_rank: {num_ranks} ranks cannot be bound to {len(cores)} cores; "
+            "start fewer ranks or name more cores with --bind_core_list"
+        )
+    return [cores[rank * each : (rank + 1) * each] for rank in range(num_ranks)]

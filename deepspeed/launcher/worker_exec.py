@@ -1,0 +1,49 @@
+"""The first moments of a launched process: it prepares itself, then becomes the user's command.
+
+Owns: tying the process to its launcher's life, core binding, this rank's environment, and telling the launcher its
+process id. Run as a plain file (`python worker_exec.py PLAN LOCAL_RANK`), so that it imports neither deepspeed nor
+torch; the command comes from the plan file, because torch's agent would expand `$` in arguments.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Read the plan, prepare this process, and exec the rank's command; exits with 127 if that cannot be run."""
+    plan_path, local_rank = sys.argv[1], int(sys.argv[2])
+    with open(plan_path, encoding="utf-8") as stream:
+        plan = json.load(stream)
+    die_with_launcher(plan["launcher_pid"])
+    if plan["cores"]:
+        os.sched_setaffinity(0, plan["cores"][local_rank])
+    # Short writes to a pipe are atomic, so ranks need no lock between them.
+    with open(plan["control"], "wb", buffering=0) as control:
+        control.write(f"{local_rank} {os.getpid()}\n".encode())
+    command = plan["commands"][local_rank]
+    try:
+        os.execvpe(command[0], command, {**os.environ, **plan["environments"][local_rank]})
+    except OSError as error:
+        sys.stderr.write(f"deepspeed: cannot run {command[0]!r}: {error.strerror}\n")
+        sys.exit(127)
+
+
+def die_with_launcher(launcher_pid: int) -> None:
+    """Have the kernel end this process when the launcher dies, even by SIGKILL (Linux only).
+
+    The setting survives exec. A launcher that died before it was made shows as another parent.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
