@@ -195,6 +195,7 @@ def _run_on_port(plan: LaunchPlan, port: int) -> int:
 
 def _run_agent(plan: LaunchPlan, port: int, folder: Path, logs: "RankLogs") -> None:
     """Run torch's agent until every process ended well; raises what it raises otherwise."""
+    # startup: see _run_on_port
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

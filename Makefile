@@ -1,0 +1,72 @@
+# The project's commands. Each makes the virtual environment it needs; running one again reuses it.
+#   make demo       train a small GPT with 2 processes
+#   make test       the whole test suite
+#   make check      ruff, mypy, style tests (the pre-commit hooks)
+#   make contract   every combination of the contract suite (long)
+#   make wheel      build the wheel into dist/
+# Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
+# DEMO_ARGS (flags of the demo), TESTS (what `make test` runs), PYTEST_ARGS (flags for it), PIP_ARGS (flags for pip).
+
+PYTHON ?= python3
+VENV ?= .venv
+NPROC ?= 2
+DEMO_ARGS ?=
+TESTS ?= tests/unit tests/style
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/requirements-ci.txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
+# One thread per process: tests and demo start several processes, which would otherwise fight for the cores.
+RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
+
+.PHONY: demo test check contract wheel install clean
+
+# Remove a stamp whose recipe failed half way, so that the next run does not trust it.
+.DELETE_ON_ERROR:
+
+$(VENV)/.stamp-torch: $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is older than 3.10; set PYTHON to a newer interpreter" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# torch first and pinned, so that no other package's requirement can choose another build of it
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) setuptools wheel
+	touch $@
+
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch setup.py pyproject.toml version.txt $(wildcard requirements/*.txt)
+	$(PIP_INSTALL) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-install
+	$(PIP_INSTALL) -r requirements/requirements-dev.txt
+	touch $@
+
+$(VENV)/.stamp-demo: $(VENV)/.stamp-install
+	$(PIP_INSTALL) matplotlib
+	touch $@
+
+install: $(VENV)/.stamp-install
+
+demo: $(VENV)/.stamp-demo
+	$(RUN) deepspeed --num_gpus $(NPROC) examples/train_gpt.py $(DEMO_ARGS)
+
+test: $(VENV)/.stamp-dev
+	$(RUN) python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+contract: $(VENV)/.stamp-dev
+	$(RUN) python -m pytest tests/unit -m contract $(PYTEST_ARGS)
+
+# pre-commit wants a git checkout; the hooks themselves are local and need no network.
+check: $(VENV)/.stamp-dev
+	$(RUN) pre-commit run --all-files --show-diff-on-failure
+
+# A fresh build folder: files that a former build copied there would end up in the wheel too.
+wheel: $(VENV)/.stamp-torch
+	rm -rf build
+	mkdir -p dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
