@@ -1,0 +1,117 @@
+"""What the launcher shows of processes' output: read through real pipes, without processes."""
+
+import io
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed.launcher.logs import RankLogs
+
+
+class Screen:
+    """Stands in for sys.stdout or sys.stderr and keeps what is written."""
+
+    def __init__(self) -> None:
+        self.buffer = io.BytesIO()
+
+    @property
+    def text(self) -> str:
+        return self.buffer.getvalue().decode()
+
+
+@pytest.fixture
+def screens(monkeypatch: pytest.MonkeyPatch) -> tuple[Screen, Screen]:
+    out, err = Screen(), Screen()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return out, err
+
+
+@pytest.fixture
+def logs(tmp_path: Path, screens: tuple[Screen, Screen]) -> Iterator[RankLogs]:
+    logs = RankLogs(tmp_path, [0, 1])
+    logs.start()
+    yield logs
+    logs.stop()
+
+
+def write(path: Path, data: bytes) -> None:
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(data)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("the log thread did not get there within 10 s")
+        time.sleep(0.005)
+
+
+def test_lines_carry_their_rank(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stdout_path(1), b"one\n\ntwo\n")
+    write(logs.stderr_path(0), b"warn\n")
+    logs.stop()
+    assert screens[0].text == "[rank1]: one\n\n[rank1]: two\n"
+    assert screens[1].text == "[rank0]: warn\n"
+    assert list(logs.history[0].stderr_tail) == [b"warn"]
+
+
+def test_a_prefix_that_torch_already_wrote_is_not_doubled(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stderr_path(1), b"[rank1]: Traceback (most recent call last):\n[rank1]: ValueError\n")
+    logs.stop()
+    assert screens[1].text.count("[rank1]: ") == 2
+    assert logs.history[1].traceback_at is not None
+
+
+def test_nothing_is_lost_at_the_end(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stdout_path(0), b"x" * 60000 + b"\nunfinished")
+    write(logs.stdout_path(1), b"also unfinished")
+    logs.stop()
+    lines = screens[0].text.splitlines()
+    assert sorted(lines) == sorted(["[rank0]: " + "x" * 60000, "[rank0]: unfinished", "[rank1]: also unfinished"])
+
+
+def test_an_unfinished_line_is_shown_when_nothing_follows(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stdout_path(0), b"continue? ")
+    eventually(lambda: screens[0].text == "[rank0]: continue? ")
+    write(logs.stdout_path(0), b"yes\n")
+    eventually(lambda: screens[0].text == "[rank0]: continue? yes\n")
+
+
+def test_another_rank_does_not_write_into_an_unfinished_line(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stdout_path(0), b"half")
+    eventually(lambda: "half" in screens[0].text)
+    write(logs.stdout_path(1), b"whole\n")
+    eventually(lambda: "whole" in screens[0].text)
+    write(logs.stdout_path(0), b" rest\n")
+    logs.stop()
+    assert screens[0].text == "[rank0]: half\n[rank1]: whole\n[rank0]:  rest\n"
+
+
+def test_progress_bars_stay_on_one_line(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+    write(logs.stderr_path(0), b"\r10%\r20%\r30%\n")
+    logs.stop()
+    assert screens[1].text == "\r[rank0]: 10%\r[rank0]: 20%\r[rank0]: 30%\n"
+
+
+def test_each_rank_gets_its_file(tmp_path: Path, screens: tuple[Screen, Screen]) -> None:
+    logs = RankLogs(tmp_path, [0, 1], log_dir=str(tmp_path / "logs"))
+    logs.start()
+    write(logs.stdout_path(1), b"out\n")
+    logs.stop()
+    (first,), (second,) = ((tmp_path / "logs").glob(f"*_rank{rank}.log") for rank in (0, 1))
+    assert (first.read_bytes(), second.read_bytes()) == (b"", b"out\n")
+    assert screens[0].text == ""
+
+
+def test_the_end_of_a_process_is_noticed_without_reaping_it(logs: RankLogs) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
+    write(logs.control_path, f"1 {process.pid}\n".encode())
+    eventually(lambda: logs.history[1].exited_at is not None)
+    assert logs.history[1].pid == process.pid
+    assert process.wait() == 7

@@ -1,0 +1,237 @@
+"""The `deepspeed` command with real processes: what they see, what is said of a failure, and that none survives."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT = 90
+SHOW = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
+         "CROSS_RANK", "CROSS_SIZE", "OMP_NUM_THREADS")
+cores = sorted(os.sched_getaffinity(0))
+print(json.dumps({"argv": sys.argv[1:], "cores": cores, **{name: os.environ.get(name) for name in names}}))
+"""
+SLEEP = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+class Launcher:
+    """Runs the command on scripts in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def start(self, *args: str, module: str = "deepspeed.launcher.runner") -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(self.folder)}
+        environment.pop("OMP_NUM_THREADS", None)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, *args: str, module: str = "deepspeed.launcher.runner") -> tuple[int, str, str]:
+        process = self.start(*args, module=module)
+        out, err = process.communicate(timeout=TIMEOUT)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    for process in launcher.processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def shown(output: str) -> dict[int, dict[str, object]]:
+    """What SHOW printed, by the rank that the launcher put before the line."""
+    lines = [line for line in output.splitlines() if line.startswith("[rank")]
+    return {int(line[5 : line.index("]")]): json.loads(line.partition(": ")[2]) for line in lines}
+
+
+def test_environment_arguments_and_prefixes(launcher: Launcher) -> None:
+    code, out, err = launcher.run("--num_gpus", "2", launcher.script(SHOW), "--a=$$b", "${local_rank}", "c d")
+    assert code == 0, err
+    ranks = shown(out)
+    assert sorted(ranks) == [0, 1]
+    for rank, seen in ranks.items():
+        # torch's agent would expand the dollars; they are the user's.
+        assert seen["argv"] == [f"--local_rank={rank}", "--a=$$b", "${local_rank}", "c d"]
+        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"], seen["LOCAL_SIZE"]) == ("2", "2", "2")
+        assert (seen["CROSS_RANK"], seen["CROSS_SIZE"], seen["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+        assert seen["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert not list(launcher.folder.glob("deepspeed_*")), "the launcher's own folder must go with it"
+
+
+def test_first_failing_rank_gives_code_and_last_words(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            try:
+                raise KeyError("inner")
+            except KeyError as error:
+                sys.excepthook = lambda *info: (sys.__excepthook__(*info), sys.stderr.flush(), os._exit(13))
+                raise ValueError("boom") from error
+        print("peer noise", file=sys.stderr, flush=True)
+        time.sleep(600)
+        """)
+    code, _, err = launcher.run("--num_gpus", "2", script)
+    assert code == 13
+    head, _, last_words = err.partition("what rank 1 last wrote to stderr:\n")
+    assert "failed first, with exit code 13" in head
+    assert "then ended with signal SIGTERM" in head
+    assert last_words.startswith("Traceback (most recent call last):")
+    assert "KeyError: 'inner'" in last_words
+    assert last_words.endswith("ValueError: boom\n")
+
+
+def test_death_by_signal_gives_its_shell_code(launcher: Launcher) -> None:
+    code, _, err = launcher.run("-q", launcher.script("import os; os.kill(os.getpid(), 9)"))
+    assert code == 128 + signal.SIGKILL
+    assert "rank 0 (process" in err and "signal SIGKILL (9)" in err
+    assert "wrote nothing to stderr" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process(launcher: Launcher, number: signal.Signals) -> None:
+    process = launcher.start("-q", "--num_gpus", "2", launcher.script(SLEEP))
+    pids = read_pids(process, 2)
+    process.send_signal(number)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + number
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process or an orphan of it is left"
+
+
+def test_a_failure_ends_orphans_too(launcher: Launcher) -> None:
+    """The failed rank is dead already, so nobody else would look for what it had started."""
+    process = launcher.start("-q", launcher.script(SLEEP.replace("time.sleep(600)", "os._exit(3)")))
+    pids = read_pids(process, 1)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 3
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_killing_the_launcher_ends_the_ranks(launcher: Launcher) -> None:
+    process = launcher.start(
+        "-q",
+        "--num_gpus",
+        "2",
+        launcher.script("""
+        import os, time
+        print("pids", os.getpid(), flush=True)
+        time.sleep(600)
+        """),
+    )
+    pids = read_pids(process, 2)
+    ranks = [psutil.Process(pid) for pid in pids]
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def read_pids(process: "subprocess.Popen[str]", num_lines: int) -> list[int]:
+    """The numbers on the next lines that say `pids`."""
+    if process.stdout is None:
+        raise AssertionError("the launcher was started without a pipe")
+    pids: list[int] = []
+    while num_lines:
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the launcher ended early, with {process.wait()}")
+        if " pids " in line:
+            pids.extend(int(word) for word in line.split() if word.isdigit())
+            num_lines -= 1
+    return pids
+
+
+def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(launcher: Launcher) -> None:
+    script = launcher.script(SHOW)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("", 29500))
+        except OSError:
+            pytest.skip("the default port is in use by another program")
+        taken.listen()
+        code, out, err = launcher.run("-q", script)
+        assert code == 0, err
+        assert shown(out)[0]["MASTER_PORT"] not in (None, "29500")
+        code, _, err = launcher.run("-q", "--master_port", "29500", script)
+    assert code == 2
+    assert "--master_port=29500: the port is in use" in err
+
+
+def test_logs_cores_and_pid_file(launcher: Launcher) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("binding two ranks needs two cores")
+    script = launcher.script(SHOW + 'print(open(os.path.join(os.environ["TMPDIR"], f"{os.getppid()}.ds")).read())\n')
+    process = launcher.start(
+        "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{cores[1]},{cores[0]}", "--no_local_rank",
+        "--save_pid", "--enable_each_rank_log", "logs", script
+    )  # fmt: skip
+    out, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, err
+    assert "[rank" not in out
+    for rank in (0, 1):
+        (log,) = (launcher.folder / "logs").glob(f"*_rank{rank}.log")
+        first, second = log.read_text().split("\n")[:2]
+        seen = json.loads(first)
+        assert (seen["argv"], seen["cores"], seen["OMP_NUM_THREADS"]) == ([], [cores[1 - rank]], "1")
+        assert int(second) == process.pid
+    assert not list(launcher.folder.glob("*.ds"))
+
+
+def test_user_mistakes_are_one_line_and_code_2(launcher: Launcher) -> None:
+    code, _, err = launcher.run("--num_nodes", "2", "x.py")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("deepspeed: error: --num_nodes=2: ")
+
+
+def test_a_command_that_is_not_there(launcher: Launcher) -> None:
+    code, _, err = launcher.run("-q", "--no_python", "./no-such-command")
+    assert code == 127
+    assert "cannot run './no-such-command': No such file or directory" in err
+
+
+def test_node_launcher_runs_a_module(launcher: Launcher) -> None:
+    launcher.script(SHOW, "shows.py")
+    world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"
+    code, out, err = launcher.run(
+        f"--world_info={world}", "-q", "--module", "shows", "x", module="deepspeed.launcher.launch"
+    )
+    assert code == 0, err
+    assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {
+        rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)
+    }

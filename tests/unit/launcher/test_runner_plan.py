@@ -1,0 +1,168 @@
+"""From flags to a launch plan: slots, refusals, commands; nothing is started."""
+
+import os
+import sys
+
+import pytest
+
+from deepspeed.launcher import devices, launch, runner
+
+
+def plan(*flags: str) -> launch.LaunchPlan:
+    return runner.make_plan(runner.parse_args([*flags, "train.py", "--lr", "1"]))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "visible_slots", dict)
+    monkeypatch.setattr(runner, "device_environment", lambda slots: {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks"),
+    [
+        ((), 1),
+        (("--num_gpus", "3"), 3),
+        (("--num_accelerators", "2"), 2),
+        (("--include", "localhost:0,3"), 2),
+        (("--include", "localhost"), 1),
+        (("--num_nodes", "1", "--num_gpus", "2"), 2),
+        (("--no_ssh", "--node_rank", "0"), 1),
+    ],
+)
+def test_number_of_processes_on_cpu(flags: tuple[str, ...], num_ranks: int) -> None:
+    assert plan(*flags).num_ranks == num_ranks
+
+
+def test_devices_are_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "visible_slots", lambda: {2: "2", 3: "3", 5: "5"})
+    chosen: list[list[int]] = []
+    monkeypatch.setattr(runner, "device_environment", lambda slots: chosen.append(slots) or {})
+    plan()
+    plan("--num_gpus", "2")
+    plan("--exclude", "localhost:3")
+    assert chosen == [[2, 3, 5], [2, 3], [2, 5]]
+    with pytest.raises(ValueError, match="--num_gpus=4: only 3 slots"):
+        plan("--num_gpus", "4")
+    with pytest.raises(ValueError, match="No slot '0'"):
+        plan("--include", "localhost:0")
+
+
+class FakeAccelerator:
+    """A device machine: what `devices` asks of an accelerator."""
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def device_count(self) -> int:
+        return 2
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "usable"),
+    [
+        (None, {0: "0", 1: "1"}),
+        ("4,6", {4: "4", 6: "6"}),
+        ("6,4", {6: "6", 4: "4"}),
+        ("GPU-aa,GPU-bb", {0: "GPU-aa", 1: "GPU-bb"}),
+    ],
+)
+def test_slots_follow_the_visibility_variable(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, usable: dict[int, str]
+) -> None:
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", FakeAccelerator)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.visible_slots() == usable
+    last = list(usable)[-1]
+    assert devices.device_environment([last]) == {"CUDA_VISIBLE_DEVICES": usable[last]}
+    with pytest.raises(ValueError, match=r"\[9\] are not usable"):
+        devices.device_environment([9])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--num_nodes", "2"), "--num_nodes=2: .*later release"),
+        (("--elastic_training",), "--elastic_training=True: .*later release"),
+        (("--min_elastic_nodes", "1"), "--min_elastic_nodes=1"),
+        (("--max_elastic_nodes", "1"), "--max_elastic_nodes=1"),
+        (("--autotuning", "run"), "--autotuning=run: .*not part of this project"),
+        (("--launcher", "slurm"), "--launcher=slurm"),
+        (("--launcher_args", "x"), "--launcher_args=x"),
+        (("--force_multi",), "--force_multi=True"),
+        (("--ssh_port", "22"), "--ssh_port=22"),
+        (("--venv_script", "v"), "--venv_script=v"),
+        (("--node_rank", "1"), "--node_rank=1"),
+        (("--hostfile", "/nonexistent/hosts"), "--hostfile=/nonexistent/hosts: there is no such file"),
+        (("--num_gpus", "0"), "--num_gpus=0"),
+        (("--num_gpus", "2", "--include", "localhost:0"), "include/exclude"),
+        (("--include", "other:0"), "Hostname 'other'"),
+        (("--exclude", "localhost"), "no slot is left"),
+        (("--module", "--no_python"), "--no_python.*--module"),
+        (("--bind_core_list", "0"), "--bind_cores_to_rank"),
+        (("--bind_cores_to_rank", "--bind_core_list", "99999"), r"cores \[99999\]"),
+    ],
+)
+def test_refusals_name_the_flag(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(*flags)
+
+
+def test_hostfile_of_this_machine_is_used_and_others_are_refused(tmp_path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("localhost slots=3\nother slots=2\n")
+    assert plan("--hostfile", str(path), "--include", "localhost").num_ranks == 3
+    assert plan("--hostfile", str(path), "--num_nodes", "1").num_ranks == 3
+    with pytest.raises(ValueError, match="localhost, other"):
+        plan("--hostfile", str(path))
+
+
+def test_commands() -> None:
+    script = plan()
+    assert script.rank_command(1) == [sys.executable, "-u", "train.py", "--local_rank=1", "--lr", "1"]
+    assert plan("--no_local_rank").rank_command(1) == [sys.executable, "-u", "train.py", "--lr", "1"]
+    assert plan("--module").rank_command(0)[:4] == [sys.executable, "-u", "-m", "train.py"]
+    assert plan("--no_python").rank_command(0) == ["train.py", "--local_rank=0", "--lr", "1"]
+
+
+def test_threads_are_shared_out_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launch, "num_available_cores", lambda: 8)
+    assert plan("--num_gpus", "2").rank_environment(0)["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert plan("--num_gpus", "2").rank_environment(0)["OMP_NUM_THREADS"] == "3"
+
+
+def test_port_is_the_users_only_when_given() -> None:
+    assert plan().master_port is None
+    assert plan("--master_port", "29500").master_port == 29500
+    assert runner.parse_args(["train.py"]).master_port == 29500
+
+
+def test_world_info_round_trip() -> None:
+    encoded = runner.encode_world_info({"localhost": [0, 1]})
+    assert encoded == "eyJsb2NhbGhvc3QiOiBbMCwgMV19"
+    assert launch.decode_world_info(encoded) == {"localhost": [0, 1]}
+    with pytest.raises(ValueError, match="--world_info=zzz"):
+        launch.decode_world_info("zzz")
+
+
+def test_flags_are_frozen() -> None:
+    """Scripts and other launchers pass these; removing one breaks them."""
+    names = {name for name in vars(runner.parse_args(["x"])) if not name.endswith("_given")}
+    assert names == set(
+        "hostfile include exclude num_nodes min_elastic_nodes max_elastic_nodes num_gpus master_port master_addr "
+        "node_rank launcher launcher_args module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
+        "enable_each_rank_log autotuning elastic_training bind_cores_to_rank bind_core_list ssh_port venv_script "
+        "log_level quiet user_script user_args".split()
+    )
+
+
+def test_environment_file_name_follows_the_environment() -> None:
+    assert os.environ.get("DS_ENV_FILE", ".deepspeed_env") == runner.DEEPSPEED_ENVIRONMENT_NAME

@@ -1,0 +1,150 @@
+"""Building native ops: the cache, the lock between processes, and what is said when it cannot be done."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, OpBuildError
+from deepspeed.ops.op_builder.builder import CACHE_ENV, locked
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
+SOURCE = """
+#include <Python.h>
+#include "answer.h"
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(ANSWER); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", "", -1, methods};
+#define CONCAT_(a, b) a##b
+#define CONCAT(a, b) CONCAT_(a, b)
+PyMODINIT_FUNC CONCAT(PyInit_, TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
+"""
+
+HOLD = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from op_builder.builder import locked
+with locked(Path({lock!r})):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+class TinyBuilder(OpBuilder):
+    """An op of one function, whose sources stand in a folder of the test's."""
+
+    BUILD_VAR = "DS_BUILD_TINY"
+    NAME = "tiny"
+
+    def __init__(self, folder: Path, leaf: str) -> None:
+        super().__init__()
+        self.folder, self.leaf = folder, leaf
+
+    def absolute_name(self) -> str:
+        return f"deepspeed.ops.tiny.{self.leaf}"
+
+    def sources(self) -> list[str]:
+        return [str(self.folder / "tiny.cpp")]
+
+    def include_paths(self) -> list[str]:
+        return [str(self.folder)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+    (tmp_path / "tiny.cpp").write_text(SOURCE)
+    (tmp_path / "answer.h").write_text("#define ANSWER 42\n")
+    return tmp_path
+
+
+def libraries(folder: Path) -> list[Path]:
+    return sorted((folder / "cache").glob("*/*.so"))
+
+
+@needs_compiler
+def test_an_op_is_built_once_and_again_when_its_header_changes(folder: Path) -> None:
+    assert TinyBuilder(folder, "first").load(verbose=False).answer() == 42
+    (library,) = libraries(folder)
+    built_at = library.stat().st_mtime_ns
+    assert TinyBuilder(folder, "second").load(verbose=False).answer() == 42
+    assert library.stat().st_mtime_ns == built_at, "the cache must be used"
+
+    (folder / "answer.h").write_text("#define ANSWER 43\n")
+    assert TinyBuilder(folder, "third").load(verbose=False).answer() == 43
+    assert len(libraries(folder)) == 2
+
+
+@needs_compiler
+def test_a_compiler_error_is_shown_and_leaves_nothing(folder: Path) -> None:
+    (folder / "tiny.cpp").write_text("int broken(")
+    with pytest.raises(OpBuildError, match=r"op tiny: the compiler exited with 1[\s\S]*tiny\.cpp:1"):
+        TinyBuilder(folder, "broken").load(verbose=False)
+    assert libraries(folder) == []
+
+
+def test_reasons_for_incompatibility(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = TinyBuilder(folder, "x")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not builder.is_compatible()
+    assert "no C++ compiler found" in str(builder.error_log)
+    monkeypatch.setenv("CXX", sys.executable)
+    (folder / "tiny.cpp").unlink()
+    assert not builder.is_compatible()
+    assert "source files are missing" in str(builder.error_log)
+    monkeypatch.setenv("DS_BUILD_TINY", "0")
+    with pytest.raises(OpBuildError, match="DS_BUILD_TINY=0 switches it off"):
+        builder.load()
+
+
+def test_async_io_is_known_and_says_why_it_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert AsyncIOBuilder.NAME in ALL_OPS
+    assert not AsyncIOBuilder().is_compatible(verbose=True)
+    assert "later release" in capsys.readouterr().err
+
+
+def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
+    lock = tmp_path / "folder" / "lock"
+    hold = HOLD.format(root=str(ROOT), lock=str(lock))
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
+        if holder.stdout is None or holder.stdout.readline() != "held\n":
+            raise AssertionError("the holder did not take the lock")
+        waiter = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+        time.sleep(0.3)
+        assert waiter.poll() is None and lock.exists()
+        holder.send_signal(signal.SIGKILL)
+        if waiter.stdout is None:
+            raise AssertionError("the waiter was started without a pipe")
+        assert waiter.stdout.readline() == "held\n", "the lock must pass on although its file is still there"
+        waiter.kill()
+        waiter.communicate()
+    with locked(lock):
+        assert os.path.exists(lock)
+
+
+def test_builders_import_without_torch() -> None:
+    """setup.py imports the builders where nothing is installed."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; import op_builder; " \
+        "print(sorted(op_builder.ALL_OPS))"  # fmt: skip
+    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert "async_io" in result.stdout
+
+
+@needs_compiler
+def test_the_cache_key_covers_flags(folder: Path) -> None:
+    class OtherFlags(TinyBuilder):
+        def cxx_args(self) -> list[str]:
+            return [*super().cxx_args(), "-DEXTRA"]
+
+    TinyBuilder(folder, "flags").load(verbose=False)
+    OtherFlags(folder, "other_flags").load(verbose=False)
+    assert len(libraries(folder)) == 2

@@ -1,0 +1,33 @@
+"""The `ds_report` command."""
+
+import pytest
+
+from deepspeed import env_report
+
+
+def test_sizes_are_readable() -> None:
+    assert env_report.human_readable_size(123456789) == "117.74 MB"
+    assert env_report.human_readable_size(0) == "0.00 B"
+    assert env_report.human_readable_size(5 * 2**50) == "5120.00 TB"
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    env_report.main()
+    text = capsys.readouterr().out
+    for word in ("async_io", "later release", "torch version", "deepspeed version", "0.20.0", "/dev/shm"):
+        assert word in text
+
+
+def test_parts_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    env_report.main(hide_errors_and_warnings=True)
+    assert "later release" not in capsys.readouterr().out
+    env_report.main(hide_operator_status=True)
+    assert "async_io" not in capsys.readouterr().out
+
+
+def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_report, "SHM_WARNING_BYTES", 2**62)
+    (warning,) = env_report.get_shm_size()[1]
+    assert "--shm-size" in warning
+    monkeypatch.setattr(env_report, "SHM_PATH", "/nonexistent")
+    assert env_report.get_shm_size()[0] == "UNKNOWN"

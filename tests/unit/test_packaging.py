@@ -1,0 +1,109 @@
+"""What the wheel carries, and that building it needs neither torch nor a compiler."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deepspeed import git_version_info
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    for module in ("setuptools", "wheel"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"building a wheel without network needs {module}")
+    folder = tmp_path_factory.mktemp("wheel")
+    # A torch that cannot be imported: the build must not try. No compiler either.
+    (folder / "torch.py").write_text("raise ImportError('setup.py imported torch')\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder), "CC": "false", "CXX": "false"}
+    build = ["setup.py", "-q", "build", "--build-base", str(folder / "build")]
+    egg = ["egg_info", "--egg-base", str(folder)]
+    subprocess.run(
+        [sys.executable, *build, *egg, "bdist_wheel", "--dist-dir", str(folder), "--bdist-dir", str(folder / "bdist")],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_is_pure_python_and_named_after_the_project(wheel: zipfile.ZipFile) -> None:
+    version = (ROOT / "version.txt").read_text().strip()
+    assert Path(str(wheel.filename)).name == f"deepspeed-{version}-py3-none-any.whl"
+
+
+def test_the_wheel_has_every_module_of_the_package(wheel: zipfile.ZipFile) -> None:
+    packages = {path.parent for path in (ROOT / "deepspeed").rglob("__init__.py")} | {ROOT / "deepspeed"}
+    modules = {path for package in packages for path in package.glob("*.py")}
+    names = set(wheel.namelist())
+    missing = sorted(str(path.relative_to(ROOT)) for path in modules if str(path.relative_to(ROOT)) not in names)
+    assert missing == []
+    assert {
+        "deepspeed/py.typed",
+        "deepspeed/ops/op_builder/__init__.py",
+        "deepspeed/ops/op_builder/builder.py",
+        "deepspeed/git_version_info_installed.py",
+    } <= names
+    assert not [name for name in names if not name.startswith(("deepspeed/", "deepspeed-"))]
+
+
+def test_no_folder_of_modules_lacks_its_init() -> None:
+    """A package without __init__.py imports in a checkout and is missing from the wheel."""
+    folders = {path.parent for path in (ROOT / "deepspeed").rglob("*.py")}
+    assert sorted(str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfile.ZipFile) -> None:
+    (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    commands = wheel.read(f"{info}/entry_points.txt").decode()
+    for line in (
+        "deepspeed = deepspeed.launcher.runner:main",
+        "ds = deepspeed.launcher.runner:main",
+        "ds_report = deepspeed.env_report:cli_main",
+    ):
+        assert line in commands
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    for requirement in ("torch>=2.6", "pydantic>=2", "hjson", "safetensors", "ninja", "py-cpuinfo"):
+        assert f"Requires-Dist: {requirement}\n" in metadata
+    for extra in ("dev", "tensorboard", "wandb", "comet", "mpi", "transformers"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+def test_the_packaged_version_module_says_what_version_txt_says(wheel: zipfile.ZipFile) -> None:
+    namespace: dict[str, str] = {}
+    exec(wheel.read("deepspeed/git_version_info_installed.py"), namespace)
+    assert namespace["version"] == git_version_info.version == (ROOT / "version.txt").read_text().strip()
+
+
+def test_the_checkout_has_no_generated_version_module() -> None:
+    """It would hide later changes of version.txt."""
+    assert not (ROOT / "deepspeed" / "git_version_info_installed.py").exists()
+
+
+def test_op_lists_are_computed_on_demand() -> None:
+    assert git_version_info.compatible_ops == {"async_io": False}
+    assert git_version_info.installed_ops == {"async_io": False}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = git_version_info.nothing
+
+
+def test_every_pin_of_the_direct_requirements_exists() -> None:
+    """A package without a pin could pull in another build of torch, and would change under CI's feet."""
+    folder = ROOT / "requirements"
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in read(folder / "requirements-ci.txt")}
+    wanted = [*read(folder / "requirements.txt"), *read(folder / "requirements-dev.txt")]
+    assert [name for name in wanted if name.partition(">")[0].lower() not in pinned] == []
+
+
+def read(path: Path) -> list[str]:
+    lines = path.read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
