@@ -1,0 +1,49 @@
+"""Collectives and process groups over torch.distributed; the only package that imports it.
+
+Everything is re-exported from `deepspeed.comm.comm` and its neighbours: `from deepspeed import comm as dist` is enough.
+"""
+
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm as _comm
+from deepspeed.comm.ccl import CCLBackend
+from deepspeed.comm.comm import *  # noqa: F403
+from deepspeed.comm.comm import __all__ as _operations
+from deepspeed.comm.constants import *  # noqa: F403
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.comm.utils import (
+    get_caller_func,
+    get_debug_log_name,
+    get_default_args,
+    get_local_rank_from_launcher,
+    get_msg_size_from_args,
+    get_tensor_kwarg,
+    get_tensor_position,
+    get_world_rank_from_launcher,
+    get_world_size_from_launcher,
+)
+from deepspeed.utils.comms_logging import CommsLogger
+
+__all__ = [
+    *_operations,
+    "CCLBackend",
+    "CommsLogger",
+    "TorchBackend",
+    "get_accelerator",
+    "get_caller_func",
+    "get_debug_log_name",
+    "get_default_args",
+    "get_local_rank_from_launcher",
+    "get_msg_size_from_args",
+    "get_tensor_kwarg",
+    "get_tensor_position",
+    "get_world_rank_from_launcher",
+    "get_world_size_from_launcher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "cdb":
+        return _comm.cdb
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

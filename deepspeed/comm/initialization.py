@@ -1,0 +1,180 @@
+"""Making the default process group, or adopting the one that is there."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import discovery, process_groups
+from deepspeed.comm.ccl import CCLBackend
+from deepspeed.comm.constants import CCL_BACKEND, TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.comm.logging_control import configure
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.utils.logging import log_once, logger
+
+# The object that made or adopted the default process group; None before.
+cdb: TorchBackend | None = None
+
+
+def set_backend() -> None:
+    """Adopt torch's default process group, if there is one."""
+    global cdb
+    if torch_dist.is_initialized():
+        cdb = TorchBackend(torch_dist.get_backend(), default_pg_timeout, None)
+
+
+def init_deepspeed_backend(
+    ds_backend: str,
+    timeout: timedelta,
+    init_method: str | None,
+    rank: int = -1,
+    world_size: int = -1,
+    store: Any = None,
+) -> None:
+    """Make the default process group.
+
+    Args:
+        ds_backend: ``nccl``, ``gloo``, ``mpi``, ``ccl``, ``hccl``, or whatever else torch knows.
+        timeout: how long a collective may take.
+        init_method: torch's rendezvous URL.
+        rank, world_size: -1 means: from the environment.
+        store: a key-value store to meet in instead of a URL.
+    """
+    global cdb
+    if ds_backend == CCL_BACKEND:
+        cdb = CCLBackend(timeout, init_method, rank, world_size, store=store)
+    else:
+        cdb = TorchBackend(ds_backend, timeout, init_method, rank, world_size, store=store)
+    process_groups.set_group_timeout(timeout)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the default process group, or adopt torch's if there is one.
+
+    The ranks come, first match, from the arguments; from RANK and WORLD_SIZE; from MPI, Slurm or the cloud
+    scheduler that started the process. A process that none of them knows is a world of its own.
+
+    Args:
+        dist_backend: torch's backend; None means the accelerator's.
+        auto_mpi_discovery: whether MPI, Slurm and cloud schedulers are asked.
+        distributed_port: the port of rank 0 for discovered jobs that set no MASTER_PORT.
+        verbose: log what is made and where the numbers come from.
+        timeout: how long a collective may take, for this and all later groups.
+        init_method: torch's rendezvous URL (``file://...``, ``tcp://...``); None means env://.
+        dist_init_required: False forbids making a group: one must be there. None and True make one if needed.
+        config: a configuration object, for its ``comms_logger`` section.
+        rank, world_size: -1 means: from the environment.
+
+    Raises:
+        ValueError: variables of the environment are missing or inconsistent.
+        RuntimeError: there is no group and ``dist_init_required`` is False.
+    """
+    if config is not None:
+        configure(deepspeed_config=config)
+    if torch_dist.is_initialized():
+        _adopt(dist_backend)
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "dist_init_required=False, but there is no process group: call torch.distributed.init_process_group() "
+            "or deepspeed.init_distributed() before, or leave dist_init_required unset"
+        )
+    if not torch_dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed; install one that has it")
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    given = (rank, world_size)
+    if given == (-1, -1) and not _ranks_in_environment() and auto_mpi_discovery:
+        discovery.discover(distributed_port, verbose)
+    if given == (-1, -1) and not _ranks_in_environment() and init_method is None:
+        _init_alone(backend, timeout, verbose)
+        return
+    rank, world_size = _ranks(rank, world_size)
+    if init_method is None or init_method.startswith("env://"):
+        _require_meeting_point(given != (-1, -1))
+    _select_device(world_size)
+    if verbose:
+        logger.info("rank %d of %d joins the process group over %s", rank, world_size, backend)
+    init_deepspeed_backend(backend, timeout, init_method, rank, world_size)
+
+
+def _ranks_in_environment() -> bool:
+    return bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
+
+
+def _adopt(dist_backend: str | None) -> None:
+    there = str(torch_dist.get_backend())
+    if dist_backend is not None and dist_backend not in there:
+        log_once(f"dist_backend={dist_backend!r} is ignored: the process group was made before, over {there!r}")
+    set_backend()
+
+
+def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
+    """A world of one process. It meets nobody, so it opens no port."""
+    if verbose:
+        logger.info("no launcher started this process: it trains alone over %s", backend)
+    # Client libraries read LOCAL_RANK to name their device, also when nobody launched them.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    _select_device(1)
+    init_deepspeed_backend(backend, timeout, None, rank=0, world_size=1, store=torch_dist.HashStore())
+
+
+def _ranks(rank: int, world_size: int) -> tuple[int, int]:
+    """Rank and world size from the arguments, or where they are -1 from the environment."""
+    missing = [
+        name
+        for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))
+        if given < 0 and not os.environ.get(name)
+    ]
+    if missing:
+        # All that are missing are named at once, also those that would only be noticed later.
+        missing = [name for name in discovery.missing_variables() if name in missing or name.startswith("MASTER")]
+        raise ValueError(f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}")
+    rank = _from_environment("RANK") if rank < 0 else rank
+    world_size = _from_environment("WORLD_SIZE") if world_size < 0 else world_size
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}; {discovery.REMEDY}")
+    return rank, world_size
+
+
+def _from_environment(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}={text!r} is not an integer; {discovery.REMEDY}") from error
+
+
+def _require_meeting_point(ranks_are_arguments: bool) -> None:
+    missing = [name for name in discovery.missing_variables() if name.startswith("MASTER")]
+    if missing:
+        hint = "or pass init_method" if ranks_are_arguments else "or pass rank, world_size and init_method"
+        raise ValueError(f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}, {hint}")
+
+
+def _select_device(world_size: int) -> None:
+    """Make this process's device current before the backend looks at it."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return
+    local_rank = process_groups.get_local_rank()
+    count = accelerator.device_count()
+    # A launcher may show each process its own device only: then it is number 0 whatever the local rank.
+    accelerator.set_device(local_rank if local_rank < count else 0)
+    if world_size > 1 and count > 1 and local_rank >= count:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, but this process sees {count} devices ({accelerator.visible_devices_envs()}); "
+            "start no more processes per machine than it has devices"
+        )

@@ -1,0 +1,152 @@
+"""Questions to and changes of process groups.
+
+Owns no group: torch does. The process group's default timeout is remembered here because torch gives groups made later its
+own default instead of that of the first.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.constants import default_pg_timeout
+from deepspeed.comm.utils import get_local_rank_from_launcher
+
+Group = ProcessGroup | None
+
+_group_timeout: timedelta = default_pg_timeout
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """The timeout of groups made from now on."""
+    global _group_timeout
+    _group_timeout = timeout
+
+
+def is_available() -> bool:
+    """Whether this torch was built with torch.distributed."""
+    return torch_dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return torch_dist.is_initialized()
+
+
+def _require_initialized() -> None:
+    if not torch_dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first"
+        )
+
+
+def get_rank(group: Group = None) -> int:
+    """This process's rank in ``group`` (default: the world); -1 when it is not in the group.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    _require_initialized()
+    return torch_dist.get_rank(group)
+
+
+def get_world_size(group: Group = None) -> int:
+    """The number of ranks in ``group`` (default: the world); -1 when this process is not in the group.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    _require_initialized()
+    return torch_dist.get_world_size(group)
+
+
+def get_world_group() -> ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    _require_initialized()
+    return torch_dist.group.WORLD  # type: ignore[return-value]  # a property of a metaclass, opaque to mypy
+
+
+def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
+    """The global rank of a rank of ``group`` (default: the world)."""
+    return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Group = None) -> list[int]:
+    """The global ranks in ``group`` (default: the world), in group order."""
+    _require_initialized()
+    return torch_dist.get_process_group_ranks(group)
+
+
+def get_local_rank() -> int:
+    """This process's ordinal on its machine, from the launcher."""
+    return get_local_rank_from_launcher()
+
+
+def get_backend_name(group: Group = None) -> str:
+    """torch's name of the backend of ``group`` (default: the world), e.g. ``gloo``."""
+    _require_initialized()
+    return str(torch_dist.get_backend(group))
+
+
+def new_group(
+    ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None
+) -> ProcessGroup:
+    """A group of these global ranks (None: all). Collective over the world, in the same order on all ranks.
+
+    Args:
+        ranks: global ranks; the world's order is kept.
+        timeout: how long its collectives may take; None means as long as the world's.
+        backend: torch's name of the backend; None means the world's.
+    """
+    _require_initialized()
+    made = torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend)
+    return made  # type: ignore[return-value]  # torch returns a sentinel on ranks outside of the group
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Destroy ``group``, or everything. Does nothing when there is no process group."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group(group)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A torch DeviceMesh of this shape over the accelerator. Collective over the world."""
+    _require_initialized()
+    device_type = get_accelerator().current_device_name().partition(":")[0]
+    return torch_dist.init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Allow torch's symmetric memory in the named group."""
+    # startup: an experimental module that few programs need.
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.enable_symm_mem_for_group(group_name)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Whether `all_gather_into_tensor` exists: always."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Whether `reduce_scatter_tensor` exists: always."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Whether `all_reduce_coalesced` exists: always."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Whether torch can issue several operations as one."""
+    return hasattr(_c10d, "_coalescing_manager")
