@@ -1,7 +1,7 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
-``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it are upstream's names
-for the same values, as thin delegates. Keys, types and documentation live in ``config_models``.
+``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it are upstream's
+names for the same values, as thin delegates. Keys, types and documentation live in ``config_models``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _env_world_size() -> int:
     text = os.environ["WORLD_SIZE"]
     if not text.isdecimal() or int(text) < 1:
         raise DeepSpeedConfigError(
-            f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (deepspeed and torchrun set it)"
+            f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (launchers set it)"
         )
     return int(text)
 

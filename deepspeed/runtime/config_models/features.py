@@ -1,4 +1,4 @@
-"""Blocks of features that this release refuses when enabled (``refusals``), typed so that disabled ones are checked."""
+"""Blocks of features that this release refuses when enabled (``refusals``), typed so that disabled ones are read."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
     def initial_dynamic_scale(self) -> int:
         """Return the scale that dynamic scaling starts with."""
-        return 2**self.initial_scale_power
+        return 1 << self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """Return the keyword arguments of ``DynamicLossScaler``."""

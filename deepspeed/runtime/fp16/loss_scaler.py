@@ -3,7 +3,7 @@
 Owns the state machine that grows and shrinks the scale. It is pure: no device, no collective, no model. Whether a step
 overflowed is decided elsewhere, identically on every rank, and handed to :meth:`LossScalerBase.update_scale`.
 
-Class paths and attribute names are part of the checkpoint format: optimizer state files pickle the scaler object itself.
+Class paths and attribute names are part of the checkpoint format: optimizer state files pickle the scaler itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LossScalerBase(DeepSpeedConfigObject):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backpropagate the scaled loss."""
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
+        torch.autograd.backward(self.scale_loss(loss), retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> float:
         """Judge one optimizer step.

@@ -1,0 +1,1 @@
+"""Monitors: where training metrics are written. This release holds their configuration only."""

@@ -1,0 +1,1 @@
+"""Azure Nebula checkpoints, which are refused. This release holds their configuration only."""

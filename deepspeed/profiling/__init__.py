@@ -1,0 +1,1 @@
+"""Profiling. This release holds its configuration only."""

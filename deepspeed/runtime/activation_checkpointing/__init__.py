@@ -1,0 +1,1 @@
+"""Recomputed activations. This release holds their configuration only."""

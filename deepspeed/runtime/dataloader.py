@@ -1,0 +1,331 @@
+"""Training data: each data-parallel rank's share of a dataset, in batches, with a position that can be restored.
+
+Owns the order of samples (``ResumableDistributedSampler``), the loader that the engine builds from ``training_data``
+and ``RepeatingLoader``. Does not move batches to a device and does not split an ``IterableDataset`` over ranks: such a
+dataset decides itself what each rank sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+DATALOADER_CONFIG_KEYS = ("seed", "shuffle")
+
+
+class ResumableDistributedSampler(Sampler[int]):
+    """This rank's sample indices of one epoch, from a given position on.
+
+    The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation seeded by ``seed + epoch``,
+    dealt to the ranks in turn, padded with its own beginning (or cut, with ``drop_last``) to a multiple of the ranks.
+    The position is counted in samples over all ranks, so a run may resume with another number of ranks.
+
+    Args:
+        num_samples: length of the dataset.
+        num_replicas: data-parallel ranks.
+        rank: this one.
+        shuffle: permute, anew in each epoch.
+        seed: of the permutation; the same on all ranks.
+        drop_last: cut instead of pad.
+
+    Raises:
+        ValueError: a rank outside the ranks.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_replicas: int,
+        rank: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank {rank} is not one of the {num_replicas} data-parallel ranks")
+        self.num_samples = num_samples
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.consumed_samples = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; nothing happens in that epoch already, so a restored position survives."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.consumed_samples = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        else:
+            order = list(range(self.num_samples))
+        left = order[self.consumed_samples :]
+        surplus = len(left) % self.num_replicas
+        if surplus and self.drop_last:
+            left = left[: len(left) - surplus]
+        elif surplus:
+            left.extend(itertools.islice(itertools.cycle(order), self.num_replicas - surplus))
+        return iter(left[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        """Return this rank's samples from the position on."""
+        left = max(0, self.num_samples - self.consumed_samples)
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+class _SkippingSampler(Sampler[Any]):
+    """Another sampler without its first ``skip`` samples, which are drawn but not loaded."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.sampler), self.skip, None)
+
+    def __len__(self) -> int:
+        if not isinstance(self.sampler, Sized):
+            raise TypeError(f"{type(self.sampler).__name__} has no length")
+        return max(0, len(self.sampler) - self.skip)
+
+
+class DeepSpeedDataLoader:
+    """Batches of one rank, whose position is part of a checkpoint.
+
+    Every pass over the loader is one epoch, shuffled anew. ``state_dict`` counts the batches handed out, so a run that
+    restores it continues with the very next batch: none is lost, none repeated. Starting a pass anew before the end
+    repeats that epoch from its beginning, as torch's loader does.
+
+    Args:
+        dataset: with or without random access.
+        batch_size: samples per batch on this rank.
+        pin_memory: load into page-locked memory (ignored by hosts without a device, which have none).
+        local_rank: kept for scripts that pass it; the share of data follows from the data-parallel rank alone.
+        tput_timer: throughput timer, whose ``start()`` is called before each batch is fetched; or None.
+        collate_fn: makes a batch of samples.
+        num_local_io_workers: worker processes; None for none.
+        data_sampler: order of samples to use instead of the loader's own; it must know its rank by itself.
+        data_parallel_world_size, data_parallel_rank: None for the default process group's.
+        dataloader_drop_last: drop the last incomplete batch.
+        deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
+
+    Raises:
+        ValueError: a batch size below 1, or an unknown key in ``deepspeed_dataloader_config``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Any = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        settings = dict(deepspeed_dataloader_config or {})
+        unknown = sorted(set(settings) - set(DATALOADER_CONFIG_KEYS))
+        if unknown:
+            raise ValueError(f"deepspeed_dataloader_config: unknown keys {unknown}; known: {DATALOADER_CONFIG_KEYS}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.tput_timer = tput_timer
+        self.dataloader_drop_last = dataloader_drop_last
+        self.seed = int(settings.get("seed", 0))
+        self.epoch = 0
+        self._batches_done = 0
+        self._samples_done = 0
+        self._running: Iterator[Any] | None = None
+        self._world, self._rank = _data_parallel_place(data_parallel_world_size, data_parallel_rank)
+        self.data_sampler = self._make_sampler(data_sampler, bool(settings.get("shuffle", True)))
+        # Its own generator: torch's loader draws a seed from the global one at the start of each pass, so that a
+        # resumed run, which starts one pass more, would see other random numbers (dropout) than one that never
+        # stopped.
+        self._generator = torch.Generator()
+        self.dataloader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=self.data_sampler,
+            drop_last=dataloader_drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
+            generator=self._generator,
+        )
+
+    def _make_sampler(self, given: Any, shuffle: bool) -> Sampler[Any] | None:
+        if isinstance(self.dataset, IterableDataset):
+            if given is not None:
+                raise ValueError("data_sampler cannot order an IterableDataset; leave it out")
+            return None
+        if given is not None:
+            return _SkippingSampler(given)
+        return ResumableDistributedSampler(
+            len(self.dataset), self._world, self._rank, shuffle, self.seed, self.dataloader_drop_last
+        )
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
+        if isinstance(self.data_sampler, ResumableDistributedSampler):
+            whole = ResumableDistributedSampler(
+                len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last
+            )
+            samples = len(whole)
+        elif isinstance(self.data_sampler, _SkippingSampler):
+            samples = len(self.data_sampler) + self.data_sampler.skip
+        else:
+            samples = len(self.dataset)
+        return samples // self.batch_size if self.dataloader_drop_last else -(-samples // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; nothing happens in that epoch already."""
+        if epoch != self.epoch:
+            self._go_to(epoch, batches=0, samples=0)
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        # A pass that handed out batches is given up; a position that was just restored is kept.
+        if self._running is not None and self._batches_done:
+            self._go_to(self.epoch, batches=0, samples=0)
+        self._running = self._run()
+        return self
+
+    def __next__(self) -> Any:
+        if self._running is None:
+            self._running = self._run()
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        return next(self._running)
+
+    def _run(self) -> Iterator[Any]:
+        """Yield the batches left in this epoch, then go to the next one."""
+        self._position_sampler()
+        self._generator.manual_seed(self.seed + self.epoch)
+        batches = iter(self.dataloader)
+        if self.data_sampler is None:
+            # Without random access the batches up to the position have to be read to be skipped.
+            batches = itertools.islice(batches, self._batches_done, None)  # type: ignore[assignment]  # any iterator
+        for batch in batches:
+            # Counted before it is handed out: a checkpoint written while it is being used holds it as used.
+            self._batches_done += 1
+            self._samples_done += self.batch_size * self._world
+            yield batch
+        self._go_to(self.epoch + 1, batches=0, samples=0)
+
+    def _go_to(self, epoch: int, batches: int, samples: int) -> None:
+        self.epoch = epoch
+        self._batches_done = batches
+        self._samples_done = samples
+
+    def _position_sampler(self) -> None:
+        if isinstance(self.data_sampler, ResumableDistributedSampler):
+            self.data_sampler.seed = self.seed
+            self.data_sampler.set_epoch(self.epoch)
+            self.data_sampler.consumed_samples = self._samples_done
+        elif isinstance(self.data_sampler, _SkippingSampler):
+            if hasattr(self.data_sampler.sampler, "set_epoch"):
+                self.data_sampler.sampler.set_epoch(self.epoch)
+            self.data_sampler.skip = self._batches_done * self.batch_size
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return the position: epoch, and batches (of this rank) and samples (of all ranks) handed out in it."""
+        return {
+            "epoch": self.epoch,
+            "batches": self._batches_done,
+            "consumed_samples": self._samples_done,
+            "seed": self.seed,
+            "num_samples": len(self.dataset) if self.data_sampler is not None else None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a position; the next batch is the first one that had not been handed out.
+
+        Raises:
+            ValueError: the dataset has another length than when the position was saved.
+        """
+        length = len(self.dataset) if self.data_sampler is not None else None
+        if state_dict["num_samples"] != length:
+            raise ValueError(
+                f"the dataset has {length} samples, but {state_dict['num_samples']} when the position was saved, so "
+                f"its order cannot be continued; resume with the same data, or without restoring the dataloader"
+            )
+        self._running = None
+        self.seed = state_dict["seed"]
+        self._go_to(state_dict["epoch"], state_dict["batches"], state_dict["consumed_samples"])
+        if self._at_end():
+            self._go_to(self.epoch + 1, batches=0, samples=0)
+
+    def _at_end(self) -> bool:
+        """Return whether the epoch has no batch left: saved after its last batch, before the loop noticed."""
+        if self.data_sampler is None:
+            return False
+        self._position_sampler()
+        left = len(self.data_sampler)  # type: ignore[arg-type]  # both samplers have a length
+        return left < self.batch_size if self.dataloader_drop_last else left == 0
+
+
+def _data_parallel_place(world: int | None, rank: int | None) -> tuple[int, int]:
+    """Return data-parallel size and rank, those of the default group where not given."""
+    started = dist.is_initialized()
+    if world is None:
+        world = dist.get_world_size() if started else 1
+    if rank is None:
+        rank = dist.get_rank() if started else 0
+    return world, rank
+
+
+class RepeatingLoader:
+    """A loader that starts over at its end, for training by steps instead of epochs.
+
+    Args:
+        loader: any iterable that can be iterated several times.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        # Not started here: a position restored before the first batch must still be honoured.
+        self.data_iter: Iterator[Any] | None = None
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        """Return the batches of one round."""
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        if self.data_iter is None:
+            self.data_iter = iter(self.loader)
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a position of the loader."""
+        self.loader.load_state_dict(state_dict)
+        self.data_iter = None

@@ -1,0 +1,499 @@
+"""Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR.
+
+Each schedule is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the first) that
+``step()`` writes into the optimizer's parameter groups. State is that one number, so resuming is exact. The engine
+calls ``step()`` after each optimizer step. Command-line helpers for tuning stand in ``lr_tuning`` and are re-exported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.lr_tuning import (
+    COS_MIN_RATIO as COS_MIN_RATIO,
+)
+from deepspeed.runtime.lr_tuning import (
+    LR_RANGE_TEST,
+    LR_SCHEDULE,
+    ONE_CYCLE,
+    TOTAL_NUM_STEPS,
+    VALID_LR_SCHEDULES,
+    WARMUP_COSINE_LR,
+    WARMUP_DECAY_LR,
+    WARMUP_LINEAR_RATE,
+    WARMUP_LOG_RATE,
+    WARMUP_LR,
+    WARMUP_MAX_LR,
+    WARMUP_MIN_LR,
+    WARMUP_MIN_RATIO,
+    WARMUP_NUM_STEPS,
+    WARMUP_TYPE,
+    add_tuning_arguments,
+    get_config_from_args,
+    get_lr_from_config,
+    override_1cycle_params,
+    override_lr_range_test_params,
+    override_params,
+    override_warmupLR_params,
+    parse_arguments,
+)
+from deepspeed.utils.logging import logger
+
+__all__ = [
+    "COS_MIN_RATIO",
+    "LR_RANGE_TEST",
+    "LR_SCHEDULE",
+    "LRRangeTest",
+    "ONE_CYCLE",
+    "OneCycle",
+    "TOTAL_NUM_STEPS",
+    "VALID_LR_SCHEDULES",
+    "WARMUP_COSINE_LR",
+    "WARMUP_DECAY_LR",
+    "WARMUP_LINEAR_RATE",
+    "WARMUP_LOG_RATE",
+    "WARMUP_LR",
+    "WARMUP_MAX_LR",
+    "WARMUP_MIN_LR",
+    "WARMUP_MIN_RATIO",
+    "WARMUP_NUM_STEPS",
+    "WARMUP_TYPE",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "get_torch_optimizer",
+    "override_1cycle_params",
+    "override_lr_range_test_params",
+    "override_params",
+    "override_warmupLR_params",
+    "parse_arguments",
+    "update_lr",
+]
+
+
+def get_torch_optimizer(optimizer: Any) -> Any:
+    """Return the object whose parameter groups a schedule writes.
+
+    Args:
+        optimizer: a torch optimizer, a wrapper with one as ``.optimizer``, or anything with ``param_groups``.
+
+    Raises:
+        TypeError: none of these.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    if hasattr(optimizer, "param_groups"):
+        return optimizer
+    raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer and has no param_groups")
+
+
+def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
+    """Write one learning rate into each group and return them."""
+    written = []
+    for group, lr in zip(param_groups, lrs, strict=True):
+        # A capturable optimizer keeps its rate in a tensor that a recorded graph reads; replacing it would be unseen.
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+        written.append(lr)
+    return written
+
+
+def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> list[float]:
+    """Return ``value`` once per parameter group, or the given sequence after a check of its length."""
+    count = len(optimizer.param_groups)
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise ValueError(f"expected {count} {name}, got {len(value)}: one per parameter group")
+        return list(value)
+    return [value] * count  # type: ignore[list-item]  # not a sequence, by the check above
+
+
+class _Schedule:
+    """What the schedules share: the counter, and writing rates into the parameter groups.
+
+    Call order, on every rank: construction sets the rate of the first optimizer step; then ``step()`` after each
+    optimizer step. Subclasses say what the rate is (``get_lr``).
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+
+    def _start(self) -> None:
+        """Write the first rate, unless this is a resumed schedule: then the optimizer's state holds it."""
+        if self.last_batch_iteration == -1:
+            update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of each group at ``last_batch_iteration``."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_lr()")
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rate each group has now; before the first ``step()`` too (clients log it then)."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _advance(self, iteration: int | None) -> None:
+        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counter."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Restore the counter. The rates themselves come back with the optimizer's state."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+
+
+class LRRangeTest(_Schedule):
+    """Grow the rate linearly (or in stairs) without bound, to find the largest one that trains.
+
+    With ``t = last_batch_iteration + 1`` the rate is ``min_lr * (1 + step_rate * t / step_size)``; the fraction is
+    rounded down for stairs.
+
+    Args:
+        optimizer: whose groups are written.
+        lr_range_test_min_lr: first rate, or one per group.
+        lr_range_test_step_size: steps over which the rate grows by ``step_rate`` times the first.
+        lr_range_test_step_rate: growth per ``step_size`` steps.
+        lr_range_test_staircase: grow in stairs.
+        last_batch_iteration: counter to start at.
+
+    Raises:
+        ValueError: as many rates as there are groups were expected, or the step size is not positive.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if lr_range_test_step_size < 1:
+            raise ValueError(f"lr_range_test_step_size must be a positive integer, got {lr_range_test_step_size}")
+        self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = lr_range_test_step_size
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self._start()
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of each group."""
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        if self.staircase:
+            interval = math.floor(interval)
+        return [rate * (1 + self.step_rate * interval) for rate in self.min_lr]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to ``batch_iteration``."""
+        self._advance(batch_iteration)
+
+
+class OneCycle(_Schedule):
+    """Raise the rate to a maximum, lower it again, then decay it; momentum goes the other way.
+
+    With ``t = last_batch_iteration + 1``, a height ``h`` rises from 0 to 1 over the first steps, falls to 0 over the
+    second, in stairs if asked (rounded down); ``lr = min + (max - min) * h``, ``momentum = max - (max - min) * h``.
+    After the cycle, with ``d`` further steps, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and
+    ``momentum = max * (1 + decay_mom_rate * d / decay_step_size)``; nothing decays when ``decay_step_size`` is 0.
+
+    Args:
+        optimizer: whose groups are written.
+        cycle_min_lr, cycle_max_lr: lowest and highest rate, or one per group.
+        decay_lr_rate: decay of the rate after the cycle.
+        cycle_first_step_size, cycle_second_step_size: steps up and down; the second defaults to the first.
+        cycle_first_stair_count, cycle_second_stair_count: stairs up and down, 0 for none; as above.
+        decay_step_size: steps of one decay.
+        cycle_momentum: cycle the first beta of the optimizer too; switched off, with a warning, when it has none.
+        cycle_min_mom, cycle_max_mom, decay_mom_rate: as for the rate.
+        last_batch_iteration: counter to start at.
+
+    Raises:
+        ValueError: as many rates as there are groups were expected, or the first step size is not positive.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if cycle_first_step_size < 1:
+            raise ValueError(f"cycle_first_step_size must be a positive integer, got {cycle_first_step_size}")
+        self.first_size = cycle_first_step_size
+        self.second_size = _second(cycle_second_step_size, cycle_first_step_size)
+        self.first_stairs = max(0, cycle_first_stair_count)
+        self.second_stairs = _second(cycle_second_stair_count, self.first_stairs)
+        self.total_size = self.first_size + self.second_size
+        self.decay_step_size = decay_step_size
+        self.min_lrs = _per_group(self.optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(self.optimizer, cycle_max_lr, "cycle_max_lr")
+        self.decay_lr_rate = decay_lr_rate
+        self.cycle_momentum = cycle_momentum
+        if cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
+            logger.warning("cycle_momentum is disabled: %s has no betas", type(self.optimizer).__name__)
+            self.cycle_momentum = False
+        self.min_moms = _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom")
+        self.max_moms = _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom")
+        self.decay_mom_rate = decay_mom_rate
+        self._start()
+        if last_batch_iteration == -1:
+            self._write_momentum()
+
+    def _height(self) -> float:
+        """Return where in the cycle we are: 0 at both ends, 1 at the maximum."""
+        taken = self.last_batch_iteration + 1
+        if taken <= self.first_size:
+            return _stairs(taken, self.first_size, self.first_stairs)
+        return _stairs(max(0, self.total_size - taken), self.second_size, self.second_stairs)
+
+    def _decay(self) -> float:
+        """Return how many decay intervals have passed since the cycle ended."""
+        passed = self.last_batch_iteration + 1 - self.total_size
+        return passed / self.decay_step_size if passed > 0 and self.decay_step_size > 0 else 0.0
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of each group."""
+        height, divisor = self._height(), 1 + self.decay_lr_rate * self._decay()
+        return [(low + (high - low) * height) / divisor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each group, None when momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        height, factor = self._height(), 1 + self.decay_mom_rate * self._decay()
+        firsts = [
+            (high - (high - low) * height) * factor for low, high in zip(self.min_moms, self.max_moms, strict=True)
+        ]
+        groups = self.optimizer.param_groups
+        return [(first, group["betas"][1]) for first, group in zip(firsts, groups, strict=True)]
+
+    def _write_momentum(self) -> None:
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to ``batch_iteration``."""
+        self._advance(batch_iteration)
+        self._write_momentum()
+
+
+def _second(value: int | None, first: int) -> int:
+    """Return a setting of the second half; None and negative (the command line's default) mean as in the first."""
+    return first if value is None or value < 0 else value
+
+
+def _stairs(position: int, size: int, stairs: int) -> float:
+    """Return ``position / size``, rounded down to a multiple of ``1 / stairs`` if there are stairs."""
+    if size == 0:
+        return 0.0
+    # In integers, so that a stair is never missed by a rounding error.
+    return (position * stairs // size) / stairs if stairs else position / size
+
+
+class WarmupLR(_Schedule):
+    """Raise the rate from a minimum to a maximum, then keep it.
+
+    With ``i = last_batch_iteration`` and ``n = max(2, warmup_num_steps)`` the rate is ``min + (max - min) * g`` where
+    ``g`` is ``log(i + 1) / log(n)`` or, linear, ``i / n``, and 1 from ``i = n`` on. Before the first step it is
+    ``min``.
+
+    ``warmup_num_steps=0`` means no warmup: the maximum from the start. Upstream refuses it, but clients pass it
+    (accelerate's default), and what they mean is clear.
+
+    Args:
+        optimizer: whose groups are written.
+        warmup_min_lr, warmup_max_lr: rates, or one per group; a maximum of None is the rate the group has.
+        warmup_num_steps: steps of warmup.
+        warmup_type: ``"log"`` or ``"linear"``; anything else is read as ``"log"`` with a warning.
+        last_batch_iteration: counter to start at.
+
+    Raises:
+        ValueError: as many rates as there are groups were expected, or a negative number of steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if warmup_max_lr is None:
+            warmup_max_lr = self.get_last_lr()
+        self.min_lrs = _per_group(self.optimizer, warmup_min_lr, WARMUP_MIN_LR)
+        self.max_lrs = _per_group(self.optimizer, warmup_max_lr, WARMUP_MAX_LR)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self._start()
+
+    def _gamma(self) -> float:
+        """Return where between minimum (0) and maximum (1) the rate is."""
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return _warmup_fraction(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+        return self._after_warmup()
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of each group."""
+        gamma = self._gamma()
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to ``last_batch_iteration``."""
+        self._advance(last_batch_iteration)
+
+
+def _warmup_steps(given: int) -> int:
+    """Return the number of warmup steps that is reckoned with; log(1) is 0, so one step counts as two."""
+    if given < 0:
+        raise ValueError(f"{WARMUP_NUM_STEPS} must not be negative, got {given}; use 0 for no warmup")
+    # Iteration -1, before the first step, must count as warmed up when there is no warmup.
+    return max(2, given) if given else -1
+
+
+def _warmup_type(given: str) -> str:
+    if given in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        return given
+    logger.warning('%s: %r is neither "log" nor "linear"; "log" is used', WARMUP_TYPE, given)
+    return WARMUP_LOG_RATE
+
+
+def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(steps) if kind == WARMUP_LOG_RATE else iteration / steps
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warm up as ``WarmupLR``, then lower the rate linearly to the minimum at ``total_num_steps``.
+
+    Args:
+        optimizer: whose groups are written.
+        total_num_steps: step at which the minimum is reached.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for ``WarmupLR``.
+
+    Raises:
+        ValueError: as for ``WarmupLR``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _warn_if_short(total_num_steps, warmup_num_steps)
+
+    def _after_warmup(self) -> float:
+        # Without warmup the counter starts at -1, but the decay starts at 0.
+        start, now = max(0, self.warmup_num_steps), max(0, self.last_batch_iteration)
+        return max(0.0, (self.total_num_steps - now) / max(1, self.total_num_steps - start))
+
+
+class WarmupCosineLR(_Schedule):
+    """Warm up to the rate each group was made with, then follow half a cosine down to a share of it.
+
+    With ``i = last_batch_iteration``, ``n = max(2, warmup_num_steps)`` and ``T = total_num_steps`` the ratio to the
+    group's rate is ``min_ratio + (1 - min_ratio) * g`` during warmup (``g`` as in ``WarmupLR``), then
+    ``c + (1 - c) * (1 + cos(pi * (i - n + 1) / (T - n))) / 2`` with ``c = cos_min_ratio``, and ``c`` from the end on.
+    It is 0 before the first step. ``warmup_num_steps=0`` means no warmup, as in ``WarmupLR``.
+
+    Args:
+        optimizer: whose groups are written.
+        total_num_steps: step at which the cosine ends.
+        warmup_min_ratio: ratio at the first step.
+        warmup_num_steps: steps of warmup.
+        cos_min_ratio: ratio at the end.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: counter to start at.
+
+    Raises:
+        ValueError: a negative number of warmup steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio = warmup_min_ratio
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.cos_min_ratio = cos_min_ratio
+        self.warmup_type = _warmup_type(warmup_type)
+        self.org_lrs = self.get_last_lr()
+        _warn_if_short(total_num_steps, warmup_num_steps)
+        self._start()
+
+    def get_lr_ratio(self) -> float:
+        """Return the ratio to the rate that the groups were made with."""
+        iteration, steps = self.last_batch_iteration, self.warmup_num_steps
+        if iteration < 0 and steps > 0:
+            return 0.0
+        if iteration < steps:
+            fraction = _warmup_fraction(iteration, steps, self.warmup_type)
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * fraction
+        steps = max(0, steps)
+        length = self.total_num_steps - steps
+        progress = min(1.0, (iteration - steps + 1) / length) if length > 0 else 1.0
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+    def get_lr(self) -> list[float]:
+        """Return the rate of each group."""
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to ``last_batch_iteration``."""
+        self._advance(last_batch_iteration)
+
+
+def _warn_if_short(total: int, warmup: int) -> None:
+    if total < warmup:
+        logger.warning("%s %d is less than %s %d", TOTAL_NUM_STEPS, total, WARMUP_NUM_STEPS, warmup)
