@@ -97,7 +97,6 @@ setup(
         ]
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
