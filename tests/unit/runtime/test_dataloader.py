@@ -1,0 +1,216 @@
+"""Order, completeness and exact resumption of training data."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
+
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader, ResumableDistributedSampler
+
+
+class Numbers(Dataset):
+    """0, 1, 2, ... as tensors."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    """0, 1, 2, ... without random access."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def loader(length=23, batch=4, rank=0, world=2, **kwargs):
+    data = kwargs.pop("dataset", None) or Numbers(length)
+    return DeepSpeedDataLoader(data, batch, False, -1, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs)
+
+
+def values(batches):
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 23, 24])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_order_is_that_of_torchs_distributed_sampler(length, world, drop_last):
+    if length == 0 and not drop_last:
+        expected = [[]] * world
+    else:
+        expected = []
+        for rank in range(world):
+            theirs = DistributedSampler(range(length), world, rank, seed=3, drop_last=drop_last)
+            theirs.set_epoch(2)
+            expected.append(list(theirs))
+    for rank in range(world):
+        ours = ResumableDistributedSampler(length, world, rank, seed=3, drop_last=drop_last)
+        ours.set_epoch(2)
+        assert list(ours) == expected[rank] and len(ours) == len(expected[rank])
+
+
+def test_an_epoch_is_complete_and_the_next_one_is_shuffled_anew():
+    ranks = [loader(24, rank=rank) for rank in (0, 1)]
+    epochs = [[values(one) for one in ranks] for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(sum(sum(epoch, []), [])) == list(range(24))
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("drop_last, workers", [(False, 0), (True, 0), (True, 1)])
+def test_length_counts_the_batches(drop_last, workers):
+    one = loader(23, dataloader_drop_last=drop_last, num_local_io_workers=workers)
+    assert len(values(one)) == len(one) == (2 if drop_last else 3)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_resuming_continues_with_the_very_next_batch(stop_at, drop_last):
+    straight = RepeatingLoader(loader(dataloader_drop_last=drop_last))
+    expected = values(next(straight) for _ in range(9))
+    stopped = RepeatingLoader(loader(dataloader_drop_last=drop_last))
+    values(next(stopped) for _ in range(stop_at))
+    resumed = RepeatingLoader(loader(dataloader_drop_last=drop_last))
+    resumed.load_state_dict(stopped.state_dict())
+    assert values(next(resumed) for _ in range(9 - stop_at)) == expected[stop_at:]
+
+
+def test_a_for_loop_resumes_in_the_middle_of_its_epoch():
+    stopped = loader()
+    iterator = iter(stopped)
+    seen = values(next(iterator) for _ in range(2))
+    resumed = loader()
+    resumed.load_state_dict(stopped.state_dict())
+    rest = values(resumed)
+    assert seen + rest == values(loader())
+    assert len(resumed) == 3 and resumed.epoch == 1
+
+
+def test_a_position_restored_after_the_repeating_loader_was_made_is_honoured():
+    stopped = loader()
+    expected = values(iter(stopped))
+    inner = loader()
+    outer = RepeatingLoader(inner)
+    next(outer)
+    iterator = iter(stopped := loader())
+    next(iterator)
+    inner.load_state_dict(stopped.state_dict())
+    assert values([next(outer)]) == expected[1:2]
+
+
+def test_a_run_may_resume_with_another_number_of_ranks():
+    done = []
+    for rank in (0, 1):
+        stopped = loader(24, batch=2, rank=rank, world=2)
+        iterator = iter(stopped)
+        done += sum(values(next(iterator) for _ in range(3)), [])
+    rest = []
+    for rank in range(3):
+        resumed = loader(24, batch=1, rank=rank, world=3)
+        resumed.load_state_dict(stopped.state_dict())
+        rest += sum(values(resumed), [])
+    assert sorted(done + rest) == list(range(24))
+
+
+def test_breaking_off_repeats_the_epoch():
+    one = loader()
+    for _ in one:
+        break
+    assert values(one) == values(loader())
+
+
+def test_set_epoch_keeps_a_position_in_that_epoch():
+    stopped = loader()
+    stopped.set_epoch(4)
+    next(stopped)
+    resumed = loader()
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.set_epoch(4)
+    assert len(values(resumed)) == 2
+    resumed.set_epoch(0)
+    assert values(resumed) == values(loader())
+
+
+def test_resuming_does_not_touch_the_global_random_numbers():
+    one = loader()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    values(one)
+    one.load_state_dict(one.state_dict())
+    values(one)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_dataset_is_refused():
+    with pytest.raises(ValueError, match="24 samples, but 23"):
+        loader(24).load_state_dict(loader(23).state_dict())
+
+
+def test_iterable_datasets_are_resumed_by_reading():
+    straight = values(loader(dataset=Stream(10)))
+    assert straight == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    stopped = loader(dataset=Stream(10))
+    next(stopped)
+    resumed = loader(dataset=Stream(10))
+    resumed.load_state_dict(stopped.state_dict())
+    assert values(resumed) == straight[1:]
+    assert values(resumed) == straight
+    with pytest.raises(TypeError):
+        len(resumed)
+
+
+def test_a_sampler_of_ones_own_is_used_and_resumed():
+    sampler = SequentialSampler(range(9))
+    straight = values(loader(9, data_sampler=sampler))
+    assert straight == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    stopped = loader(9, data_sampler=sampler)
+    next(stopped)
+    resumed = loader(9, data_sampler=sampler)
+    resumed.load_state_dict(stopped.state_dict())
+    assert len(resumed) == 3 and values(resumed) == straight[1:]
+    with pytest.raises(ValueError, match="IterableDataset"):
+        loader(dataset=Stream(3), data_sampler=sampler)
+
+
+def test_order_without_shuffling_and_another_seed():
+    plain = loader(6, batch=3, deepspeed_dataloader_config={"shuffle": False})
+    assert values(plain) == [[0, 2, 4]]
+    seeded = loader(deepspeed_dataloader_config={"seed": 5})
+    assert values(seeded) != values(loader())
+    with pytest.raises(ValueError, match="curriculum"):
+        loader(deepspeed_dataloader_config={"curriculum": True})
+
+
+def test_throughput_timer_and_collate_are_called():
+    class Timer:
+        starts = 0
+
+        def start(self):
+            self.starts += 1
+
+    timer = Timer()
+    one = DeepSpeedDataLoader(Numbers(8), 4, False, -1, timer, collate_fn=len, data_parallel_world_size=1, data_parallel_rank=0)
+    assert list(one) == [4, 4]
+    assert timer.starts >= 2
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="batch_size"):
+        loader(batch=0)
+    with pytest.raises(ValueError, match="rank 2"):
+        loader(rank=2)
+
+
+def test_repeating_loader_goes_round():
+    assert [next(RepeatingLoader([1]))] == [1]
+    outer = RepeatingLoader([1, 2, 3])
+    assert [next(outer) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    assert len(outer) == 3
