@@ -67,9 +67,7 @@ def all_reduce(
     if _observer is None:
         return torch_dist.all_reduce(tensor, op, group, async_op)
     args = (tensor, op, group, async_op)
-    return _observer.run(
-        torch_dist.all_reduce, args, "all_reduce", message_bytes(tensor), group, log_name, prof, debug
-    )
+    return _observer.run(torch_dist.all_reduce, args, "all_reduce", message_bytes(tensor), group, log_name, prof, debug)
 
 
 inference_all_reduce = all_reduce
@@ -245,9 +243,7 @@ def all_gather_coalesced(
     return _observer.run(_all_gather_each, args, "all_gather_coalesced", size, group, log_name, prof, debug)
 
 
-def _all_gather_each(
-    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group, async_op: bool
-) -> Handle:
+def _all_gather_each(output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group, async_op: bool) -> Handle:
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _together([lambda o=o, i=i: all_gather_flat(o, i, group, True) for o, i in pairs], group, async_op)
 
@@ -305,9 +301,7 @@ def broadcast(
     return _observer.run(torch_dist.broadcast, args, "broadcast", message_bytes(tensor), group, log_name, prof, debug)
 
 
-def broadcast_object_list(
-    object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
-) -> None:
+def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None) -> None:
     """Replace the entries of ``object_list`` by those of global rank ``src``, pickled in between."""
     if _observer is None:
         torch_dist.broadcast_object_list(object_list, src, group, device)

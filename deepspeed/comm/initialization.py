@@ -133,11 +133,7 @@ def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
 
 def _ranks(rank: int, world_size: int) -> tuple[int, int]:
     """Rank and world size from the arguments, or where they are -1 from the environment."""
-    missing = [
-        name
-        for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))
-        if given < 0 and not os.environ.get(name)
-    ]
+    missing = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given < 0 and not os.environ.get(name)]
     if missing:
         # All that are missing are named at once, also those that would only be noticed later.
         missing = [name for name in discovery.missing_variables() if name in missing or name.startswith("MASTER")]

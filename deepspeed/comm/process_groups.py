@@ -39,9 +39,7 @@ def is_initialized() -> bool:
 
 def _require_initialized() -> None:
     if not torch_dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first"
-        )
+        raise RuntimeError("there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first")
 
 
 def get_rank(group: Group = None) -> int:
@@ -96,9 +94,7 @@ def get_backend_name(group: Group = None) -> str:
     return str(torch_dist.get_backend(group))
 
 
-def new_group(
-    ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None
-) -> ProcessGroup:
+def new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
     """A group of these global ranks (None: all). Collective over the world, in the same order on all ranks.
 
     Args:

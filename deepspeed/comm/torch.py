@@ -17,8 +17,6 @@ all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_d
 reduce_scatter_flat: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
-
-
 class TorchBackend:
     """The default process group of torch.distributed, made if there is none yet.
 

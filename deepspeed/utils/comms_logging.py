@@ -125,9 +125,7 @@ class CommsLogger:
         """Stop timing these operations by name (``prof_all`` still times them)."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
-    def append(
-        self, raw_name: str, record_name: str, latency: float, msg_size: int, num_ranks: int | None = None
-    ) -> None:
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int, num_ranks: int | None = None) -> None:
         """Record one finished operation.
 
         Args:
@@ -187,9 +185,7 @@ class CommsLogger:
             for size, (count, latencies, algorithm, bus) in self.comms_dict.get(operation_name, {}).items()
         }
 
-    def log_all(
-        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
-    ) -> dict[str, Any] | None:
+    def log_all(self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
         """Print the statistics on rank 0 and return them if asked to.
 
         Args:

@@ -152,7 +152,7 @@ def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, text, stacklevel=2)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, ranks=ranks, level=level)
 
@@ -162,7 +162,7 @@ def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int =
     _log_dist_once(str(message), None if ranks is None else tuple(ranks), level)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_once(message: str, level: int) -> None:
     logger.log(level, message, stacklevel=3)
 
