@@ -172,13 +172,15 @@ def _run_on_port(plan: LaunchPlan, port: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from deepspeed.launcher.logs import RankLogs
+    from deepspeed.launcher.signals import SecondInterrupt
 
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_"))
     try:
         logs = RankLogs(folder, list(range(plan.num_ranks)), plan.log_dir, _log_start)
         logs.start()
         try:
-            _run_agent(plan, port, folder, logs)
+            with SecondInterrupt(lambda: _kill_ranks(logs.history)):
+                _run_agent(plan, port, folder, logs)
         except ChildFailedError as error:
             logs.stop()
             return _report_failure(error.failures, logs.history)
@@ -235,6 +237,14 @@ def _run_agent(plan: LaunchPlan, port: int, folder: Path, logs: "RankLogs") -> N
     worker = Path(__file__).with_name("worker_exec.py")
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
     elastic_launch(config, sys.executable)("-I", "-S", str(worker), str(plan_file), "${local_rank}")
+
+
+def _kill_ranks(history: "list[RankHistory]") -> None:
+    """Kill the processes of every rank that still runs; each rank leads a process group of its own."""
+    for seen in history:
+        if seen.pid is not None and seen.exited_at is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(seen.pid, signal.SIGKILL)
 
 
 def _worker_plan(plan: LaunchPlan, logs: "RankLogs") -> dict[str, Any]:
@@ -422,9 +432,7 @@ def main() -> None:
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
     world = decode_world_info(args.world_info)
     if len(world) != 1 or args.node_rank != 0:
-        raise ValueError(
-            f"--world_info names {len(world)} hosts: launching over several nodes comes in a later release"
-        )
+        raise ValueError(f"--world_info names {len(world)} hosts: launching over several nodes comes in a later release")
     for flag, unset in (("enable_elastic_training", False), ("min_elastic_nodes", -1), ("max_elastic_nodes", -1)):
         if getattr(args, flag) != unset:
             raise ValueError(f"--{flag}: elastic training comes in a later release; leave the flag out")

@@ -55,9 +55,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
         return host, []
     numbers = slots.split(",")
     if not host or not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(
-            f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. localhost:0,2"
-        )
+        raise ValueError(f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. localhost:0,2")
     return host, [int(number) for number in numbers]
 
 
@@ -76,9 +74,7 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
     return nodes
 
 
-def parse_resource_filter(
-    host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
-) -> dict[str, list[int]]:
+def parse_resource_filter(host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = "") -> dict[str, list[int]]:
     """Keep the included slots of `host_info`, or all but the excluded ones.
 
     Args:
@@ -114,9 +110,7 @@ def parse_resource_filter(
 
 def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """Turn slot counts by host into slot lists by host and filter them, as `parse_resource_filter` does."""
-    return parse_resource_filter(
-        {host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion
-    )
+    return parse_resource_filter({host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion)
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:

@@ -131,20 +131,15 @@ def _add_resource_flags(parser: argparse.ArgumentParser) -> None:
         "--num_accelerators",
         type=int,
         default=-1,
-        help="number of processes: the first N devices, or N processes on the CPU; "
-        "-1 is all devices, or one process on the CPU",
+        help="number of processes: the first N devices, or N processes on the CPU; -1 is all devices, or one process on the CPU",
     )
     group.add_argument("--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own")
-    group.add_argument(
-        "--bind_core_list", default=None, help="cores to deal to the ranks, e.g. 1,3-5,7; default all available"
-    )
+    group.add_argument("--bind_core_list", default=None, help="cores to deal to the ranks, e.g. 1,3-5,7; default all available")
 
 
 def _add_node_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("nodes (this release launches on one)")
-    group.add_argument(
-        "--num_nodes", default="-1", help="number of nodes; 1, or -1 for as many as the hostfile leaves"
-    )
+    group.add_argument("--num_nodes", default="-1", help="number of nodes; 1, or -1 for as many as the hostfile leaves")
     group.add_argument("--min_elastic_nodes", type=int, default=-1, help="refused in this release")
     group.add_argument("--max_elastic_nodes", type=int, default=-1, help="refused in this release")
     group.add_argument("--elastic_training", action="store_true", help="refused in this release")
@@ -222,17 +217,13 @@ def choose_slots(args: argparse.Namespace) -> list[int]:
     """
     limited = args.num_gpus != -1 or args.num_nodes != "-1"
     if limited and (args.include or args.exclude):
-        raise ValueError(
-            "Cannot specify num_nodes/gpus with include/exclude; --include already says which and how many"
-        )
+        raise ValueError("Cannot specify num_nodes/gpus with include/exclude; --include already says which and how many")
     if args.num_gpus == 0 or args.num_gpus < -1:
         raise ValueError(f"--num_gpus={args.num_gpus}: give a positive number, or -1 for all devices")
     pool = fetch_hostfile(args.hostfile)
     if pool is None and args.hostfile_given:
         raise ValueError(f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the flag out")
-    available = (
-        {host: list(range(count)) for host, count in pool.items()} if pool else {"localhost": _local_slots(args)}
-    )
+    available = {host: list(range(count)) for host, count in pool.items()} if pool else {"localhost": _local_slots(args)}
     chosen = parse_resource_filter(available, args.include, args.exclude)
     if args.num_nodes != "-1":
         chosen = dict(list(chosen.items())[:1])

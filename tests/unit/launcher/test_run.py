@@ -133,6 +133,19 @@ def test_a_signal_ends_every_process(launcher: Launcher, number: signal.Signals)
     assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process or an orphan of it is left"
 
 
+def test_a_second_interrupt_does_not_wait(launcher: Launcher) -> None:
+    stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    process = launcher.start("-q", "--num_gpus", "2", launcher.script(stubborn + SLEEP))
+    pids = read_pids(process, 2)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGINT
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
 def test_a_failure_ends_orphans_too(launcher: Launcher) -> None:
     """The failed rank is dead already, so nobody else would look for what it had started."""
     process = launcher.start("-q", launcher.script(SLEEP.replace("time.sleep(600)", "os._exit(3)")))
@@ -228,10 +241,6 @@ def test_a_command_that_is_not_there(launcher: Launcher) -> None:
 def test_node_launcher_runs_a_module(launcher: Launcher) -> None:
     launcher.script(SHOW, "shows.py")
     world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"
-    code, out, err = launcher.run(
-        f"--world_info={world}", "-q", "--module", "shows", "x", module="deepspeed.launcher.launch"
-    )
+    code, out, err = launcher.run(f"--world_info={world}", "-q", "--module", "shows", "x", module="deepspeed.launcher.launch")
     assert code == 0, err
-    assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {
-        rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)
-    }
+    assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)}

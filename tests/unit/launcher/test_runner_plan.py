@@ -70,9 +70,7 @@ class FakeAccelerator:
         ("GPU-aa,GPU-bb", {0: "GPU-aa", 1: "GPU-bb"}),
     ],
 )
-def test_slots_follow_the_visibility_variable(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, usable: dict[int, str]
-) -> None:
+def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, visible: str | None, usable: dict[int, str]) -> None:
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", FakeAccelerator)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,0 +1,51 @@
+"""The user's second Ctrl-C: end a graceful shutdown at once.
+
+Owns: noticing it. Does not own: the first one, which torch's agent turns into a signal to all processes and up to half
+a minute of patience; asked again it would start that half minute anew. Called by: `deepspeed.launcher.launch`.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+MIN_APART_SECONDS = 0.3
+"""Signals closer together are one: `timeout` and some terminals deliver theirs twice."""
+
+
+class SecondInterrupt:
+    """Calls `action`, on a thread, when SIGINT arrives after another signal; a context manager for the main thread.
+
+    Works through the wakeup descriptor, into which Python writes each signal's number whatever handlers do with it;
+    torch's agent replaces handlers while it runs.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = threading.Thread(target=self._watch, name="deepspeed-second-interrupt", daemon=True)
+        self._previous = -1
+
+    def __enter__(self) -> "SecondInterrupt":
+        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._previous)
+        # The reader's end of file: the thread ends.
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+
+    def _watch(self) -> None:
+        first: float | None = None
+        while numbers := os.read(self._reader, 16):
+            now = time.monotonic()
+            if first is not None and signal.SIGINT in numbers and now - first >= MIN_APART_SECONDS:
+                self._action()
+            if first is None and {signal.SIGINT, signal.SIGTERM}.intersection(numbers):
+                first = now
