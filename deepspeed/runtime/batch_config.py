@@ -46,9 +46,7 @@ def resolve_batch_sizes(train: int | None, micro: int | None, steps: int | None,
     """
     sources = {name: GIVEN for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)) if value is not None}
     if train is None and micro is None:
-        raise DeepSpeedConfigError(
-            f"{TRAIN} and {MICRO} are both missing ({STEPS} is {steps}); give at least one of them"
-        )
+        raise DeepSpeedConfigError(f"{TRAIN} and {MICRO} are both missing ({STEPS} is {steps}); give at least one of them")
     if steps is None:
         if train is None or micro is None:
             steps, sources[STEPS] = 1, "the default"
@@ -67,9 +65,7 @@ def resolve_batch_sizes(train: int | None, micro: int | None, steps: int | None,
 
 
 def _disagreement(sizes: BatchSizes, sources: dict[str, str], world: WorldSize) -> str:
-    numbers = "; ".join(
-        f"{name} = {value} ({sources[name]})" for name, value in zip(sizes._fields, sizes, strict=True)
-    )
+    numbers = "; ".join(f"{name} = {value} ({sources[name]})" for name, value in zip(sizes._fields, sizes, strict=True))
     product = sizes.train_micro_batch_size_per_gpu * sizes.gradient_accumulation_steps * world.size
     return (
         f"the batch sizes do not agree: {TRAIN} must be {MICRO} x {STEPS} x world size, each at least 1, but "

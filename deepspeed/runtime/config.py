@@ -68,9 +68,7 @@ def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldS
         mesh_device: device mesh with a dimension named ``data_parallel``.
     """
     if mesh_device is not None:
-        return WorldSize(
-            mesh_device.get_group(mesh_dim="data_parallel").size(), "of the mesh's data_parallel dimension"
-        )
+        return WorldSize(mesh_device.get_group(mesh_dim="data_parallel").size(), "of the mesh's data_parallel dimension")
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return WorldSize(mpu.get_data_parallel_world_size(), "from mpu.get_data_parallel_world_size()")
     if dist.is_initialized():
@@ -89,9 +87,7 @@ def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldS
 def _env_world_size() -> int:
     text = os.environ["WORLD_SIZE"]
     if not text.isdecimal() or int(text) < 1:
-        raise DeepSpeedConfigError(
-            f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (launchers set it)"
-        )
+        raise DeepSpeedConfigError(f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (launchers set it)")
     return int(text)
 
 
@@ -113,9 +109,7 @@ class DeepSpeedConfig:
             names every offending key, its value and the remedy.
     """
 
-    def __init__(
-        self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None
-    ) -> None:
+    def __init__(self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
         # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
         from deepspeed.runtime.config_models.reader import apply_deprecated_names, apply_dotted_keys, read_block
         from deepspeed.runtime.config_models.refusals import inert_keys_of, refuse_unsupported

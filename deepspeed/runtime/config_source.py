@@ -73,8 +73,7 @@ def _parse_hjson(text: str, origin: str, json_error: json.JSONDecodeError) -> An
         parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except hjson.HjsonDecodeError as error:
         raise DeepSpeedConfigError(
-            f"{origin} is malformed: as JSON, {where}; "
-            f"as hjson, line {error.lineno}, column {error.colno}: {error.msg}"
+            f"{origin} is malformed: as JSON, {where}; as hjson, line {error.lineno}, column {error.colno}: {error.msg}"
         ) from None
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{origin}: {error}") from None

@@ -186,9 +186,7 @@ class DeepSpeedDataLoader:
     def __len__(self) -> int:
         """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
         if isinstance(self.data_sampler, ResumableDistributedSampler):
-            whole = ResumableDistributedSampler(
-                len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last
-            )
+            whole = ResumableDistributedSampler(len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last)
             samples = len(whole)
         elif isinstance(self.data_sampler, _SkippingSampler):
             samples = len(self.data_sampler) + self.data_sampler.skip

@@ -290,9 +290,7 @@ class OneCycle(_Schedule):
         if not self.cycle_momentum:
             return None
         height, factor = self._height(), 1 + self.decay_mom_rate * self._decay()
-        firsts = [
-            (high - (high - low) * height) * factor for low, high in zip(self.min_moms, self.max_moms, strict=True)
-        ]
+        firsts = [(high - (high - low) * height) * factor for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         groups = self.optimizer.param_groups
         return [(first, group["betas"][1]) for first, group in zip(firsts, groups, strict=True)]
 

@@ -76,9 +76,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     for arguments in (RANGE_TEST_ARGUMENTS, ONE_CYCLE_ARGUMENTS, WARMUP_ARGUMENTS, COSINE_ARGUMENTS):
         for name, (kind, default, text) in arguments.items():
             group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    group.add_argument(
-        "--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum (its default anyway)"
-    )
+    group.add_argument("--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum (its default anyway)")
     return parser
 
 

@@ -27,9 +27,7 @@ AUTO = "auto"
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "bf16.check_overflow": "bf16.check_grad_overflow",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
     "aio.thread_count": "aio.intra_op_parallelism",
 }
 # Old switch -> the block whose device becomes the CPU when it is true.
@@ -266,18 +264,14 @@ def read_block(model: type[Model], block: Any, path: str = "", drop_autos: bool 
     """
     if not isinstance(block, dict):
         where = path or "the configuration"
-        raise DeepSpeedConfigError(
-            f"{where}: {block!r} ({type(block).__name__}) is of the wrong type: expected an object"
-        )
+        raise DeepSpeedConfigError(f"{where}: {block!r} ({type(block).__name__}) is of the wrong type: expected an object")
     if drop_autos:
         block = without_autos(block)
     found = list(findings(model, block, path))
     lines = [_unknown_line(finding, model, path) for finding in found if finding.kind == "unknown"]
     autos = [finding.path for finding in found if finding.kind == "auto"]
     if autos:
-        lines.append(
-            f'"auto" is left over at: {", ".join(autos)}; replace it by a value (only client libraries fill it)'
-        )
+        lines.append(f'"auto" is left over at: {", ".join(autos)}; replace it by a value (only client libraries fill it)')
     if lines:
         raise DeepSpeedConfigError("\n".join(lines))
     try:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models import features, observe, precision, zero
 from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Interval, Text, option
+from deepspeed.utils.logging import log_levels
 
 TAG_VALIDATION_MODES = ("WARN", "IGNORE", "FAIL")
 
@@ -19,11 +20,24 @@ def _tag_validation(value: Any) -> Any:
     return value.upper()
 
 
+def _log_level(value: Any) -> Any:
+    if value is not None and str(value).lower() not in log_levels:
+        raise PydanticCustomError("wrong_level", "{levels} or null", {"levels": ", ".join(f'"{name}"' for name in log_levels)})
+    return value
+
+
+def _params(value: Any) -> Any:
+    return {} if value is None else value
+
+
+Params = Annotated[dict[str, Any], BeforeValidator(_params)]
+
+
 class OptimizerConfig(DeepSpeedConfigModel):
     """The optimizer that the engine builds."""
 
     type: Text = option(..., 'Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of torch.optim.')
-    params: dict[str, Any] = option({}, "Keyword arguments of the optimizer.")
+    params: Params = option({}, "Keyword arguments of the optimizer.")
     legacy_fusion: Bool = option(False, "Fused fp16 optimizer of old.")
 
 
@@ -31,7 +45,7 @@ class SchedulerConfig(DeepSpeedConfigModel):
     """The learning-rate schedule that the engine builds."""
 
     type: Text | None = option(None, "Name of a class of deepspeed.runtime.lr_schedules or torch.optim.lr_scheduler.")
-    params: dict[str, Any] = option({}, "Keyword arguments of the schedule.")
+    params: Params = option({}, "Keyword arguments of the schedule.")
 
 
 class ParallelWriteConfig(DeepSpeedConfigModel):
@@ -94,7 +108,9 @@ class TrainingConfig(DeepSpeedConfigModel):
     wall_clock_breakdown: Bool = option(False, "Time forward, backward and step.")
     memory_breakdown: Bool = option(False, "Log memory at each phase.")
     dump_state: Bool = option(False, "Log the configuration at start.")
-    log_level: Text | None = option(None, 'Level of the log: "debug", "info", "warning", "error" or "critical".')
+    log_level: Annotated[str | None, BeforeValidator(_log_level)] = option(
+        None, 'Level of the log: "debug", "info", "warning", "error" or "critical".'
+    )
     timers: observe.TimersConfig = option(observe.TimersConfig, "Timers.")
     comms_logger: observe.CommsLoggerConfig = option(observe.CommsLoggerConfig, "Log of collectives.")
     flops_profiler: observe.DeepSpeedFlopsProfilerConfig = option(
@@ -148,6 +164,4 @@ class TrainingConfig(DeepSpeedConfigModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(
-        precision.checked_dtype_name
-    )
+    _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(precision.checked_dtype_name)

@@ -86,9 +86,7 @@ class ZenFlowConfig(DeepSpeedConfigModel):
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """ZeRO."""
 
-    stage: Stage = option(
-        ZeroStageEnum.disabled, "0: off; 1: shard optimizer state; 2: and gradients; 3: and weights."
-    )
+    stage: Stage = option(ZeroStageEnum.disabled, "0: off; 1: shard optimizer state; 2: and gradients; 3: and weights.")
     contiguous_gradients: Bool = option(True, "Copy gradients into one flat buffer as they are made.")
     reduce_scatter: Bool = option(True, "Reduce-scatter gradients to their owners instead of all-reducing them.")
     reduce_bucket_size: Size = option(int(5e8), "Elements reduced by one collective.", ge=0)
@@ -102,9 +100,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = option(None, "Optimizer off the device.")
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
     sub_group_size: Size = option(int(1e9), "Elements updated at a time (stage 3).", ge=0)
-    prefetch_bucket_size: Size = option(
-        int(5e7), "Elements fetched ahead (stage 3).", ge=0, alias="stage3_prefetch_bucket_size"
-    )
+    prefetch_bucket_size: Size = option(int(5e7), "Elements fetched ahead (stage 3).", ge=0, alias="stage3_prefetch_bucket_size")
     param_persistence_threshold: Size = option(
         int(1e5),
         "Parameters smaller than this stay whole (stage 3).",
@@ -114,9 +110,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     model_persistence_threshold: Size = option(
         sys.maxsize, "Elements that may stay whole (stage 3).", ge=0, alias="stage3_model_persistence_threshold"
     )
-    max_live_parameters: Size = option(
-        int(1e9), "Elements whole at a time (stage 3).", ge=0, alias="stage3_max_live_parameters"
-    )
+    max_live_parameters: Size = option(int(1e9), "Elements whole at a time (stage 3).", ge=0, alias="stage3_max_live_parameters")
     max_reuse_distance: Size = option(
         int(1e9),
         "Keep a parameter used again within so many elements (stage 3).",

@@ -57,9 +57,7 @@ class LossScalerBase(DeepSpeedConfigObject):
         """Return ``loss * scale``; computed in fp32, since 2**16 overflows fp16 by itself."""
         return loss.float() * self.cur_scale
 
-    def scale_gradient(
-        self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def scale_gradient(self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any) -> tuple[torch.Tensor, ...]:
         """Return ``grad_in`` multiplied by the scale; the signature is that of a module backward hook."""
         return tuple(self.cur_scale * grad for grad in grad_in)
 
