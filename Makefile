@@ -5,11 +5,14 @@
 #   make contract   every combination of the contract suite (long)
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
-# DEMO_ARGS (flags of the demo), TESTS (what `make test` runs), PYTEST_ARGS (flags for it), PIP_ARGS (flags for pip).
+# DEMO_DEVICE (accelerator of the demo), DEMO_ARGS (its flags), TESTS (what `make test` runs), PYTEST_ARGS (flags for
+# it), PIP_ARGS (flags for pip, such as an index with the build of torch that you want).
 
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
+# The demo is sized for two CPU cores; two processes need two devices on anything else.
+DEMO_DEVICE ?= cpu
 DEMO_ARGS ?=
 TESTS ?= tests/unit tests/style
 PYTEST_ARGS ?=
@@ -50,7 +53,7 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-install
 install: $(VENV)/.stamp-install
 
 demo: $(VENV)/.stamp-demo
-	$(RUN) deepspeed --num_gpus $(NPROC) examples/train_gpt.py $(DEMO_ARGS)
+	$(RUN) DS_ACCELERATOR=$(DEMO_DEVICE) deepspeed --num_gpus $(NPROC) examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest $(TESTS) $(PYTEST_ARGS)

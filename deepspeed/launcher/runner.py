@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -266,6 +267,9 @@ def main(args: list[str] | None = None) -> None:
     except (ValueError, RuntimeError) as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")
         code = 2
+    except KeyboardInterrupt:
+        # Before the processes are there; afterwards `run` answers for it.
+        code = 128 + int(signal.SIGINT)
     sys.exit(code)
 
 
