@@ -133,8 +133,8 @@ def block(model: type[BaseModel], keys: str, path: str) -> Iterator[str]:
         if inner is not None:
             inner_blocks.append((inner, f"{keys}.{key}" if keys else key, here))
     yield ""
-    for inner in inner_blocks:
-        yield from block(*inner)
+    for inner_model, inner_keys, inner_path in inner_blocks:
+        yield from block(inner_model, inner_keys, inner_path)
 
 
 def render() -> str:

@@ -15,6 +15,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.batch_config import BatchSizes, WorldSize, resolve_batch_sizes
+from deepspeed.runtime.config_getters import *  # noqa: F403 - scripts import the getters from here
 from deepspeed.runtime.config_source import load_config
 from deepspeed.runtime.config_utils import (
     DeepSpeedConfigError,

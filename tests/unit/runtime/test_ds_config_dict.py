@@ -649,3 +649,112 @@ def test_models_are_found_under_upstreams_paths(module, name):
     assert getattr(loaded, name).__name__ == name
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = loaded.no_such_name
+
+
+def test_getters_read_raw_dicts_as_the_tree_does():
+    from deepspeed.runtime import config as module
+    from deepspeed.runtime import config_getters
+
+    raw = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "communication_data_type": "fp16",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1}},
+        "torch_autocast": {"enabled": True, "dtype": "bf16"},
+        "dump_state": True,
+    }
+    tree = DeepSpeedConfig(raw).tree
+    for name in config_getters.__all__:
+        key = name.removeprefix("get_")
+        if key in TrainingConfig.model_fields and key != "communication_data_type":
+            for given in (raw, {"train_batch_size": 8}):
+                expected = getattr(tree if given is raw else config().tree, key)
+                if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+                    assert getattr(module, name)(given) == expected, name
+    assert module.get_communication_data_type(raw) is torch.float16
+    assert module.get_optimizer_name(raw) == "AdamW" and module.get_optimizer_params(raw) == {"lr": 1}
+    assert module.get_scheduler_name(raw) is None
+    assert module.get_torch_autocast_dtype(raw) is torch.bfloat16 and module.get_torch_autocast_enabled(raw)
+    assert module.get_train_micro_batch_size_per_gpu(raw) is None
+
+
+CLIENT_CONFIGS = {
+    "accelerate": {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+    },
+    "accelerate fp16": {
+        "train_batch_size": 8,
+        "fp16": {"enabled": True, "auto_cast": True},
+        "bf16": {"enabled": False},
+        "steps_per_print": float("inf"),
+        "tensor_parallel": {"autotp_size": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1}},
+        "wall_clock_breakdown": False,
+    },
+    "lightning": {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 200_000_000,
+            "reduce_bucket_size": 200_000_000,
+            "sub_group_size": 1_000_000_000_000,
+        },
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+    },
+    "trl": {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization.reduce_bucket_size": 64 * 64,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * 64,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64,
+        "steps_per_print": float("inf"),
+    },
+}
+
+
+@pytest.mark.parametrize("client", CLIENT_CONFIGS)
+def test_what_client_libraries_write_is_accepted(client):
+    read = DeepSpeedConfig(CLIENT_CONFIGS[client])
+    assert read.train_batch_size == CLIENT_CONFIGS[client].get("train_batch_size", 1)
+    assert isinstance(read._param_dict, dict)
