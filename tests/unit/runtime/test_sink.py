@@ -1,0 +1,176 @@
+"""Gradient sinks: the first write replaces, later ones add, and the host path equals the device path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
+from deepspeed.runtime.sharding.fragments import FragmentTable
+from deepspeed.runtime.sharding.group import ShardedGroup
+
+TWO_SEGMENTS = (Segment(0, 0, 2), Segment(2, 5, 3))
+
+
+def make_group(grad_dtype: torch.dtype = torch.float32) -> ShardedGroup:
+    params = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))]
+    table = FragmentTable.build([5, 5], 1)
+    cpu = torch.device("cpu")
+    return ShardedGroup(params, table, 0, master_dtype=torch.float32, grad_dtype=grad_dtype, device=cpu, offload=True)
+
+
+SINKS = [DeviceSink, lambda: HostSink(2)]
+
+
+@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+def test_the_first_write_replaces_what_an_earlier_step_left(make_sink):
+    # Kills: adding into the gradient of the last step, or wiping elements that belong to other buckets.
+    group, sink = make_group(), make_sink()
+    group.grad.fill_(math.nan)
+    sink.add(0, group, TWO_SEGMENTS, [torch.arange(5.0)], 2.0)
+    sink.finish()
+    assert group.grad[[0, 1, 5, 6, 7]].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert torch.isnan(group.grad[[2, 3, 4, 8, 9]]).all()
+
+
+@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+def test_later_writes_add(make_sink):
+    # Kills: replacing in every micro-batch, so that only the last one would count.
+    group, sink = make_group(), make_sink()
+    for value in (1.0, 10.0, 100.0):
+        sink.add(0, group, TWO_SEGMENTS, [torch.full((5,), value)], 0.5)
+    sink.finish()
+    assert group.grad[[0, 1, 5, 6, 7]].tolist() == [55.5] * 5
+    sink.clear()
+    sink.add(0, group, TWO_SEGMENTS, [torch.ones(5)], 1.0)
+    sink.finish()
+    assert group.grad[[0, 1, 5, 6, 7]].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+def test_buckets_are_first_each_for_itself(make_sink):
+    # Kills: one flag for all buckets: the second bucket would add to stale memory.
+    group, sink = make_group(), make_sink()
+    group.grad.fill_(7.0)
+    sink.add(0, group, (Segment(0, 0, 5),), [torch.ones(5)], 1.0)
+    sink.add(1, group, (Segment(0, 5, 5),), [torch.full((5,), 3.0)], 1.0)
+    sink.finish()
+    assert group.grad.tolist() == [1.0] * 5 + [3.0] * 5
+
+
+@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+def test_pieces_are_summed_in_the_gradients_dtype(make_sink):
+    # Kills: summing bf16 pieces in bf16: 256 + 1 + 1 is 256 there.
+    group, sink = make_group(), make_sink()
+    pieces = [torch.full((5,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    sink.add(0, group, (Segment(0, 0, 5),), pieces, 1.0)
+    sink.finish()
+    assert group.grad[:5].tolist() == [258.0] * 5
+
+
+@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+def test_empty_until_written(make_sink):
+    # Kills: reporting a gradient where there is none, and keeping the report after clear().
+    group, sink = make_group(), make_sink()
+    assert sink.is_empty
+    sink.add(0, group, (Segment(0, 0, 1),), [torch.ones(1)], 1.0)
+    assert not sink.is_empty
+    sink.clear()
+    assert sink.is_empty
+
+
+class FakeEvent:
+    """An event that lets staged data appear only when it is waited for, as an asynchronous copy may."""
+
+    synchronized = 0
+
+    def record(self, stream: Any) -> None:
+        """Nothing to order on the host."""
+
+    def synchronize(self) -> None:
+        FakeEvent.synchronized += 1
+
+
+class StagingAccelerator(CPU_Accelerator):
+    """The host with countable events and pinned buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned = 0
+
+    def Event(self, *args: Any, **kwargs: Any) -> FakeEvent:  # noqa: N802 - the accelerator's name
+        return FakeEvent()
+
+    def current_stream(self, device_index: int | None = None) -> str:
+        return "current"
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        self.pinned += 1
+        return tensor
+
+
+class OtherDevice(torch.Tensor):
+    """A tensor that says it lies on a device, so that the staging path runs on the host."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # that it lies is the point
+        return torch.device("meta")
+
+
+@pytest.fixture
+def staging() -> Iterator[StagingAccelerator]:
+    real = get_accelerator()
+    stand_in = StagingAccelerator()
+    set_accelerator(stand_in)
+    FakeEvent.synchronized = 0
+    yield stand_in
+    set_accelerator(real)
+
+
+def lying_elsewhere(values: torch.Tensor) -> torch.Tensor:
+    return values.as_subclass(OtherDevice)
+
+
+def test_staged_slices_equal_the_device_path(staging):
+    # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces although it is not the first.
+    generator = torch.Generator().manual_seed(0)
+    expected, actual = make_group(), make_group()
+    device, host = DeviceSink(), HostSink(2)
+    for group in (expected, actual):
+        group.grad.fill_(9.0)
+    for bucket in (0, 1, 0, 1, 0):
+        pieces = [torch.randn(5, generator=generator) for _ in range(3)]
+        segments = (Segment(0, 5 * bucket, 2), Segment(2, 5 * bucket + 2, 3))
+        device.add(bucket, expected, segments, pieces, 0.3)
+        host.add(bucket, actual, segments, [lying_elsewhere(piece) for piece in pieces], 0.3)
+    host.finish()
+    assert torch.equal(expected.grad, actual.grad)
+    assert staging.pinned > 0 and FakeEvent.synchronized == 10
+
+
+def test_staging_is_bounded_and_read_only_after_the_event(staging):
+    # Kills: unbounded page-locked memory, and adding a slice before its copy is known to be done.
+    group, sink = make_group(), HostSink(2)
+    for _ in range(5):
+        sink.add(0, group, (Segment(0, 0, 5),), [lying_elsewhere(torch.ones(5))], 1.0)
+    assert len(sink._in_flight) == 2 and FakeEvent.synchronized == 3
+    sink.finish()
+    assert FakeEvent.synchronized == 5 and group.grad[:5].tolist() == [5.0] * 5
+
+
+def test_clear_forgets_slices_in_flight(staging):
+    # Kills: a skipped step's gradient that lands in the next one.
+    group, sink = make_group(), HostSink(4)
+    sink.add(0, group, (Segment(0, 0, 5),), [lying_elsewhere(torch.full((5,), 5.0))], 1.0)
+    sink.clear()
+    sink.add(0, group, (Segment(0, 0, 5),), [lying_elsewhere(torch.ones(5))], 1.0)
+    sink.finish()
+    assert group.grad[:5].tolist() == [1.0] * 5
