@@ -1,0 +1,430 @@
+"""The harness of tests that run on several ranks.
+
+`DistributedTest`: test methods of its subclasses run on every rank. `DistributedFixture`: its ``run`` does, as a fixture.
+Both have upstream's attributes. pytest evaluates fixtures and parameters once, in its own process; their values are pickled
+to the ranks. How ranks are made, watched and ended is in `rank_server`.
+
+This module is a pytest plugin: ``tests/conftest.py`` imports its hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pickle
+import random
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from unit.rank_server import FAILED, PASSED, SKIPPED, XFAILED, Job, RankResult, RankServer
+
+TIMEOUT_ENV = "DS_UNITTEST_TIMEOUT"
+DEFAULT_TIMEOUT_S = 60.0
+
+# Threads of several ranks on the same cores wait for each other in turns; one thread each is fastest and reproducible.
+RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+server = RankServer()
+_items: dict[str, pytest.Item] = {}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# -- helpers for tests ------------------------------------------------------------------------------------------------
+
+
+def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
+    """A port in ``base_port .. base_port + port_range_size - 1`` on which nobody listens now.
+
+    Raises:
+        OSError: all of them are taken.
+    """
+    candidates = list(range(base_port, base_port + port_range_size))
+    random.SystemRandom().shuffle(candidates)
+    for port in candidates:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return str(port)
+    raise OSError(f"no free port in {base_port}..{base_port + port_range_size - 1}")
+
+
+def accelerator_name() -> str:
+    """The name of the accelerator tests run on, e.g. ``cpu``."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()._name
+
+
+def skip_on_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:
+    """A mark that skips a test on these accelerators."""
+    current = accelerator_name()
+    return pytest.mark.skipif(current in names, reason=reason or f"does not run on {current}")
+
+
+def requires_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:
+    """A mark that skips a test on all accelerators but these."""
+    current = accelerator_name()
+    return pytest.mark.skipif(current not in names, reason=reason or f"needs {' or '.join(names)}, this is {current}")
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy, torch and the accelerator."""
+    import numpy
+    import torch
+
+    from deepspeed.accelerator import get_accelerator
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
+
+
+def enable_determinism(seed: int) -> Callable[[F], F]:
+    """Decorate a test: the same random numbers on every rank and in every run, and deterministic kernels only."""
+
+    def decorate(func: F) -> F:
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            before = torch.are_deterministic_algorithms_enabled()
+            # cuBLAS refuses to be deterministic without a fixed workspace.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            set_seed(seed)
+            torch.use_deterministic_algorithms(True)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                torch.use_deterministic_algorithms(before)
+
+        return wrapper  # type: ignore[return-value]  # functools.wraps keeps the signature, which mypy cannot see
+
+    return decorate
+
+
+# -- what runs on ranks -----------------------------------------------------------------------------------------------
+
+
+class DistributedExec:
+    """Attributes shared by tests and fixtures on ranks.
+
+    Attributes:
+        world_size: the number of ranks; a list runs everything once per size.
+        backend: torch's backend; None means the accelerator's.
+        init_distributed: make the process group before the test.
+        set_dist_env: set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
+        requires_cuda_env: skip when there is no device but the host.
+        reuse_dist_env: kept for upstream's tests. Every test gets fresh processes: here they cost less than the
+            clean-up between tests that reusing them would need.
+        non_daemonic_procs: kept for upstream's tests. Ranks may always start processes; they are killed at the end.
+        exec_timeout: seconds after which the ranks are given up; None means DS_UNITTEST_TIMEOUT, or 60.
+    """
+
+    world_size: int | list[int] = 2
+    backend: str | None = None
+    init_distributed: bool = True
+    set_dist_env: bool = True
+    requires_cuda_env: bool = False
+    reuse_dist_env: bool = False
+    non_daemonic_procs: bool = False
+    exec_timeout: float | None = None
+
+
+class DistributedTest(DistributedExec):
+    """Test methods of subclasses run on every rank.
+
+    ``@pytest.mark.world_size(n)`` on a method overrides the class's ``world_size``. `class_tmpdir` is one directory for all
+    tests of a class and the fixtures they use.
+
+    Example::
+
+        class TestSum(DistributedTest):
+            world_size = 3
+
+            @pytest.mark.parametrize("value", [1, 2])
+            def test(self, value, tmp_path):
+                tensor = torch.tensor([value])
+                deepspeed.comm.all_reduce(tensor)
+                assert tensor.item() == 3 * value
+    """
+
+    is_dist_test = True
+
+    @pytest.fixture(autouse=True, scope="class")
+    def class_tmpdir(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+        """One directory for all tests of a class."""
+        return str(tmp_path_factory.mktemp("class"))
+
+
+class DistributedFixture(DistributedExec):
+    """A fixture, named like the class, whose ``run`` executes on its own ``world_size`` ranks; its value is None.
+
+    Example::
+
+        class saved_on_four(DistributedFixture):
+            world_size = 4
+
+            def run(self, class_tmpdir):
+                ...
+
+        class TestLoad(DistributedTest):
+            world_size = 2
+
+            def test(self, saved_on_four, class_tmpdir):
+                ...
+
+    A module that imports the class must import ``fixture_of(the class)`` by assignment to get the fixture too.
+    """
+
+    is_dist_fixture = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "run"):
+            # pytest finds fixtures among a module's objects; the class itself is not one.
+            setattr(sys.modules[cls.__module__], f"_fixture_{cls.__name__}", fixture_of(cls))
+
+
+def fixture_of(fixture_class: type[DistributedFixture]) -> Any:
+    """The pytest fixture that executes ``fixture_class``; assign it to any module-level name."""
+    signature = inspect.signature(fixture_class.run)  # type: ignore[attr-defined]  # subclasses define it
+    parameters = list(signature.parameters.values())[1:]
+
+    def fixture(**kwargs: Any) -> None:
+        request = kwargs["request"]
+        values = {parameter.name: kwargs[parameter.name] for parameter in parameters}
+        launch(fixture_class, "run", values, fixture_class.world_size, request.node.nodeid)
+
+    asked = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [parameter for parameter in parameters if parameter.name != "request"]
+    fixture.__signature__ = inspect.Signature([asked, *known])  # type: ignore[attr-defined]  # read by inspect
+    return pytest.fixture(name=fixture_class.__name__)(fixture)
+
+
+# -- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
+    """Execute one method on this rank; `rank_server` calls it in the rank's process.
+
+    Returns:
+        What is to be done when the result is known.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    owner: Any = sys.modules[call["module"]]
+    for name in call["owner"].split("."):
+        owner = getattr(owner, name)
+    num_ranks = call["num_ranks"]
+    if call["set_dist_env"]:
+        os.environ.update({name: str(rank) for name in ("RANK", "LOCAL_RANK")}, CROSS_RANK="0", CROSS_SIZE="1")
+        os.environ.update({name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_SIZE")})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=call["port"])
+    if call["init_distributed"]:
+        _join(rank, call)
+    kwargs = _values_on_rank(call)
+    patch = kwargs["monkeypatch"] = pytest.MonkeyPatch() if "monkeypatch" in call["names"] else None
+    if patch is None:
+        del kwargs["monkeypatch"]
+    try:
+        getattr(owner(), call["method"])(**kwargs)
+    finally:
+        if patch is not None:
+            patch.undo()
+    return _leave if call["init_distributed"] else None
+
+
+def _join(rank: int, call: dict[str, Any]) -> None:
+    # The host name may lead to an address that cannot be reached from here; the ranks are all on this machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    from deepspeed import comm
+
+    comm.init_distributed(
+        dist_backend=call["backend"],
+        init_method=f"file://{call['store']}",
+        rank=rank,
+        world_size=call["num_ranks"],
+        verbose=False,
+    )
+
+
+def _leave() -> None:
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        # A rank that goes first closes connections on which others may still be working.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _values_on_rank(call: dict[str, Any]) -> dict[str, Any]:
+    values = {name: pickle.loads(data) for name, data in call["pickled"].items()}
+    # Parameters that do not pickle (lambdas, local classes) exist here too: the template has collected the same tests.
+    for name in call["from_item"]:
+        values[name] = _items[call["nodeid"]].callspec.params[name]  # type: ignore[attr-defined]  # a Function
+    return values
+
+
+# -- in pytest --------------------------------------------------------------------------------------------------------
+
+
+def _timeout_of(exec_class: type[DistributedExec]) -> float:
+    if exec_class.exec_timeout is not None:
+        return float(exec_class.exec_timeout)
+    return float(os.environ.get(TIMEOUT_ENV) or DEFAULT_TIMEOUT_S)
+
+
+def _skip_without_device(exec_class: type[DistributedExec], num_ranks: int) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    on_host = accelerator._name == "cpu"
+    if exec_class.requires_cuda_env and on_host:
+        pytest.skip("needs an accelerator device, and there is only the host")
+    if exec_class.backend == "nccl" and accelerator.communication_backend_name() != "nccl":
+        pytest.skip(f"needs the nccl backend, and the accelerator is {accelerator._name}")
+    uses_devices = not on_host and exec_class.backend in (None, accelerator.communication_backend_name())
+    if uses_devices and accelerator.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} devices, and there are {accelerator.device_count()}")
+
+
+def _pack_values(values: dict[str, Any], nodeid: str) -> tuple[dict[str, bytes], list[str]]:
+    """Values by name as pickles, and the names of parameters that do not pickle but are known to the template."""
+    item = _items.get(nodeid)
+    params = item.callspec.params if item is not None and hasattr(item, "callspec") else {}
+    pickled: dict[str, bytes] = {}
+    from_item: list[str] = []
+    for name, value in values.items():
+        if name == "monkeypatch":
+            continue  # patches must be made, and undone, in the rank: it gets its own
+        try:
+            pickled[name] = pickle.dumps(value)
+        except Exception as error:  # pickle raises whatever the object's own methods raise
+            if not (name in params and params[name] is value):
+                pytest.fail(
+                    f"the value of {name!r}, {type(value).__name__}, cannot be sent to the ranks ({error}); "
+                    "make it inside of the test",
+                    pytrace=False,
+                )
+            from_item.append(name)
+    return pickled, from_item
+
+
+def launch(
+    exec_class: type[DistributedExec],
+    method: str,
+    values: dict[str, Any],
+    world_size: int | list[int],
+    nodeid: str,
+) -> None:
+    """Execute ``exec_class().method(**values)`` on ranks, and end like they ended.
+
+    Raises:
+        Skipped, XFailed, Failed: pytest's exceptions, carried over from the ranks.
+    """
+    for num_ranks in [world_size] if isinstance(world_size, int) else world_size:
+        _skip_without_device(exec_class, num_ranks)
+        pickled, from_item = _pack_values(values, nodeid)
+        descriptor, store = tempfile.mkstemp(prefix="store-")
+        os.close(descriptor)
+        os.unlink(store)  # torch wants a name of which no file exists
+        call = {
+            "module": exec_class.__module__,
+            "owner": exec_class.__qualname__,
+            "method": method,
+            "names": list(values),
+            "pickled": pickled,
+            "from_item": from_item,
+            "nodeid": nodeid,
+            "num_ranks": num_ranks,
+            "backend": exec_class.backend,
+            "init_distributed": exec_class.init_distributed,
+            "set_dist_env": exec_class.set_dist_env,
+            "port": get_master_port(),
+            "store": store,
+        }
+        timeout_s = _timeout_of(exec_class)
+        try:
+            results = server.run(Job(("unit.common", "run_on_rank"), call, num_ranks, timeout_s, env=RANK_ENV))
+        finally:
+            if os.path.exists(store):
+                os.unlink(store)
+        report(results, timeout_s)
+
+
+def report(results: list[RankResult], timeout_s: float) -> None:
+    """Print what ranks wrote, and raise how they ended: a failure before a skip before a pass."""
+    for result in results:
+        if result.output:
+            sys.stdout.write(f"---- output of rank {result.rank} of {len(results)} ----\n{result.output.rstrip()}\n")
+    # The first to leave decides: what happens to the others afterwards is its consequence.
+    ended = sorted((r for r in results if r.outcome != PASSED), key=lambda r: r.ended_at)
+    for outcome, leave in ((SKIPPED, pytest.skip), (XFAILED, pytest.xfail)):
+        if ended and ended[0].outcome == outcome:
+            leave(ended[0].text)
+    failed = [r for r in ended if r.outcome == FAILED]
+    stuck = [r for r in results if r.outcome != FAILED and r.stacks]
+    if failed or stuck:
+        pytest.fail("\n".join(_failure_lines(failed, stuck, len(results), timeout_s)), pytrace=False)
+
+
+def _failure_lines(failed: list[RankResult], stuck: list[RankResult], num_ranks: int, timeout_s: float) -> Iterator[str]:
+    if not any(result.ended_at != float("inf") for result in failed):
+        yield f"ranks {sorted(r.rank for r in failed + stuck)} of {num_ranks} did not end within {timeout_s:g} s"
+    for result in failed:
+        yield f"==== rank {result.rank} of {num_ranks} failed ===="
+        yield result.text.rstrip()
+        if result.stacks:
+            yield f"---- stacks of rank {result.rank} ----\n{result.stacks.rstrip()}"
+    for result in stuck:
+        yield f"==== rank {result.rank} of {num_ranks} finished the test but did not end ====\n{result.stacks.rstrip()}"
+
+
+# -- pytest's hooks ---------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark."""
+    config.addinivalue_line("markers", "world_size(n): the number of ranks of a DistributedTest method")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the template while everything is imported and nothing has run."""
+    _items.update({item.nodeid: item for item in session.items})
+    if any(_is_dist_test(item) for item in session.items) and not session.config.option.collectonly:
+        server.start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the template."""
+    server.stop()
+
+
+def _is_dist_test(item: pytest.Item) -> bool:
+    return bool(getattr(getattr(item, "cls", None), "is_dist_test", False))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run methods of `DistributedTest` classes on ranks instead of here."""
+    if not _is_dist_test(pyfuncitem):
+        return None
+    exec_class = pyfuncitem.cls
+    names = pyfuncitem._fixtureinfo.argnames
+    values = {name: pyfuncitem.funcargs[name] for name in names}
+    mark = pyfuncitem.get_closest_marker("world_size")
+    world_size = exec_class.world_size if mark is None else mark.args[0]
+    launch(exec_class, pyfuncitem.originalname, values, world_size, pyfuncitem.nodeid)
+    return True

@@ -1,0 +1,379 @@
+"""Runs a function on several ranks, each a process forked from a template that has everything imported.
+
+The template is forked from pytest's process when collection is over: torch, deepspeed and all test modules are imported
+by then and no test has run. It stays single-threaded and makes no process group, so that forking it is safe; a rank costs
+milliseconds instead of the seconds that importing torch takes.
+
+Lifetime: the template lives as long as pytest's end of the socket. When that closes, however pytest ends, the template
+kills what runs and exits. Each rank leads a process group of its own, which is killed when the rank is done: whatever it
+started ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# How long the other ranks may go on after one has failed: enough to notice its death and report it themselves.
+GRACE_AFTER_FAILURE_S = 5.0
+# How long a rank that is being given up gets to write its stacks.
+DUMP_S = 0.2
+
+PASSED, SKIPPED, XFAILED, FAILED = "passed", "skipped", "xfailed", "failed"
+
+
+@dataclass
+class Job:
+    """What every rank runs: ``body(rank, payload)``.
+
+    Attributes:
+        body: a module-level function, named because functions of test modules do not all pickle.
+        payload: its second argument; pickled.
+        num_ranks: how many processes.
+        timeout_s: after that the ranks are given up.
+        env: variables set in every rank.
+    """
+
+    body: tuple[str, str]
+    payload: Any
+    num_ranks: int
+    timeout_s: float
+    env: dict[str, str] = field(default_factory=dict)
+    directory: str = ""
+
+
+@dataclass
+class RankResult:
+    """How one rank ended.
+
+    Attributes:
+        rank: which.
+        outcome: one of PASSED, SKIPPED, XFAILED, FAILED.
+        text: the reason of a skip, the traceback of a failure.
+        output: what it wrote to stdout and stderr.
+        ended_at: when it ended, for finding the first failure; infinite when it was given up.
+        stacks: where it was when it was given up.
+    """
+
+    rank: int
+    outcome: str
+    text: str = ""
+    output: str = ""
+    ended_at: float = float("inf")
+    stacks: str = ""
+
+
+# -- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def _redirect_output(path: Path) -> None:
+    """Send fd 1 and 2 to a file: what the template inherited is pytest's capture, which is not ours to write to."""
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+def _write_result(directory: Path, rank: int, outcome: str, text: str) -> None:
+    partial = directory / f"rank{rank}.partial"
+    partial.write_bytes(pickle.dumps((outcome, text, time.monotonic())))
+    partial.rename(directory / f"rank{rank}.result")
+
+
+def _outcome_of(error: BaseException) -> tuple[str, str]:
+    # optional: pytest is only needed to tell its exceptions apart.
+    import pytest
+
+    if isinstance(error, pytest.skip.Exception):
+        return SKIPPED, str(error)
+    if isinstance(error, pytest.xfail.Exception):
+        return XFAILED, str(error)
+    return FAILED, "".join(traceback.format_exception(error))
+
+
+def _run_rank(job: Job, rank: int) -> None:
+    directory = Path(job.directory)
+    os.environ.update(job.env)
+    _redirect_output(directory / f"rank{rank}.out")
+    stacks = open(directory / f"rank{rank}.stacks", "w", encoding="utf-8")  # open until the process ends
+    faulthandler.enable(file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    finish: Callable[[], None] | None = None
+    try:
+        module, name = job.body
+        finish = getattr(importlib.import_module(module), name)(rank, pickle.loads(job.payload))
+    except BaseException as error:  # a rank's end, whatever it is, is the test's result
+        _write_result(directory, rank, *_outcome_of(error))
+        return
+    # Written before the ranks take leave of each other, so that a peer that fails is not reported as our failure.
+    _write_result(directory, rank, PASSED, "")
+    if finish is not None:
+        with contextlib.suppress(Exception):
+            finish()
+
+
+# -- in the template --------------------------------------------------------------------------------------------------
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """One length-prefixed message; None when the other end is closed."""
+    header = _receive_exactly(connection, 8)
+    return None if header is None else _receive_exactly(connection, struct.unpack("!Q", header)[0])
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = []
+    while count:
+        part = connection.recv(min(count, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(struct.pack("!Q", len(message)) + message)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class _Watch:
+    """The ranks of one job, from fork to reaping."""
+
+    def __init__(self, job: Job, connection: socket.socket, wakeup: int) -> None:
+        self.job = job
+        self.connection = connection
+        self.wakeup = wakeup
+        self.rank_of: dict[int, int] = {}  # pid -> rank, of those that still run
+        self.statuses: dict[int, int] = {}  # rank -> exit status as os.waitpid gives it
+        self.given_up: set[int] = set()
+        self.deadline = time.monotonic() + job.timeout_s
+
+    def start(self) -> None:
+        for rank in range(self.job.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(self.job, rank, self.connection)
+            self.rank_of[pid] = rank
+            # Both sides set it, so that neither can be too early.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+
+    def _reap(self) -> None:
+        for pid in list(self.rank_of):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                _kill_group(pid)  # whatever the rank started and left behind
+                rank = self.rank_of.pop(pid)
+                self.statuses[rank] = status
+                if not self._passed(rank):
+                    self.deadline = min(self.deadline, time.monotonic() + GRACE_AFTER_FAILURE_S)
+
+    def _passed(self, rank: int) -> bool:
+        result = Path(self.job.directory) / f"rank{rank}.result"
+        return self.statuses[rank] == 0 and result.exists() and pickle.loads(result.read_bytes())[0] == PASSED
+
+    def wait(self) -> bool:
+        """Until all ranks have ended or were given up. False when pytest is gone."""
+        while True:
+            self._reap()
+            if not self.rank_of:
+                return True
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                self._give_up()
+                return True
+            readable, _, _ = select.select([self.wakeup, self.connection], [], [], left)
+            if self.wakeup in readable:
+                os.read(self.wakeup, 4096)
+            if self.connection in readable:
+                # pytest sends nothing while a job runs: it has closed its end.
+                self.kill()
+                return False
+
+    def _give_up(self) -> None:
+        self.given_up = set(self.rank_of.values())
+        for pid in self.rank_of:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        # The handler writes within microseconds unless the process is stopped; nothing tells when it is done.
+        time.sleep(DUMP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for pid, rank in self.rank_of.items():
+            _kill_group(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self.statuses[rank] = os.waitpid(pid, 0)[1]
+        self.rank_of.clear()
+
+
+def _become_rank(job: Job, rank: int, connection: socket.socket) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        connection.close()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        _run_rank(job, rank)
+        code = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Not sys.exit: pytest's exit handlers and the template's stack must not run here.
+        os._exit(code)
+
+
+def _preload() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("deepspeed", "deepspeed.comm", "deepspeed.runtime.engine"):
+        # A broken import is the tests' to report: they meet it again in the rank.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def _serve(connection: socket.socket) -> None:
+    """The template: run jobs one after the other until pytest closes the connection."""
+    # A terminal's Ctrl-C goes to pytest; the template ends when pytest closes the socket.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    wakeup, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    _preload()
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and thereby copying, shared pages in every rank
+    while (message := _receive(connection)) is not None:
+        watch = _Watch(pickle.loads(message), connection, wakeup)
+        watch.start()
+        if not watch.wait():
+            return
+        _send(connection, pickle.dumps((watch.statuses, watch.given_up)))
+
+
+# -- in pytest --------------------------------------------------------------------------------------------------------
+
+
+class RankServer:
+    """pytest's end: one template, made at the first use or by `start`."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._pid = 0
+        self._owner = 0
+
+    def start(self) -> None:
+        """Fork the template, unless there is one."""
+        if self._connection is not None:
+            return
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._owner = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                ours.close()
+                _serve(theirs)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+        self._connection, self._pid = ours, pid
+
+    def stop(self) -> None:
+        """End the template and everything it runs."""
+        if self._connection is None or self._owner != os.getpid():
+            return
+        self._connection.close()
+        self._connection = None
+        os.waitpid(self._pid, 0)
+
+    def run(self, job: Job) -> list[RankResult]:
+        """Run a job to its end; one result per rank.
+
+        Raises:
+            RuntimeError: the template is gone.
+        """
+        job.directory = tempfile.mkdtemp(prefix="ranks-")
+        job.payload = pickle.dumps(job.payload)
+        try:
+            self.start()
+            if self._connection is None:
+                raise AssertionError("start() left no connection to the template")
+            _send(self._connection, pickle.dumps(job))
+            reply = _receive(self._connection)
+            if reply is None:
+                self.stop()
+                raise RuntimeError("the process from which ranks are forked has died; its output is above")
+            statuses, given_up = pickle.loads(reply)
+            directory = Path(job.directory)
+            return [_collect(directory, rank, statuses[rank], rank in given_up) for rank in range(job.num_ranks)]
+        except BaseException:
+            # An interrupt may have left a job running and its reply unread.
+            self.stop()
+            raise
+        finally:
+            shutil.rmtree(job.directory, ignore_errors=True)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _own_frames(stacks: str) -> str:
+    """faulthandler's text without the frames below a rank's start: they are the harness's and pytest's."""
+    kept: list[str] = []
+    skipping = False
+    for line in stacks.splitlines():
+        if not line.startswith("  File "):
+            skipping = False
+        elif line.endswith(" in _run_rank"):
+            skipping = True
+        if not skipping and not line.startswith("Extension modules:"):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _collect(directory: Path, rank: int, status: int, given_up: bool) -> RankResult:
+    output, stacks = _read(directory / f"rank{rank}.out"), _own_frames(_read(directory / f"rank{rank}.stacks"))
+    result = directory / f"rank{rank}.result"
+    if result.exists():
+        outcome, text, ended_at = pickle.loads(result.read_bytes())
+        return RankResult(rank, outcome, text, output, ended_at, stacks if given_up else "")
+    if given_up:
+        return RankResult(rank, FAILED, "did not end", output, stacks=stacks)
+    code = os.waitstatus_to_exitcode(status)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
+    return RankResult(rank, FAILED, how, output, ended_at=0.0, stacks=stacks)
