@@ -94,6 +94,18 @@ def test_a_for_loop_resumes_in_the_middle_of_its_epoch():
     assert len(resumed) == 3 and resumed.epoch == 1
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_position_after_the_last_batch_is_the_next_epochs_beginning(drop_last):
+    stopped = loader(dataloader_drop_last=drop_last)
+    for _ in range(len(stopped)):
+        next(stopped)
+    resumed = loader(dataloader_drop_last=drop_last)
+    resumed.load_state_dict(stopped.state_dict())
+    straight = loader(dataloader_drop_last=drop_last)
+    straight.set_epoch(1)
+    assert values(resumed) == values(straight)
+
+
 def test_a_position_restored_after_the_repeating_loader_was_made_is_honoured():
     stopped = loader()
     expected = values(iter(stopped))

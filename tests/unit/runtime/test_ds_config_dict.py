@@ -524,6 +524,16 @@ def test_world_size_sources(monkeypatch):
     assert "WORLD_SIZE is 'many'" in error()
 
 
+def test_world_size_of_a_process_group_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
+    read = config()
+    assert (read.world_size, read.global_rank, read.train_micro_batch_size_per_gpu) == (2, 1, 4)
+    assert "from the process group" in error(train_batch_size=3)
+
+
 def test_data_parallel_size_must_agree():
     assert config(data_parallel_size=1).world_size == 1
     assert "data_parallel_size: 3" in error(data_parallel_size=3)
