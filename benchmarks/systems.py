@@ -1,0 +1,230 @@
+"""The systems that the benchmark compares, behind one call: a training step.
+
+Each `build_*` takes the same model, batch and settings and returns a function that trains one step. Runs in a worker process
+(`step_worker.py`), under this project's interpreter or upstream's; imports torch, and deepspeed only for the systems that use it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT, GPTConfig  # noqa: E402  the path above is where it lies
+
+LEARNING_RATE = 1e-4
+TINY_WIDTH = 16
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        model: "gpt" or "tiny".
+        precision: "fp32" or "bf16".
+        layers: Blocks of the GPT, or linear layers of the tiny model.
+        micro_batch: Sequences (GPT) or rows (tiny) per rank and micro-batch.
+        context: Bytes per sequence of the GPT.
+        accumulation: Micro-batches per step.
+        clip: Largest gradient norm; 0 for no clipping.
+        wide_products: The GPT multiplies in fp32 though its weights are bf16 (see examples/gpt.py).
+    """
+
+    model: str
+    precision: str
+    layers: int
+    micro_batch: int
+    context: int
+    accumulation: int
+    clip: float
+    wide_products: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that `precision` names."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+class TinyLayers(nn.Module):
+    """Many small layers: what a step costs per parameter, not per element."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        linears = [nn.Linear(TINY_WIDTH, TINY_WIDTH) for _ in range(layers)]
+        for layer in linears:
+            # Orthogonal: signals and gradients pass hundreds of layers without shrinking into denormals, which are slow.
+            nn.init.orthogonal_(layer.weight)
+        self.layers = nn.ModuleList(linears)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [rows, 16]
+        """Mean square of the last layer's output."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def build_model(work: Workload) -> nn.Module:
+    """The model in fp32, with the same weights in every process."""
+    torch.manual_seed(0)
+    if work.model == "tiny":
+        return TinyLayers(work.layers)
+    return GPT(GPTConfig(work.layers, 256, 4, work.context, wide_products=work.wide_products))
+
+
+def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
+    """The micro-batches of one step, different on each rank; every step uses the same."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    if work.model == "tiny":
+        shape = (work.micro_batch, TINY_WIDTH)
+        return [torch.randn(shape, generator=generator) for _ in range(work.accumulation)]
+    shape = (work.micro_batch, work.context + 1)
+    return [torch.randint(256, shape, generator=generator) for _ in range(work.accumulation)]
+
+
+def _inputs(work: Workload, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [batch.to(dtype) if batch.is_floating_point() else batch for batch in build_batches(work, rank)]
+
+
+# torch's own
+
+
+def build_ddp(work: Workload, variant: str) -> Step:
+    """DistributedDataParallel, as its tutorial has it.
+
+    `ddp`: AdamW with default arguments over the parameters, which in bf16 are bf16 themselves, without master weights.
+    `ddp-fused`: AdamW(fused=True). `ddp-autocast`: fp32 parameters, forward under bf16 autocast.
+    """
+    autocast = variant == "ddp-autocast"
+    dtype = torch.float32 if autocast else work.dtype
+    model = nn.parallel.DistributedDataParallel(build_model(work).to(dtype))
+    fused = True if variant == "ddp-fused" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    batches = _inputs(work, dist.get_rank(), dtype)
+
+    def forward(batch: torch.Tensor) -> torch.Tensor:
+        context: AbstractContextManager[Any] = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+        with context:
+            return model(batch)
+
+    def step() -> None:
+        for batch in batches[:-1]:
+            with model.no_sync():
+                (forward(batch) / len(batches)).backward()
+        (forward(batches[-1]) / len(batches)).backward()
+        if work.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def build_fsdp2(work: Workload, variant: str) -> Step:
+    """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters under a bf16 policy."""
+    from torch.distributed.device_mesh import init_device_mesh  # optional: only this system needs them
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = build_model(work)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    narrow = work.dtype if work.dtype != torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
+    for block in model.blocks if isinstance(model, GPT) else ():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    batches = _inputs(work, dist.get_rank(), work.dtype)
+
+    def step() -> None:
+        for number, batch in enumerate(batches, start=1):
+            if len(batches) > 1:
+                root.set_requires_gradient_sync(number == len(batches))
+            (root(batch) / len(batches)).backward()
+        if work.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# deepspeed, this project's or upstream's
+
+
+def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
+    """Configuration of `zero0`, `zero1`, `zero2`, `zero1-fp32acc` and their `-offload` and `-overlap` forms.
+
+    Args:
+        work: What is trained.
+        variant: Name of the system.
+        torch_adam: Ask for torch.optim.AdamW with default arguments instead of the fused one.
+    """
+    name, *options = variant.split("-")
+    zero: dict[str, Any] = {"stage": int(name.removeprefix("zero"))}
+    if "offload" in options:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if "overlap" in options:
+        zero["overlap_comm"] = True
+    params: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.01}
+    if torch_adam or "torch" in options:
+        params["torch_adam"] = True
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation,
+        "gradient_clipping": work.clip,
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": zero,
+        "bf16": {"enabled": work.precision == "bf16"},
+        # Upstream prints every 10 steps by default; nothing else here does.
+        "steps_per_print": 1_000_000,
+    }
+    if "fp32acc" in options:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
+    """An engine trained by forward, backward, step. `torch_adam` as in `deepspeed_config`."""
+    import deepspeed  # optional: torch's own systems are built without it
+
+    model = build_model(work)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=deepspeed_config(work, variant, torch_adam)
+    )
+    batches = _inputs(work, dist.get_rank(), work.dtype)
+
+    def step() -> None:
+        for batch in batches:
+            engine.backward(engine(batch))
+            engine.step()
+
+    return step
+
+
+def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
+    """The training step of the system named `variant`.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+    if variant in ("ddp", "ddp-fused", "ddp-autocast"):
+        return build_ddp(work, variant)
+    if variant == "fsdp2":
+        return build_fsdp2(work, variant)
+    if variant.startswith("zero"):
+        return build_deepspeed(work, variant, torch_adam)
+    raise ValueError(f"system {variant!r} is unknown; use one of {', '.join(known_systems())}")
+
+
+def known_systems() -> Iterable[str]:
+    """Names that `build_step` takes (and `-offload`, `-overlap`, `-torch` forms of the zero ones)."""
+    return ("ddp", "ddp-fused", "ddp-autocast", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc")

@@ -1,0 +1,295 @@
+"""Time of a training step: torch DDP and FSDP2, every stage of this project, and upstream DeepSpeed, interleaved.
+
+    python benchmarks/train_step.py --model gpt --precision fp32
+    python benchmarks/train_step.py --model tiny --precision bf16 --upstream-python /path/to/python
+
+Every system has two processes of its own, one thread each, over gloo. They take turns: a block of steps of one system, then of the
+next, for many rounds, each round in another order, so that a machine that gets slower or faster does so for all alike. Only one
+system computes at a time; the others wait on a pipe. A ratio is taken within a round, against plain DDP; reported is its median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent
+NUM_RANKS = 2
+BASELINE = "ddp"
+FUSED = "ddp-fused"
+LAYERS = {"gpt": 6, "tiny": 400}
+MICRO_BATCH = {"gpt": 4, "tiny": 8}
+SYSTEMS = {
+    "fp32": ("ddp", "ddp-fused", "fsdp2", "zero0", "zero1", "zero2"),
+    "bf16": ("ddp", "ddp-fused", "ddp-autocast", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc"),
+}
+UPSTREAM_SYSTEMS = {"fp32": ("zero0", "zero1", "zero2"), "bf16": ("zero0", "zero1", "zero2", "zero1-fp32acc")}
+UPSTREAM_PREFIX = "upstream-"
+
+
+class Pair:
+    """The processes of one system.
+
+    Args:
+        name: Name in the table; upstream's begin with `upstream-`.
+        python: Interpreter.
+        workload: Fields of `systems.Workload`.
+        torch_adam: Ask for torch's default AdamW kernel.
+        stderr: Where the processes' messages go.
+    """
+
+    def __init__(self, name: str, python: str, workload: dict[str, Any], torch_adam: bool, stderr: IO[str]) -> None:
+        self.name = name
+        self.rounds: list[list[float]] = []
+        system = name.removeprefix(UPSTREAM_PREFIX)
+        command = [python, str(HERE / "step_worker.py"), "--system", system, "--workload", json.dumps(workload)]
+        command += ["--torch-adam"] if torch_adam else []
+        port = free_port()
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env=self._environment(rank, port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=tempfile.gettempdir(),  # not the checkout: its deepspeed must not shadow upstream's
+            )
+            for rank in range(NUM_RANKS)
+        ]
+        self.versions: dict[str, Any] = self._replies()[0]
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        if not self.name.startswith(UPSTREAM_PREFIX):
+            environment["PYTHONPATH"] = str(HERE.parent)
+        environment.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(NUM_RANKS),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+            DS_ACCELERATOR="cpu",
+        )
+        return environment
+
+    def _replies(self) -> list[Any]:
+        replies = []
+        for rank, process in enumerate(self._processes):
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                raise RuntimeError(f"{self.name}: rank {rank} ended (exit code {process.wait()})")
+            replies.append(json.loads(line))
+        return replies
+
+    def tell(self, command: str) -> list[Any]:
+        """Send a line to every rank; returns their replies."""
+        for process in self._processes:
+            if process.stdin:
+                process.stdin.write(command + "\n")
+                process.stdin.flush()
+        return self._replies()
+
+    def run_block(self, steps: int, warmup: int) -> None:
+        """Train a block and keep the time of each step after the first ones: of two ranks the slower."""
+        self.rounds.append([max(seconds) for seconds in zip(*self.tell(str(warmup + steps)), strict=True)][warmup:])
+
+    def close(self) -> None:
+        """End the processes; kills what does not end by itself."""
+        for process in self._processes:
+            if process.stdin:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        system: Its name.
+        median_ms: Median time of a step.
+        ratio: Median over rounds of the ratio to the baseline.
+        low, high: What the middle half of the rounds' ratios lies between.
+        ratio_fused: As `ratio`, to DDP with fused AdamW; None if that was not run.
+    """
+
+    system: str
+    median_ms: float
+    ratio: float
+    low: float
+    high: float
+    ratio_fused: float | None
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def paired_ratios(rounds: list[list[float]], base: list[list[float]]) -> list[float]:
+    """For each round, this system's median step over the other's."""
+    return [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, base, strict=True)]
+
+
+def summarize(seconds: dict[str, list[list[float]]]) -> list[Result]:
+    """Results of all systems, of which one is the baseline.
+
+    Args:
+        seconds: For each system, for each round, the time of each step.
+    """
+    results = []
+    fused = seconds.get(FUSED)
+    for name, rounds in seconds.items():
+        ratios = paired_ratios(rounds, seconds[BASELINE])
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+        median_ms = statistics.median(value for block in rounds for value in block) * 1e3
+        against_fused = statistics.median(paired_ratios(rounds, fused)) if fused else None
+        results.append(Result(name, median_ms, statistics.median(ratios), low, high, against_fused))
+    return results
+
+
+def table(results: list[Result]) -> str:
+    """The results as a Markdown table."""
+    lines = ["| system | median step (ms) | x DDP | middle half | x DDP fused |", "|---|---:|---:|---:|---:|"]
+    for result in results:
+        against = "-" if result.ratio_fused is None else f"{result.ratio_fused:.2f}"
+        middle = f"{result.low:.2f}-{result.high:.2f}"
+        lines.append(f"| {result.system} | {result.median_ms:.2f} | {result.ratio:.2f} | {middle} | {against} |")
+    return "\n".join(lines)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("gpt", "tiny"), default="gpt", help="GPT of width 256, or Linear(16, 16) layers")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--layers", type=int, help="default: 6 (gpt), 400 (tiny)")
+    parser.add_argument("--micro-batch", type=int, help="sequences or rows per rank (default: 4, 8)")
+    parser.add_argument("--context", type=int, default=64, help="bytes per sequence of the GPT")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm, in all systems (0: no clipping)")
+    parser.add_argument("--wide-products", action="store_true", help="the GPT multiplies in fp32 though its weights are bf16")
+    parser.add_argument("--torch-adam", action="store_true", help="torch.optim.AdamW with default arguments in this project too")
+    parser.add_argument("--systems", help="comma-separated choice (the baseline ddp is always run)")
+    parser.add_argument("--upstream-python", help="interpreter with upstream DeepSpeed installed")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per block")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps at the start of each block")
+    parser.add_argument("--profile", metavar="SYSTEM", help="profile this system alone instead")
+    parser.add_argument("--json", help="file for all times")
+    return parser.parse_args(argv)
+
+
+def chosen_systems(arguments: argparse.Namespace) -> list[str]:
+    """Names of the systems to run, the baseline first."""
+    names = list(SYSTEMS[arguments.precision])
+    if arguments.upstream_python:
+        names += [UPSTREAM_PREFIX + name for name in UPSTREAM_SYSTEMS[arguments.precision]]
+    if arguments.systems:
+        names = [BASELINE, *(name for name in arguments.systems.split(",") if name != BASELINE)]
+    missing = [name for name in names if name.startswith(UPSTREAM_PREFIX) and not arguments.upstream_python]
+    if missing:
+        raise ValueError(f"--systems {missing[0]} needs --upstream-python")
+    return names
+
+
+def workload(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `systems.Workload`."""
+    return {
+        "model": arguments.model,
+        "precision": arguments.precision,
+        "layers": arguments.layers or LAYERS[arguments.model],
+        "micro_batch": arguments.micro_batch or MICRO_BATCH[arguments.model],
+        "context": arguments.context,
+        "accumulation": arguments.accumulation,
+        "clip": arguments.clip,
+        "wide_products": arguments.wide_products,
+    }
+
+
+def start(names: list[str], arguments: argparse.Namespace, pairs: dict[str, Pair], stderr: IO[str]) -> None:
+    """Start the systems one after the other, into `pairs`, so that the caller can end them if one fails."""
+    for name in names:
+        upstream = name.startswith(UPSTREAM_PREFIX)
+        python = arguments.upstream_python if upstream else sys.executable
+        # Upstream's own kernel needs a compiler and, on the host, does not exist as FusedAdam.
+        pairs[name] = Pair(name, python, workload(arguments), upstream or arguments.torch_adam, stderr)
+        print(f"ready: {name} {pairs[name].versions}", file=sys.stderr)
+
+
+def measure(names: list[str], arguments: argparse.Namespace, stderr: IO[str]) -> dict[str, Pair]:
+    """Run all rounds; the pairs are closed when this returns."""
+    pairs: dict[str, Pair] = {}
+    try:
+        start(names, arguments, pairs, stderr)
+        for number in range(arguments.rounds):
+            # Another system first in each round: what comes after a pause or a certain neighbour is not always the same.
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                pairs[name].run_block(arguments.steps, arguments.warmup)
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+    finally:
+        for pair in pairs.values():
+            pair.close()
+    return pairs
+
+
+def profile(arguments: argparse.Namespace) -> None:
+    """Print where one system's host time goes."""
+    pairs: dict[str, Pair] = {}
+    try:
+        start([arguments.profile], arguments, pairs, sys.stderr)
+        pairs[arguments.profile].tell(f"profile {arguments.steps * arguments.rounds}")
+    finally:
+        for pair in pairs.values():
+            pair.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    arguments = parse_arguments(argv)
+    if arguments.profile:
+        profile(arguments)
+        return 0
+    names = chosen_systems(arguments)
+    with tempfile.TemporaryFile("w+") as stderr:
+        try:
+            pairs = measure(names, arguments, stderr)
+        except RuntimeError as error:
+            stderr.seek(0)
+            print("".join(stderr.readlines()[-60:]) + f"\n{error}", file=sys.stderr)
+            return 1
+    results = summarize({name: pair.rounds for name, pair in pairs.items()})
+    print(f"{json.dumps(workload(arguments))}, {NUM_RANKS} ranks, {arguments.rounds} rounds of {arguments.steps} steps\n")
+    print(table(results))
+    if arguments.json:
+        record = {
+            "workload": workload(arguments),
+            "versions": {name: pair.versions for name, pair in pairs.items()},
+            "results": [asdict(result) for result in results],
+            "seconds": {name: pair.rounds for name, pair in pairs.items()},
+        }
+        Path(arguments.json).write_text(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""A small byte-level GPT: the model that the example trains and the benchmark times.
+
+Owns the network, its initial weights and sampling. Knows nothing of data, optimizers or distribution; it imports torch alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+NUM_BYTES = 256
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Size of the network.
+
+    Attributes:
+        layers: Blocks of attention and feed-forward.
+        width: Features per position; a multiple of `heads`.
+        heads: Attention heads.
+        context: Positions that the network can see.
+        wide_products: Multiply matrices in fp32 whatever the dtype of the weights. For processors without bf16 or fp16 units,
+            where a product in these dtypes takes about ten times as long; see `half_products_are_slow`.
+    """
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    wide_products: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias that can multiply in fp32 though its weights are narrower."""
+
+    def __init__(self, inputs: int, outputs: int, wide: bool) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.wide = wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [..., inputs]
+        """Return the product, in the dtype of `x`, of shape [..., outputs]."""
+        if not self.wide or x.dtype == torch.float32:
+            return super().forward(x)
+        return F.linear(x.float(), self.weight.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.wide = config.wide_products
+        self.qkv = Linear(config.width, 3 * config.width, config.wide_products)
+        self.out = Linear(config.width, config.width, config.wide_products)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+        """Return each position's mixture of itself and earlier ones, of the shape of `x`."""
+        batch, positions, width = x.shape
+        qkv = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
+        if self.wide:
+            qkv = qkv.float()
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, width / heads]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, positions, width).to(x.dtype))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normalized copy that is added to its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.feed_norm = nn.LayerNorm(config.width)
+        self.feed_in = Linear(config.width, 4 * config.width, config.wide_products)
+        self.feed_out = Linear(4 * config.width, config.width, config.wide_products)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+        """Return the block's output, of the shape of `x`."""
+        x = x + self.attention(self.attention_norm(x))
+        # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction of it.
+        return x + self.feed_out(F.relu(self.feed_in(self.feed_norm(x))).square())
+
+
+class GPT(nn.Module):
+    """Predicts the next byte from those before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.bytes = nn.Embedding(NUM_BYTES, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = Linear(config.width, NUM_BYTES, config.wide_products)
+        self.apply(self._initialize)
+        # All bytes equally likely at first: the loss starts at ln 256.
+        nn.init.zeros_(self.head.weight)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, Block):
+            # A block starts as the identity, so that depth costs nothing at the start of training. (Its parts came before it.)
+            nn.init.zeros_(module.attention.out.weight)
+            nn.init.zeros_(module.feed_out.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.5)
+
+    def logits(self, text: torch.Tensor) -> torch.Tensor:
+        """Scores of the next byte at each position.
+
+        Args:
+            text: Bytes, int64, of shape [batch, positions], at most `context` positions.
+
+        Returns:
+            fp32 logits of shape [batch, positions, 256].
+        """
+        where = torch.arange(text.shape[1], device=text.device)
+        x = self.bytes(text) + self.positions(where)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Mean loss in nats per byte.
+
+        Args:
+            text: Bytes, int64, of shape [batch, positions + 1]: each position's target is the next one.
+        """
+        scores = self.logits(text[:, :-1])
+        return F.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+        """`prompt` with `length` sampled bytes behind it.
+
+        Args:
+            prompt: At least one byte.
+            length: Bytes to add.
+            temperature: Below 1 prefers likely bytes.
+            seed: Of the samples; the global random state stays untouched.
+        """
+        device = self.bytes.weight.device
+        # Drawn on the host: a sample is then the same on every device.
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+        for _ in range(length):
+            scores = self.logits(text[:, -self.config.context :])[0, -1].cpu()
+            chosen = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1, generator=generator)
+            text = torch.cat([text, chosen.to(device).view(1, 1)], dim=1)
+        return bytes(text[0].tolist())
+
+
+def half_products_are_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this device multiplies matrices of `dtype` at less than half its fp32 speed (measured, in about 10 ms)."""
+    if dtype == torch.float32 or device.type != "cpu":
+        return False
+    return _product_seconds(dtype, device) > 2 * _product_seconds(torch.float32, device)
+
+
+def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """The best of a few products: a busy machine can make one slow, but none fast."""
+    x = torch.ones(128, 128, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        F.linear(x, x)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
