@@ -1,0 +1,131 @@
+"""The configurations of the contract suite: the whole product of the factors, and a subset that covers all pairs of values.
+
+Pure: knows nothing of torch or of how a configuration is run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Cut into shares so that a configuration that hangs costs minutes, not the whole run.
+CHUNKS_PER_WORLD = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration.
+
+    Attributes:
+        stage: ZeRO stage.
+        precision: Model dtype, and "+fp32" if micro-batches are summed in fp32.
+        accumulation: Micro-batches per step.
+        clip: Whether gradients are clipped (far below their norm).
+        overlap: `overlap_comm`.
+        reduce_scatter: `reduce_scatter`.
+        offload: Optimizer state on the host.
+        bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one to the last element), "huge".
+        world: Data-parallel ranks.
+        optimizer: "sgd" (an error in a gradient shows in the parameters in proportion) or "adamw" (it has state).
+    """
+
+    stage: int
+    precision: str
+    accumulation: int
+    clip: bool
+    overlap: bool
+    reduce_scatter: bool
+    offload: bool
+    bucket: str
+    world: int
+    optimizer: str = "sgd"
+
+    @property
+    def name(self) -> str:
+        """Short name for failure reports."""
+        switches = [word for word in ("clip", "overlap", "reduce_scatter", "offload") if getattr(self, word)]
+        words = (
+            f"world{self.world}",
+            f"stage{self.stage}",
+            self.precision,
+            f"acc{self.accumulation}",
+            self.bucket,
+            *switches,
+            self.optimizer,
+        )
+        return "-".join(words)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2),
+    "precision": ("fp32", "bf16", "fp16", "bf16+fp32", "fp16+fp32"),
+    "accumulation": (1, 3),
+    "clip": (False, True),
+    "overlap": (False, True),
+    "reduce_scatter": (True, False),
+    "offload": (False, True),
+    "bucket": ("tiny", "exact", "huge"),
+    "world": (1, 2, 3),
+}
+
+
+def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every pair of values of two different factors."""
+    values = {name: [(name, value) for value in options] for name, options in factors.items()}
+    return {pair for a, b in itertools.combinations(values, 2) for pair in itertools.product(values[a], values[b])}
+
+
+def pairs_of(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """The pairs that one row covers, named as `all_pairs` names them."""
+    return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations([name for name in factors if name in row], 2)}
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few rows that together cover all pairs of values; greedy, deterministic.
+
+    Each row starts from the first pair that is still uncovered and takes, factor by factor, the value that covers most of what is
+    left. Values that cover equally much take turns, so that no value is left out of the free places.
+    """
+    left = all_pairs(factors)
+    order = {pair: i for i, pair in enumerate(sorted(left, key=repr))}
+    used: dict[tuple[str, Any], int] = dict.fromkeys(((n, v) for n, options in factors.items() for v in options), 0)
+    rows = []
+    while left:
+        row: dict[str, Any] = dict(min(left, key=order.__getitem__))
+        for name, options in factors.items():
+            if name in row:
+                continue
+            gains = {v: len(pairs_of({**row, name: v}, factors) & left) for v in options}
+            row[name] = min(options, key=lambda v: (-gains[v], used[(name, v)]))  # noqa: B023 - called before the loop goes on
+        for item in row.items():
+            used[item] += 1
+        left -= pairs_of(row, factors)
+        rows.append(row)
+    return rows
+
+
+def pairwise_cases() -> list[Case]:
+    """All pairs of values, and one run with a stateful optimizer per precision and sharded stage."""
+    cases = [Case(**row) for row in pairwise(FACTORS)]
+    with_state = [
+        Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
+        for stage, precision in itertools.product((0, 1, 2), FACTORS["precision"])
+    ]
+    return cases + with_state
+
+
+def product_cases() -> list[Case]:
+    """The whole product."""
+    return [Case(*values) for values in itertools.product(*FACTORS.values())]
+
+
+def of_world(cases: Sequence[Case], world: int) -> list[Case]:
+    """The cases that one launched world runs."""
+    return [case for case in cases if case.world == world]
+
+
+def chunk(cases: Sequence[Case], index: int) -> list[Case]:
+    """Share `index` of `CHUNKS_PER_WORLD`; consecutive cases go to different shares, which makes them equally long."""
+    return list(cases[index::CHUNKS_PER_WORLD])

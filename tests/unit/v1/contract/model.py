@@ -1,0 +1,92 @@
+"""The model and the data of the contract suite: small, with every kind of parameter that synchronization can get wrong."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 13
+ROWS = 3  # samples in a micro-batch of one rank
+# back.weight and wide.weight, which are neighbours in their group, fill a bucket of this size to the last element.
+EXACT_BUCKET = 7 * 31 + 31 * 9
+BUCKETS = {"tiny": 16, "exact": EXACT_BUCKET, "huge": 500_000_000}
+
+
+class Batch(NamedTuple):
+    """Samples of one or several micro-batches, one after another."""
+
+    tokens: torch.Tensor  # [rows]
+    labels: torch.Tensor  # [rows]
+    branch: torch.Tensor  # [rows], 1 where the branch with `sometimes` is taken
+
+
+class ContractModel(nn.Module):
+    """Tied, frozen, twice used, sometimes and never used, oversized, zero-size and scalar parameters, all sizes odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 7)  # tied: also the output projection
+        self.lift = nn.Linear(7, 9)
+        self.twice = nn.Linear(9, 9)
+        self.frozen = nn.Linear(9, 9)
+        self.sometimes = nn.Linear(9, 9, bias=False)
+        self.wide = nn.Linear(9, 31)
+        self.back = nn.Linear(31, 7)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.never = nn.Parameter(torch.randn(5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.empty_unused = nn.Parameter(torch.empty(3, 0))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """Mean loss over rows; `sometimes` takes part only if a row wants it to."""
+        hidden = self.lift(self.embed(tokens)).tanh()
+        hidden = self.twice(self.twice(hidden).tanh()).tanh()
+        hidden = self.frozen(hidden)
+        if branch.any():
+            hidden = hidden + branch[:, None].to(hidden.dtype) * self.sometimes(hidden)
+        hidden = self.back(self.wide(hidden).tanh())
+        logits = F.linear(hidden, self.embed.weight) * self.temperature + self.empty.sum()
+        return F.cross_entropy(logits.float(), labels)
+
+
+def make_model(seed: int = 0) -> ContractModel:
+    """The same weights for the same seed, whatever the caller's generator."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ContractModel()
+
+
+def parameter_groups(model: ContractModel) -> list[dict[str, object]]:
+    """Matrices with weight decay, the rest without; frozen ones are handed over too, as scripts do."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def takes_branch(step: int, rank: int, micro: int, world: int) -> bool:
+    """In turns: only the last rank, nobody, everybody."""
+    return (rank == world - 1, False, True)[(step + micro) % 3]
+
+
+def micro_batch(step: int, rank: int, micro: int, world: int) -> Batch:
+    """What `rank` sees in micro-batch `micro` of `step`: different for each."""
+    generator = torch.Generator().manual_seed(1_000 * step + 100 * rank + micro)
+    tokens = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    return Batch(tokens, labels, torch.full((ROWS,), float(takes_branch(step, rank, micro, world))))
+
+
+def global_batch(step: int, world: int, accumulation: int) -> list[Batch]:
+    """All micro-batches of all ranks of a step."""
+    return [micro_batch(step, rank, micro, world) for rank in range(world) for micro in range(accumulation)]
+
+
+def concatenated(batches: list[Batch]) -> Batch:
+    """One batch of all rows."""
+    return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))

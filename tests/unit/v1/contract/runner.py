@@ -1,0 +1,217 @@
+"""Runs one configuration of the contract suite on this rank and compares it with the reference. Collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from unit.v1.contract import reference
+from unit.v1.contract.matrix import Case
+from unit.v1.contract.model import BUCKETS, ROWS, make_model, micro_batch, parameter_groups
+from unit.v1.contract.reference import Expected, Tensors, trainable
+
+
+def steps_of(case: Case) -> int:
+    """Enough steps that every turn of `takes_branch` comes."""
+    return 3 if case.accumulation == 1 else 2
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The case as a configuration."""
+    dtype, _, accumulation_dtype = case.precision.partition("+")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": reference.CLIP if case.clip else 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": case.stage,
+            "overlap_comm": case.overlap,
+            "reduce_scatter": case.reduce_scatter,
+            "reduce_bucket_size": BUCKETS[case.bucket],
+            "allgather_bucket_size": BUCKETS[case.bucket],
+            "offload_optimizer": {"device": "cpu" if case.offload else "none"},
+        },
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": reference.LOSS_SCALE}
+    if accumulation_dtype:
+        config["data_types"] = {"grad_accum_dtype": accumulation_dtype}
+    return config
+
+
+def sums_dtype(case: Case) -> torch.dtype:
+    """The narrowest dtype that a sum over micro-batches or ranks passes through.
+
+    With fp32 accumulation stages 0 and 1 send the fp32 accumulator of a bf16 model; every other half-precision path sends halves.
+    """
+    if case.precision == "fp32":
+        return torch.float32
+    if case.precision == "bf16+fp32" and case.stage < 2:
+        return torch.float32
+    return reference.DTYPES[case.precision.partition("+")[0]]
+
+
+class CaseRun:
+    """One case on this rank; `failures` says what was not as it must be."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.failures: list[str] = []
+        self.rank = dist.get_rank()
+        self.dtype = reference.DTYPES[case.precision.partition("+")[0]]
+        self.model = make_model()
+        self.frozen = {n: p.detach().to(self.dtype).clone() for n, p in self.model.named_parameters() if not p.requires_grad}
+        groups = parameter_groups(self.model)
+        decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
+        self.params = trainable(self.model)
+        self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=self._optimizer(groups), config=config_of(case)
+        )
+
+    def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
+        if self.case.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=0.01)
+        return torch.optim.SGD(groups, lr=reference.LEARNING_RATE)
+
+    def fail(self, step: int, message: str) -> None:
+        """Remember what went wrong; the run goes on so that all ranks stay together."""
+        self.failures.append(f"{self.case.name}: step {step}, rank {self.rank}: {message}")
+
+    def masters(self) -> Tensors:
+        """The fp32 parameters, whole, on every rank."""
+        found = {name: safe_get_full_fp32_param(param) for name, param in self.params.items()}
+        return {name: value.clone() for name, value in found.items() if value is not None}
+
+    def gradients(self) -> Tensors:
+        """What the coming step will use."""
+        found = {name: safe_get_full_grad(param) for name, param in self.params.items()}
+        return {name: value.clone() for name, value in found.items() if value is not None}
+
+    def run(self) -> list[str]:
+        """All steps; returns the failures."""
+        try:
+            twin = AdamTwin(self) if self.case.optimizer == "adamw" else None
+            for step in range(steps_of(self.case)):
+                start = self.masters()
+                self._backwards(step)
+                grads = self.gradients()
+                self.engine.step()
+                expected = self._expected(step, start)
+                self._compare_gradients(step, grads, expected)
+                if twin is None:
+                    self._compare_tensors(step, "parameter", self.masters(), expected.params, expected.param_bounds)
+                else:
+                    twin.compare(step, grads)
+                self._check_replicas(step)
+                self._check_rest(step)
+        finally:
+            self.engine.destroy()
+        return self.failures
+
+    def _backwards(self, step: int) -> None:
+        for micro in range(self.case.accumulation):
+            if micro:
+                self.engine.step()
+            loss = self.engine(*micro_batch(step, self.rank, micro, self.case.world))
+            self.engine.backward(loss)
+
+    def _expected(self, step: int, start: Tensors) -> Expected:
+        case = self.case
+        if case.precision == "fp32" and case.optimizer == "sgd":
+            return reference.fp32_run(steps_of(case), case.accumulation, case.clip, case.world)[step]
+        precision = case.precision.partition("+")[0]
+        return reference.half_step(
+            start, self.weight_decay, precision, sums_dtype(case), step, case.accumulation, case.clip, case.world
+        )
+
+    def _compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
+        self._compare_tensors(step, "gradient", grads, expected.grads, expected.grad_bounds)
+        norm = float(self.engine.get_global_grad_norm())
+        if not abs(norm - expected.norm) <= expected.norm_bound:
+            self.fail(step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}")
+
+    def _compare_tensors(self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]) -> None:
+        for name, value in wanted.items():
+            if name not in found:
+                self.fail(step, f"{what} of {name} is missing")
+                continue
+            error = (found[name].double() - value.double()).norm().item()
+            if found[name].shape != value.shape or not error <= bounds[name]:
+                size = value.norm().item()
+                self.fail(step, f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm {size:.3e})")
+
+    def _check_replicas(self, step: int) -> None:
+        """All ranks' parameters are equal bit for bit, and are the rounded masters."""
+        masters = self.masters()
+        for name, param in self.params.items():
+            if not torch.equal(param.detach(), masters[name].to(self.dtype)):
+                self.fail(step, f"{name} is not its master rounded to {self.dtype}")
+        flat = torch.cat([param.detach().reshape(-1).float() for param in self.params.values()])
+        copies = [torch.empty_like(flat) for _ in range(self.case.world)]
+        dist.all_gather(copies, flat)
+        if any(not torch.equal(copy, flat) for copy in copies):
+            self.fail(step, "ranks have different parameters")
+
+    def _check_rest(self, step: int) -> None:
+        """Frozen parameters are untouched, and padding is zero wherever there is some."""
+        for name, before in self.frozen.items():
+            if not torch.equal(self.model.get_parameter(name), before):
+                self.fail(step, f"frozen {name} changed")
+        for index, group in enumerate(getattr(self.engine.optimizer, "groups", ())):
+            padding = group.table.shard_padding(group.rank)
+            tails = {"parameters": group.flat[group.table.numel :]}
+            if padding:
+                tails |= {"masters": group.master[-padding:], "gradients": group.grad[-padding:]}
+            for what, tail in tails.items():
+                if tail.count_nonzero():
+                    self.fail(step, f"padding of group {index}'s {what} is not zero: {tail.tolist()}")
+
+
+class AdamTwin:
+    """torch's AdamW on whole masters, fed with the gradients that the system reports."""
+
+    def __init__(self, run: CaseRun) -> None:
+        self.run = run
+        self.params = {name: torch.nn.Parameter(value) for name, value in run.masters().items()}
+        groups = [{"params": [param], "weight_decay": run.weight_decay[name]} for name, param in self.params.items()]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+    def compare(self, step: int, grads: Tensors) -> None:
+        """Step the twin and compare: the arithmetic is the same, only its grouping differs."""
+        norm = float(self.run.engine.get_global_grad_norm())
+        factor = reference.clip_factor(norm, self.run.case.clip)
+        for name, param in self.params.items():
+            param.grad = grads[name] * factor
+        self.optimizer.step()
+        wanted = {name: param.detach() for name, param in self.params.items()}
+        bounds = {name: reference.FP32_TOLERANCE * max(1.0, value.norm().item()) for name, value in wanted.items()}
+        self.run._compare_tensors(step, "parameter", self.run.masters(), wanted, bounds)
+
+
+def run_cases(cases: list[Case]) -> None:
+    """Run all cases on this world.
+
+    Raises:
+        AssertionError: Listing every deviation on any rank, with the configuration's name.
+    """
+    failures: list[str] = []
+    for case in cases:
+        try:
+            failures += CaseRun(case).run()
+        except Exception as error:
+            raise AssertionError(f"{case.name}: {type(error).__name__}: {error}; before: {failures[:5]}") from error
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, failures)
+    found = [failure for rank_failures in everywhere for failure in rank_failures]
+    broken = {failure.split(":")[0] for failure in found}
+    if found:
+        shown = "\n".join(found[:40])
+        raise AssertionError(f"{len(broken)} of {len(cases)} configurations deviate ({len(found)} findings):\n{shown}")

@@ -1,0 +1,51 @@
+"""The contract: gradients, norm and parameters of every configuration equal those of one process with the whole batch.
+
+`make test` runs a subset in which every pair of values occurs; `pytest -m contract tests/unit/v1/contract` runs the whole product.
+The bounds, and why they are what they are, stand in `reference`.
+
+Mutations that these tests were seen to catch are in `test_contract_bites`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from unit.common import DistributedTest
+from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, chunk, of_world, pairwise_cases, product_cases
+from unit.v1.contract.runner import run_cases
+
+
+class TestPairs(DistributedTest):
+    """All pairs of values; one launched world runs all of its configurations."""
+
+    exec_timeout = 240
+
+    @pytest.mark.world_size(1)
+    def test_world_1(self) -> None:
+        # Kills: special-casing of one rank (no reduction, no padding, no unscaling).
+        run_cases(of_world(pairwise_cases(), 1))
+
+    @pytest.mark.world_size(2)
+    def test_world_2(self) -> None:
+        # Kills: a contribution that is lost, doubled, scaled by a wrong factor, or that lands in another place.
+        run_cases(of_world(pairwise_cases(), 2))
+
+    @pytest.mark.world_size(3)
+    def test_world_3(self) -> None:
+        # Kills: whatever is right for powers of two only (divisions, shard borders inside parameters, padding).
+        run_cases(of_world(pairwise_cases(), 3))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("share", range(CHUNKS_PER_WORLD))
+class TestProduct(DistributedTest):
+    """The whole product, cut into shares."""
+
+    world_size = list(FACTORS["world"])
+    exec_timeout = 900
+
+    def test(self, share: int) -> None:
+        # Kills: what only three or more settings together bring out.
+        from deepspeed import comm as dist
+
+        run_cases(chunk(of_world(product_cases(), dist.get_world_size()), share))

@@ -1,0 +1,123 @@
+"""The suite's own parts: the choice of configurations, and a reference that is what it claims to be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from unit.v1.contract import reference
+from unit.v1.contract.matrix import (
+    CHUNKS_PER_WORLD,
+    FACTORS,
+    all_pairs,
+    chunk,
+    of_world,
+    pairs_of,
+    pairwise,
+    pairwise_cases,
+    product_cases,
+)
+from unit.v1.contract.model import (
+    BUCKETS,
+    concatenated,
+    global_batch,
+    make_model,
+    parameter_groups,
+    takes_branch,
+)
+
+STEPS_OF_ACCUMULATION = {1: 3, 3: 2}
+
+
+def test_every_pair_of_values_is_covered():
+    # Kills: a generator that stops early; counts the pairs independently of it.
+    rows = pairwise(FACTORS)
+    covered = set().union(*(pairs_of(row, FACTORS) for row in rows))
+    wanted = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])
+    }
+    assert covered == wanted == all_pairs(FACTORS)
+    assert all(set(row) == set(FACTORS) for row in rows)
+
+
+@pytest.mark.parametrize("factors", [{"a": (1,), "b": (2,)}, {"a": (1, 2, 3), "b": (1, 2), "c": (1, 2, 3, 4), "d": (0, 1)}])
+def test_the_generator_on_other_factors(factors):
+    # Kills: a generator fitted to one table.
+    rows = pairwise(factors)
+    assert set().union(*(pairs_of(row, factors) for row in rows)) == all_pairs(factors)
+
+
+def test_the_subset_is_small_and_the_same_every_time():
+    # Kills: a subset that depends on hashing (failures could not be repeated) or degenerates into the product.
+    assert pairwise(FACTORS) == pairwise(FACTORS)
+    assert len(pairwise(FACTORS)) <= 32
+
+
+def test_shares_make_up_the_product(record_property):
+    # Kills: configurations that no share runs.
+    product = product_cases()
+    record_property("configurations", len(product))
+    record_property("pairwise_configurations", len(pairwise_cases()))
+    print(f"contract suite: {len(product)} configurations, {len(pairwise_cases())} in the pairwise subset")
+    assert len(product) == math.prod(len(values) for values in FACTORS.values()) == 4320
+    shares = [case for world in FACTORS["world"] for i in range(CHUNKS_PER_WORLD) for case in chunk(of_world(product, world), i)]
+    assert sorted(case.name for case in shares) == sorted(case.name for case in product)
+    assert len({case.name for case in product}) == len(product)
+
+
+def test_the_model_has_what_the_suite_is_about():
+    # Kills: a change of the model after which a kind of parameter is no longer there.
+    model = make_model()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert 0 in sizes.values() and 1 in sizes.values()
+    assert sum(size > BUCKETS["tiny"] for size in sizes.values()) >= 5
+    assert sizes["back.weight"] + sizes["wide.weight"] == BUCKETS["exact"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["frozen.weight", "frozen.bias"]
+    for group in parameter_groups(model):
+        total = sum(p.numel() for p in group["params"] if p.requires_grad)
+        assert any(total % world for world in (2, 3)), "no padding anywhere"
+
+
+@pytest.mark.parametrize("world, accumulation", itertools.product((1, 2, 3), (1, 3)))
+def test_the_branch_is_taken_by_one_rank_by_none_and_by_all(world, accumulation):
+    # Kills: data in which "sometimes unused" never happens on one rank only.
+    kinds = set()
+    for step, micro in itertools.product(range(STEPS_OF_ACCUMULATION[accumulation]), range(accumulation)):
+        kinds.add(sum(takes_branch(step, rank, micro, world) for rank in range(world)))
+    assert kinds == {0, 1, world}
+
+
+@pytest.mark.parametrize("world, accumulation", [(2, 1), (3, 3)])
+def test_the_mean_over_micro_batches_is_the_whole_batch(world, accumulation):
+    # Kills: a half-precision reference that is not the concatenated batch in exact arithmetic.
+    model = make_model().double()
+    batches = global_batch(0, world, accumulation)
+    whole = reference.gradients(model, concatenated(batches), 1.0)
+    parts = [reference.gradients(model, batch, 1.0 / len(batches)) for batch in batches]
+    for name, grad in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), grad, rtol=1e-12, atol=1e-14)
+
+
+def test_clipping_clips():
+    # Kills: a limit above the norms, with which clipping on and off would be the same configuration.
+    for world, accumulation in itertools.product((1, 2, 3), (1, 3)):
+        run = reference.fp32_run(STEPS_OF_ACCUMULATION[accumulation], accumulation, True, world)
+        assert all(expected.norm > 4 * reference.CLIP for expected in run)
+
+
+@pytest.mark.parametrize("world, accumulation", itertools.product((2, 3), (1, 3)))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_lost_contribution_exceeds_the_bound(precision, world, accumulation):
+    # Kills: bounds so wide that a micro-batch of one rank could be lost or doubled unseen.
+    model = make_model()
+    masters = {name: param.detach().clone() for name, param in reference.trainable(model).items()}
+    decay = dict.fromkeys(masters, 0.0)
+    dtype = reference.DTYPES[precision]
+    expected = reference.half_step(masters, decay, precision, dtype, 0, accumulation, False, world)
+    for batch in global_batch(0, world, accumulation):
+        lost = reference.gradients(model, batch, 1.0 / (accumulation * world))
+        for name in ("embed.weight", "twice.weight", "wide.weight", "wide.bias", "back.weight"):
+            assert lost[name].norm().item() > 2 * expected.grad_bounds[name], name
