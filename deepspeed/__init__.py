@@ -1,0 +1,169 @@
+"""DeepSpeed for training, with gradient synchronization that is checked, not assumed.
+
+`initialize` is the front door. Everything else loads on first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from deepspeed._lazy import lazy_attributes
+from deepspeed.git_version_info import git_branch, git_hash
+from deepspeed.git_version_info import version as __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+__git_hash__, __git_branch__ = git_hash, git_branch
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
+
+_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "runtime", "utils")
+_NAMES = {
+    "DeepSpeedConfig": "deepspeed.runtime.config",
+    "DeepSpeedConfigError": "deepspeed.runtime.config",
+    "DeepSpeedDataLoader": "deepspeed.runtime.dataloader",
+    "DeepSpeedEngine": "deepspeed.runtime.engine",
+    "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
+    "get_accelerator": "deepspeed.accelerator",
+    "init_distributed": "deepspeed.comm",
+    "is_compile_supported": "deepspeed.runtime.compiler",
+    "log_dist": "deepspeed.utils.logging",
+    "logger": "deepspeed.utils.logging",
+}
+# What later releases bring, and what this project leaves to others: entry points that say so.
+_LATER = {
+    "zero": "ZeRO-3 (deepspeed.zero)",
+    "pipe": "pipeline parallelism (deepspeed.pipe)",
+    "PipelineModule": "pipeline parallelism (deepspeed.PipelineModule)",
+    "PipelineEngine": "pipeline parallelism (deepspeed.PipelineEngine)",
+    "moe": "mixture of experts (deepspeed.moe)",
+    "sequence": "sequence parallelism (deepspeed.sequence)",
+    "checkpointing": "activation checkpointing (deepspeed.checkpointing)",
+    "tp_model_init": "tensor parallelism (deepspeed.tp_model_init)",
+}
+_OUT_OF_SCOPE = (
+    "InferenceEngine",
+    "DeepSpeedInferenceConfig",
+    "init_inference",
+    "default_inference_config",
+    "DeepSpeedHybridEngine",
+    "DeepSpeedTransformerLayer",
+    "DeepSpeedTransformerConfig",
+    "replace_transformer_layer",
+    "revert_transformer_layer",
+    "inference",
+    "module_inject",
+    "compression",
+    "autotuning",
+)
+_load = lazy_attributes(__name__, _NAMES, _SUBMODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        raise AttributeError(f"{_LATER[name]} is not in release {__version__}; it comes in a later one")
+    if name in _OUT_OF_SCOPE:
+        raise AttributeError(
+            f"deepspeed.{name}: this project is for training; inference, compression and autotuning are out of scope"
+        )
+    return _load(name)
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
+    """Make an engine that trains `model` on all ranks.
+
+    Args:
+        args: Namespace with `deepspeed_config` (path of the configuration) and `local_rank`, as `add_config_arguments` adds them.
+        model: The module to train.
+        optimizer: torch optimizer, or a callable that makes one from the parameters; None takes the configuration's.
+        model_parameters: Parameters or groups to optimize; None: all that require a gradient.
+        training_data: Dataset; the third result loads it.
+        lr_scheduler: Scheduler, or a callable that makes one from the optimizer; None takes the configuration's.
+        distributed_port: Port of rank 0 if torch.distributed is initialized here.
+        mpu: Megatron-style object with model- and data-parallel groups.
+        dist_init_required: Initialize torch.distributed; None: if nobody did.
+        collate_fn: For the loader of `training_data`.
+        config: Configuration: path of a JSON or hjson file, dict, or base64 of JSON.
+        mesh_param: Sequence-parallel device mesh; not in this release.
+        config_params: Another name of `config`.
+
+    Returns:
+        Engine, optimizer, data loader (or None), learning-rate scheduler (or None).
+
+    Raises:
+        DeepSpeedConfigError: For a configuration that is wrong or not supported.
+        ValueError: If the model or the configuration is missing.
+    """
+    from deepspeed import comm as dist  # startup: the engine and all it needs
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if model is None:
+        raise ValueError("deepspeed.initialize: model is required")
+    chosen = _chosen_config(args, config, config_params)
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise ValueError("deepspeed.initialize: dist_init_required=False, but torch.distributed is not initialized")
+        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    engine = DeepSpeedEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config_class=DeepSpeedConfig(chosen, mpu),
+        mesh_device=mesh_param,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration given.
+
+    Raises:
+        ValueError: If none or two are given.
+    """
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise ValueError("deepspeed.initialize: no configuration; give config=, or args with --deepspeed_config")
+    if len(given) > 1:
+        raise ValueError(f"deepspeed.initialize: the configuration is given {len(given)} times ({', '.join(given)}); give it once")
+    return next(iter(given.values()))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to a script's parser; returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's own use)")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed JSON configuration file")
+    return parser

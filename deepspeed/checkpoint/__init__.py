@@ -1,0 +1,1 @@
+"""Checkpoint format: names, files, and the tools that work on saved folders."""

@@ -1,0 +1,88 @@
+"""Names in checkpoint files: keys, file prefixes and suffixes. The format is upstream's; these are its only definitions here."""
+
+from __future__ import annotations
+
+# Model-states file
+MODULE = "module"
+BUFFER_NAMES = "buffer_names"
+OPTIMIZER = "optimizer"
+PARAM_SHAPES = "param_shapes"
+FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+SHARED_PARAMS = "shared_params"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+LR_SCHEDULER = "lr_scheduler"
+DATA_SAMPLER = "data_sampler"
+RANDOM_LTD = "random_ltd"
+SPARSE_TENSOR_MODULE_NAMES = "sparse_tensor_module_names"
+SKIPPED_STEPS = "skipped_steps"
+GLOBAL_STEPS = "global_steps"
+GLOBAL_SAMPLES = "global_samples"
+DP_WORLD_SIZE = "dp_world_size"
+MP_WORLD_SIZE = "mp_world_size"
+CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
+CHECKPOINT_PP_DEGREE = "pp_degree"
+CHECKPOINT_TP_DEGREE = "tp_degree"
+DS_CONFIG = "ds_config"
+DS_VERSION = "ds_version"
+
+MODEL_STATE_KEYS = frozenset(
+    {
+        MODULE,
+        BUFFER_NAMES,
+        OPTIMIZER,
+        PARAM_SHAPES,
+        FROZEN_PARAM_SHAPES,
+        SHARED_PARAMS,
+        FROZEN_PARAM_FRAGMENTS,
+        LR_SCHEDULER,
+        DATA_SAMPLER,
+        RANDOM_LTD,
+        SPARSE_TENSOR_MODULE_NAMES,
+        SKIPPED_STEPS,
+        GLOBAL_STEPS,
+        GLOBAL_SAMPLES,
+        DP_WORLD_SIZE,
+        MP_WORLD_SIZE,
+        CHECKPOINT_PARALLEL_DIMS,
+        DS_CONFIG,
+        DS_VERSION,
+    }
+)
+
+# Optimizer-states file
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+BASE_OPTIMIZER_STATE = "base_optimizer_state"
+BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+GROUP_PADDINGS = "group_paddings"
+PARTITION_COUNT = "partition_count"
+PARAM_SLICE_MAPPINGS = "param_slice_mappings"
+CLIP_GRAD = "clip_grad"
+ZERO_STAGE = "zero_stage"
+LOSS_SCALER = "loss_scaler"
+
+# Files
+LATEST = "latest"
+MODEL_FILE_PREFIX = "mp_rank_"
+MODEL_FILE_SUFFIX = "_model_states.pt"
+ZERO_FILE_PREFIX = "zero_pp_rank_"
+BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
+OPTIM_FILE_SUFFIX = "_optim_states.pt"
+# Not upstream's: what each process needs to go on bit-equal (random states, position in the data).
+HOST_FILE_PREFIX = "host_state_rank_"
+
+
+def model_file(model_parallel_rank: int) -> str:
+    """Name of the model-states file."""
+    return f"{MODEL_FILE_PREFIX}{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
+
+
+def optimizer_file(data_parallel_rank: int, model_parallel_rank: int, bf16: bool) -> str:
+    """Name of a ZeRO rank's optimizer-states file."""
+    prefix = BF16_ZERO_FILE_PREFIX if bf16 else ZERO_FILE_PREFIX
+    return f"{prefix}{data_parallel_rank}_mp_rank_{model_parallel_rank:02d}{OPTIM_FILE_SUFFIX}"
+
+
+def host_file(global_rank: int) -> str:
+    """Name of a process's own file."""
+    return f"{HOST_FILE_PREFIX}{global_rank}.pt"

@@ -1,0 +1,127 @@
+"""Writing and reading checkpoint files so that a crash or a bad file never costs a good checkpoint.
+
+A checkpoint is written into a folder with a temporary name, every file flushed to disk, then renamed; the `latest` file changes
+last and in one rename. Reading unpickles an explicit list of classes only, and names the file when it can't.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import LATEST
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and what to do."""
+
+
+def safe_classes() -> list[Any]:
+    """Classes that checkpoint files may contain beside tensors and plain containers."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # cycle: the runtime saves through this module
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, argparse.Namespace]
+
+
+def write_file(path: str, content: Any) -> None:
+    """Save `content` and return once it is on disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(path: str, map_location: Any = "cpu") -> Any:
+    """Load a file written by `torch.save`.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, or contains classes that are not on the list.
+    """
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path)
+        present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        raise CheckpointError(f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}")
+    try:
+        with torch.serialization.safe_globals(safe_classes()):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        size = os.path.getsize(path)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} ({size} bytes) cannot be read: {reason}. It is truncated, damaged, or holds objects that are not data; "
+            "load another tag, or restore the file"
+        ) from error
+
+
+def sync_folder(path: str) -> None:
+    """Flush a folder's entries (renames) to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_folder(temporary: str, final: str) -> None:
+    """Rename `temporary` to `final`; an older folder of that name is put aside first and removed after."""
+    aside = os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.replaced")
+    if os.path.isdir(final):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(os.path.dirname(final))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_latest(save_dir: str, tag: str) -> None:
+    """Let `latest` name `tag`, in one rename."""
+    temporary = os.path.join(save_dir, f".{LATEST}.saving")
+    with open(temporary, "w") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, os.path.join(save_dir, LATEST))
+    sync_folder(save_dir)
+
+
+def read_latest(load_dir: str) -> str | None:
+    """The tag that `latest` names; None if there is no such file."""
+    path = os.path.join(load_dir, LATEST)
+    if not os.path.isfile(path):
+        return None
+    with open(path) as file:
+        return file.read().strip()
+
+
+def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
+    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their reasons.
+
+    Raises:
+        CheckpointError: On every rank, if any failed.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return result
+    reasons: list[Any] = [None] * dist.get_world_size()
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(reasons, own)
+    else:
+        reasons = [own]
+    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise CheckpointError(f"{what} failed. {told}") from error

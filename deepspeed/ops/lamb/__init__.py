@@ -1,0 +1,5 @@
+"""Lamb optimizers."""
+
+from deepspeed.ops.lamb.fused_lamb import FusedLamb
+
+__all__ = ["FusedLamb"]

@@ -1,0 +1,453 @@
+"""What all of this project's optimizers share: the step sequence, and master weights over sharded groups.
+
+`StepSequence` is the order of a step: finish gradients -> norm and non-finite check -> scaler decision -> skip, or unscale and clip
+-> update -> clear. `MasterWeightOptimizer` adds flat groups with fp32 masters that wrap a torch optimizer. Stages differ in who
+owns which shard, where gradients are reduced to and when; that is in their own files.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.comm.shard_ops import gather_from_owners
+from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
+from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.utils.logging import log_dist
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+# Every shard holds a multiple of this many elements; part of the checkpoint layout.
+SHARD_ALIGNMENT = 2
+
+
+class DeepSpeedOptimizer:
+    """Marker base class of the optimizers that `deepspeed.initialize` returns."""
+
+
+class StepSequence(DeepSpeedOptimizer, ABC):
+    """The order of an optimizer step, the same for every stage and precision.
+
+    Args:
+        init_optimizer: The torch optimizer that does the arithmetic.
+        clip_grad: Maximum global gradient norm; 0 disables clipping.
+        tracker: Who knows what is the boundary.
+        reduce_rule: Who knows by what gradients are scaled.
+        loss_scaler: State machine of the loss scale; static 1 when no scaling is needed.
+        check_grad_overflow: Skip steps whose gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        *,
+        clip_grad: float = 0.0,
+        tracker: AccumulationTracker | None = None,
+        reduce_rule: ReduceRule | None = None,
+        loss_scaler: LossScalerBase | None = None,
+        check_grad_overflow: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        self.clip_grad = clip_grad
+        self.tracker = tracker or AccumulationTracker(steps=1)
+        self.reduce_rule = reduce_rule or ReduceRule(world=dist.get_world_size())
+        self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
+        self.check_grad_overflow = check_grad_overflow
+        self.overflow = False
+        self._grad_norm: float | torch.Tensor | None = None
+        self.accumulation_divisor = 1.0  # set by the engine: what a plain loss.backward() has left undivided
+
+    # Gradients: what a stage provides
+
+    def backward_prologue(self) -> None:
+        """Before the first gradient of a backward."""
+
+    def backward_epilogue(self) -> None:
+        """After the last gradient of a backward, before any reduction: accumulate what is not accumulated yet."""
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Reduce what this micro-batch has to reduce; every rank issues the same collectives."""
+
+    def exit_backward(self) -> None:
+        """After reduction: forget the state of this backward."""
+
+    def finish_gradients(self) -> None:
+        """Return when all reductions are complete."""
+
+    @abstractmethod
+    def scaled_global_norm(self) -> torch.Tensor:
+        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape `[1]`."""
+
+    @abstractmethod
+    def _update(self, factor: float) -> None:
+        """Optimizer step with gradients multiplied by `factor`."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient, reduced or not."""
+
+    # The sequence
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One optimizer step, or none if the gradient is not finite on some rank.
+
+        Raises:
+            ValueError: If a closure is given; it would run forward and backward outside the engine.
+        """
+        if closure is not None:
+            raise ValueError("step(closure) is not supported: run forward and backward through the engine, then call step()")
+        self.finish_gradients()
+        step_factor = self.reduce_rule.step_factor / self._step_divisor
+        norm = self.scaled_global_norm() * step_factor
+        # The host needs the norm only to decide something; otherwise it stays on the device and nothing waits.
+        host_norm = norm.item() if self.check_grad_overflow or self.clip_grad > 0 else None
+        self.overflow = self.check_grad_overflow and host_norm is not None and not math.isfinite(host_norm)
+        # The scale that these gradients carry; the scaler may already have moved on when this returns.
+        scale = self._used_scale()
+        self._grad_norm = norm.squeeze() / scale if host_norm is None else host_norm / scale
+        if self.overflow:
+            self._report_skip(scale)
+        else:
+            clip = 1.0 if host_norm is None else clip_factor(host_norm / scale, self.clip_grad)
+            self._update(step_factor * clip / scale)
+        self.zero_grad()
+
+    def _used_scale(self) -> float:
+        return float(self.loss_scaler.update_scale(self.overflow))
+
+    def _report_skip(self, scale: float) -> None:
+        new_scale = self.loss_scaler.loss_scale
+        detail = f"loss scale {scale:g} -> {new_scale:g}" if scale != new_scale or scale != 1.0 else "no loss scaling"
+        log_dist(f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are unchanged", ranks=[0])
+
+    @property
+    def _step_divisor(self) -> float:
+        """What is left of `accumulation_divisor` to be divided by at the step.
+
+        Gradients that live in `param.grad` are divided here: their buffer is averaged again by a second backward at the boundary,
+        and a division per average would count twice.
+        """
+        return 1.0
+
+    # Client API
+
+    @property
+    def global_grad_norm(self) -> float | torch.Tensor | None:
+        """Norm of the last step's gradient, unscaled and before clipping; None before the first step."""
+        return self._grad_norm
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups; learning rates set here take effect."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's default hyper-parameters."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """Upstream's other name of `loss_scale`."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return bool(self.loss_scaler.dynamic)
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before backward."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """`value` times the loss scale if it is a loss (a floating tensor with a graph)."""
+        is_loss = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+        return value * self.loss_scale if is_loss and self.needs_scaler() else value
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the accumulation steps."""
+        self.scale_if_loss(loss.float()).backward(**kwargs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last before a step."""
+        return self.tracker.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set it from outside."""
+        self.tracker.set_boundary(is_boundary)
+
+    def destroy(self) -> None:
+        """Remove hooks and let go of buffers."""
+
+
+class ParamLink(NamedTuple):
+    """How `deepspeed.utils.safe_get_*` finds a parameter's shard; set as `param._hp_mapping`."""
+
+    optimizer: MasterWeightOptimizer
+    group: int
+    param_index: int
+
+
+class MasterWeightOptimizer(StepSequence):
+    """fp32 master weights in flat groups around a torch optimizer.
+
+    Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params` become the owned flat master
+    shard, or one master per parameter if `per_param` is set (optimizers that need shapes).
+
+    Args:
+        init_optimizer: Optimizer over model parameters; frozen ones are left out.
+        param_names: Name of each parameter, in model order.
+        shard_group: Ranks that share one copy of the masters; None if every rank owns everything.
+        model_parallel_group: Ranks that hold other parts of the model, over which the norm is summed too.
+        counts_in_norm: Whether this rank counts the parameter in the norm (False for a replica that another rank counts).
+        master_dtype: Dtype of masters and optimizer state.
+        grad_dtype: Dtype in which owned gradients are accumulated.
+        offload: Offload settings of the optimizer state, if on.
+        round_robin: Deal parameters to shards in turn.
+        per_param: Give the optimizer one tensor per parameter.
+
+    Raises:
+        ValueError: If the optimizer has no trainable parameter or parameters of several dtypes.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        *,
+        shard_group: Any = None,
+        norm_group: Any = None,
+        counts_in_norm: Callable[[nn.Parameter], bool] | None = None,
+        master_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        offload: DeepSpeedZeroOffloadOptimizerConfig | None = None,
+        round_robin: bool = False,
+        per_param: bool = False,
+        allgather_bucket_size: int = 500_000_000,
+        allgather_partitions: bool = True,
+        **sequence: Any,
+    ) -> None:
+        super().__init__(init_optimizer, **sequence)
+        self.param_names = dict(param_names)
+        self.shard_group = shard_group
+        self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
+        self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
+        self.norm_group = norm_group
+        self.allgather_bucket_size = allgather_bucket_size
+        self.allgather_partitions = allgather_partitions
+        self.offload = offload
+        self.cpu_offload = offload is not None
+        self._round_robin = round_robin
+        self._counts_in_norm = counts_in_norm
+        self._grad_slices: dict[int, list[slice]] = {}
+        registration = {param: position for position, param in enumerate(self.param_names)}
+        self.groups: list[ShardedGroup] = []
+        self.registration: list[list[int]] = []
+        for param_group in init_optimizer.param_groups:
+            group = self._build_group(param_group, master_dtype, grad_dtype)
+            self.groups.append(group)
+            fallback = len(registration)
+            self.registration.append([registration.get(p, fallback + i) for i, p in enumerate(group.params)])
+            self._hand_to_optimizer(param_group, group, per_param)
+        if not any(group.params for group in self.groups):
+            raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
+        self._per_param = per_param
+        self._link_params()
+
+    # Construction
+
+    def _build_group(self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype) -> ShardedGroup:
+        params = [param for param in param_group["params"] if param.requires_grad]
+        if self._round_robin:
+            params = [params[i] for i in round_robin_order(len(params), self.num_shards)]
+        dtypes = sorted({str(param.dtype) for param in params})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): cast the model to one dtype, "
+                "or enable bf16/fp16 in the configuration so that the engine does"
+            )
+        alignment = SHARD_ALIGNMENT if self.shard_group is not None else 1
+        table = FragmentTable.build([param.numel() for param in params], self.num_shards, alignment)
+        device = torch.device("cpu") if self.cpu_offload or not params else params[0].device
+        pin = self.offload is not None and self.offload.pin_memory
+        return ShardedGroup(
+            params,
+            table,
+            self.shard_rank,
+            master_dtype=master_dtype,
+            grad_dtype=grad_dtype,
+            device=device,
+            pin=pin,
+            offload=self.cpu_offload,
+        )
+
+    @staticmethod
+    def _hand_to_optimizer(param_group: dict[str, Any], group: ShardedGroup, per_param: bool) -> None:
+        if per_param:
+            group.masters = [nn.Parameter(view) for view in group.param_views(group.master)]
+        param_group["params"] = group.masters
+
+    def _link_params(self) -> None:
+        for group_index, group in enumerate(self.groups):
+            for index, param in enumerate(group.params):
+                param._hp_mapping = ParamLink(self, group_index, index)  # type: ignore[attr-defined]  # the link is dynamic
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return next(group.flat.device for group in self.groups if group.params)
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """The owned master shard of each group."""
+        return [group.master for group in self.groups]
+
+    # Norm
+
+    def _norm_grads(self, group_index: int) -> list[torch.Tensor]:
+        """The owned gradients of a group that count in the norm on this rank."""
+        group = self.groups[group_index]
+        if self._counts_in_norm is None:
+            return [group.grad]
+        if group_index not in self._grad_slices:
+            self._grad_slices[group_index] = [
+                slice(fragment.shard_start, fragment.shard_start + fragment.numel)
+                for fragment in group.table.of_shard(self.shard_rank)
+                if self._counts_in_norm(group.params[fragment.param])
+            ]
+        return [group.grad[part] for part in self._grad_slices[group_index]]
+
+    def scaled_global_norm(self) -> torch.Tensor:
+        """See base class: local squared sums of all groups, then one reduction of one scalar."""
+        owned = [grad for index in range(len(self.groups)) for grad in self._norm_grads(index)]
+        return reduce_squared_norm(local_squared_norm(owned, self.device), self.norm_group).sqrt_()
+
+    # Update
+
+    @torch.no_grad()
+    def _update(self, factor: float) -> None:
+        for group in self.groups:
+            grad = group.grad_for_step()
+            if factor != 1.0:
+                grad.mul_(factor)
+            views = group.param_views(grad) if self._per_param else [grad]
+            for master, view in zip(group.masters, views, strict=True):
+                master.grad = view
+        self.optimizer.step()
+        for group in self.groups:
+            for master in group.masters:
+                master.grad = None
+        self.update_lp_params()
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Model-precision parameters <- masters, on every rank."""
+        pending = []
+        for group in self.groups:
+            group.write_back()
+            pending += self._gather(group)
+        for gather in pending:
+            gather.wait()
+
+    def _gather(self, group: ShardedGroup) -> list[Any]:
+        """Start filling the flat buffer from all owners, in pieces of at most `allgather_bucket_size` elements."""
+        if self.num_shards == 1 or group.flat.numel() == 0:
+            return []
+        shard_numel = group.table.shard_numel
+        splits = [shard_numel] * self.num_shards
+        by_broadcast = not self.allgather_partitions
+        if group.flat.numel() <= self.allgather_bucket_size:
+            return [gather_from_owners(group.flat, splits, self.shard_group, by_broadcast, async_op=True)]
+        # A piece of every shard is not contiguous in `flat`, so it travels through a buffer of the bucket's size.
+        piece_numel = max(1, self.allgather_bucket_size // self.num_shards)
+        rows = group.flat.view(self.num_shards, shard_numel)
+        for start in range(0, shard_numel, piece_numel):
+            columns = rows[:, start : start + piece_numel]
+            buffer = columns.contiguous().view(-1)
+            gather_from_owners(buffer, [columns.shape[1]] * self.num_shards, self.shard_group, by_broadcast)
+            columns.copy_(buffer.view_as(columns))
+        return []
+
+    # Reading
+
+    @property
+    @abstractmethod
+    def has_reduced_gradients(self) -> bool:
+        """Whether a reduced gradient is there to be read."""
+
+    @property
+    def read_factor(self) -> float:
+        """By what the accumulated gradient is multiplied to be the one that the optimizer will see (before clipping)."""
+        return self.reduce_rule.step_factor / (self._step_divisor * self.loss_scale)
+
+    def gather_full(self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors of several parameters from their owners, with one collective. All ranks must call it alike.
+
+        Args:
+            links: Group and index of each parameter.
+            shards: For each group, this rank's shard of the wanted quantity (master, moment or gradient).
+
+        Returns:
+            fp32 tensors in the parameters' shapes, on the model's device.
+        """
+        numels = [self.groups[group].table.numels[index] for group, index in links]
+        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
+        start = 0
+        for (group, index), numel in zip(links, numels, strict=True):
+            for fragment in self.groups[group].table.of_param(index):
+                if fragment.shard == self.shard_rank:
+                    piece = shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
+                    flat[start + fragment.param_start : start + fragment.param_start + fragment.numel].copy_(piece)
+            start += numel
+        # Every element is non-zero on its owner at most, so the sum is exact.
+        if self.shard_group is not None:
+            dist.all_reduce(flat, group=self.shard_group)
+        shapes = [self.groups[group].params[index].shape for group, index in links]
+        return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
+
+    # State
+
+    def refresh_fp32_params(self) -> None:
+        """Masters <- model-precision parameters (after loading or editing weights)."""
+        for group in self.groups:
+            group.refresh_master()
+
+    def destroy(self) -> None:
+        """See base class; parameters keep their values in storage of their own."""
+        for group in self.groups:
+            for param in group.params:
+                if hasattr(param, "_hp_mapping"):
+                    del param._hp_mapping
+            group.release()
+        self.groups = []

@@ -1,0 +1,533 @@
+"""The training engine: forward, backward, step.
+
+Reads from top to bottom as a micro-batch lives: construction, forward, backward (managed by `engine.backward` or plain
+`loss.backward()`), reduction, step. Who owns gradients and how a step goes is the optimizer's (`base_optimizer.StepSequence`), what
+is the boundary the tracker's, saving and loading `checkpointing`'s; configuration getters are in `engine_settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.checkpointing import CheckpointMixin
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine_settings import EngineSettings
+from deepspeed.runtime.engine_timing import EngineTimers
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
+from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
+from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup, norm_selection
+from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
+from deepspeed.runtime.utils import tensors_in
+from deepspeed.utils import groups
+from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+
+
+class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
+    """A model with its optimizer, data-parallel and checked.
+
+    Args:
+        args: Namespace of command-line arguments; `local_rank` or `device_rank` chooses the device.
+        model: The module to train.
+        optimizer: A torch optimizer, or a callable that makes one from parameters; None takes the configuration's.
+        model_parameters: Parameters or groups to optimize; None: those that require a gradient.
+        training_data: Dataset to make `training_dataloader` from.
+        lr_scheduler: A scheduler, or a callable that makes one from the optimizer; None takes the configuration's.
+        mpu: Megatron-style object that knows the model- and data-parallel groups.
+        dist_init_required: Initialize torch.distributed; None: if nobody did.
+        collate_fn: For `training_dataloader`.
+        config: Configuration (path, dict, or base64).
+        config_class: The same, read already.
+        mesh_device: Not supported yet.
+        dont_change_device: Leave the model where it is.
+
+    Attributes:
+        module: The model.
+        optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the client's own optimizer.
+        lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to step it themselves.
+        global_steps: Optimizer steps, skipped ones included.
+        skipped_steps: Steps skipped because the gradient was not finite.
+        global_samples: Samples seen.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+        model_parameters: Iterable[Any] | None = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        config: Any = None,
+        config_class: DeepSpeedConfig | None = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+    ) -> None:
+        super().__init__()
+        self._check_arguments(model, mesh_device)
+        self.module = model
+        self.collate_fn = collate_fn
+        self.mpu = mpu
+        self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
+        self._configure_distributed(args, mpu)
+        self._start_counters()
+        cast_model(model, self._config)
+        if not dont_change_device:
+            model.to(self.device)
+        broadcast_model(model, self.data_parallel_group)
+        self.timers = EngineTimers(self._config, self.train_batch_size())
+        self._backward_hooks_pending = False
+        self.optimizer: Any = None
+        self.basic_optimizer: torch.optim.Optimizer | None = None
+        self._sequence: StepSequence | None = None
+        self._configure_optimizer(optimizer, model_parameters)
+        self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._announce()
+
+    # Construction
+
+    @staticmethod
+    def _check_arguments(model: Any, mesh_device: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if mesh_device is not None:
+            raise NotImplementedError("mesh_param: sequence parallelism on a device mesh comes in a later release")
+
+    def _configure_distributed(self, args: Any, mpu: Any) -> None:
+        if mpu is not None:
+            groups.mpu = mpu
+        self.local_rank = self._local_rank(args)
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            accelerator.set_device(self.local_rank)
+        self.device = torch.device(accelerator.current_device_name())
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.data_parallel_group = groups._get_data_parallel_group()
+        self.dp_world_size = groups._get_data_parallel_world_size()
+        self.mp_world_size = groups._get_model_parallel_world_size()
+        dist.configure(self._config.tree)
+
+    @staticmethod
+    def _local_rank(args: Any) -> int:
+        for name in ("local_rank", "device_rank"):
+            value = getattr(args, name, None)
+            if value is not None and value >= 0:
+                return int(value)
+        return dist.get_local_rank()
+
+    def _start_counters(self) -> None:
+        tree = self._config.tree
+        if tree.log_level is not None:
+            set_log_level_from_string(tree.log_level)
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.global_samples = 0
+        self.loaded_checkpoint_tag: str | None = None
+        self.enable_backward_allreduce = True
+        self.tracker = AccumulationTracker(self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation)
+        self._reduced_at_boundary = False
+        self._window_is_plain: bool | None = None
+        self._step_applied = False
+        self._coalescing = False
+        self._is_compiled = False
+
+    def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
+        parameters = self._trainable_parameters(model_parameters)
+        if client is None and self._config.tree.optimizer is None:
+            if self.zero_optimization_stage() > 0:
+                raise DeepSpeedConfigError(
+                    f"zero stage {self.zero_optimization_stage()} requires an optimizer: give initialize(optimizer=...) or the key "
+                    "'optimizer' in the configuration, or use stage 0 to evaluate"
+                )
+            return
+        if isinstance(client, torch.optim.Optimizer) or hasattr(client, "param_groups"):
+            basic = client
+        elif callable(client):
+            basic = client(parameters)
+        else:
+            basic = build_basic_optimizer(self._config, parameters)
+        self.basic_optimizer = basic
+        self._sequence = wrap_optimizer(basic, self._wrap_context())
+        self.optimizer = self._sequence if isinstance(self._sequence, MasterWeightOptimizer) else basic
+
+    def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:
+        if model_parameters is None:
+            return [param for param in self.module.parameters() if param.requires_grad]
+        return list(model_parameters)
+
+    def _wrap_context(self) -> WrapContext:
+        several = self.mp_world_size > 1
+        return WrapContext(
+            config=self._config,
+            param_names={param: name for name, param in self.module.named_parameters()},
+            tracker=self.tracker,
+            dp_group=self.data_parallel_group,
+            dp_world_size=self.dp_world_size,
+            norm_group=dist.get_world_group() if several else self.data_parallel_group,
+            model_parallel_group=groups._get_model_parallel_group() if several else None,
+            counts_in_norm=norm_selection(groups._get_model_parallel_rank()) if several else None,
+            model_dtype=self.model_dtype,
+            backward_started=self._enter_backward,
+            comm_dtype_of=comm_dtype_lookup(self.module, self._config),
+        )
+
+    def _announce(self) -> None:
+        kind = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
+        log_dist(
+            f"DeepSpeed info: stage {self.zero_optimization_stage()}, {self.model_dtype}, {kind}, "
+            f"{self.dp_world_size} data-parallel ranks, batch {self.train_batch_size()} = "
+            f"{self.train_micro_batch_size_per_gpu()} x {self.gradient_accumulation_steps()} x {self.dp_world_size}",
+            ranks=[0],
+        )
+        if self.dump_state():
+            self._config.print("DeepSpeedEngine configuration")
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the training one."""
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory and self.device.type != "cpu",
+            collate_fn=collate_fn or self.collate_fn,
+            local_rank=self.local_rank,
+            tput_timer=self.timers.throughput if route == "train" else None,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.dp_world_size,
+            data_parallel_rank=dist.get_rank(group=self.data_parallel_group),
+            dataloader_drop_last=self.dataloader_drop_last(),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the engine does not have are the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    # Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward, under autocast if configured."""
+        self.timers.start_forward(self.training)
+        if self.tracker.state is BackwardState.RUNNING:
+            self._abort_backward()  # the last backward raised before it could finish
+        if self.fp16_auto_cast():
+            inputs, kwargs = self._cast_inputs(inputs, kwargs)
+        with self._autocast():
+            outputs = self.module(*inputs, **kwargs)
+        if self.training and torch.is_grad_enabled() and self._sequence is not None:
+            self._watch(outputs)
+        self.timers.stop_forward()
+        return outputs
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
+
+    def _cast_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(self.model_dtype)
+            return value
+
+        return torch.utils._pytree.tree_map(cast, (inputs, kwargs))
+
+    def _watch(self, outputs: Any) -> None:
+        """Notice a backward that starts from these outputs, in its own autograd task, before any parameter's gradient."""
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, grad: torch.Tensor) -> None:
+        self._enter_backward()
+
+    # Backward
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on the result."""
+        self._require_optimizer("scale")
+        self.tracker.state = BackwardState.ANNOUNCED
+        return self._scaled(loss, scale_wrt_gas=True)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of `loss`; gradients join the accumulation and, if it is their time, are reduced.
+
+        Args:
+            loss: Scalar, the mean over this rank's micro-batch.
+            retain_graph: As torch's.
+            scale_wrt_gas: Divide by the accumulation steps; False if the caller did.
+
+        Returns:
+            The loss, divided as said.
+        """
+        sequence = self._require_optimizer("backward")
+        self.timers.start_backward()
+        self._begin_window(plain=False)
+        self.tracker.state = BackwardState.RUNNING
+        sequence.accumulation_divisor = 1.0
+        sequence.backward_prologue()
+        loss = self._divided(loss, scale_wrt_gas)
+        try:
+            self._with_loss_scale(loss).backward(retain_graph=retain_graph)
+        except BaseException:
+            self._abort_backward()
+            raise
+        self._backward_epilogue()
+        return loss
+
+    def _require_optimizer(self, what: str) -> StepSequence:
+        if self._sequence is None:
+            raise RuntimeError(f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key 'optimizer'")
+        return self._sequence
+
+    def _divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
+        divisor = self.tracker.divisor if scale_wrt_gas else 1
+        return loss / divisor if divisor != 1 else loss
+
+    def _with_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
+        sequence = self._require_optimizer("backward")
+        # fp32: the scaled loss itself must not overflow in half precision.
+        return loss.float() * sequence.loss_scale if sequence.needs_scaler() else loss
+
+    def _scaled(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
+        return self._with_loss_scale(self._divided(loss, scale_wrt_gas))
+
+    def _enter_backward(self) -> None:
+        """A gradient flows. If nobody said so, this is a plain `loss.backward()`: run the epilogue when its task ends."""
+        state = self.tracker.state
+        if state is BackwardState.RUNNING:
+            return
+        sequence = self._require_optimizer("backward")
+        announced = state is BackwardState.ANNOUNCED
+        self._begin_window(plain=not announced)
+        sequence.accumulation_divisor = 1.0 if announced else float(self.tracker.divisor)
+        self.tracker.state = BackwardState.RUNNING
+        self._unscaled_plain = not announced and sequence.needs_scaler()
+        sequence.backward_prologue()
+        self.timers.start_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
+
+    def _finish_plain_backward(self) -> None:
+        if self._unscaled_plain and any(param.grad is not None for param in self.module.parameters()):
+            self._abort_backward()
+            raise RuntimeError(
+                "loss.backward() under fp16 loss scaling: gradients were computed without the loss scale and would underflow. "
+                "Call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._backward_epilogue()
+
+    def _begin_window(self, plain: bool) -> None:
+        """Micro-batches of one step are divided at different places, so they must all be managed or all be plain."""
+        if self._window_is_plain is not None and self._window_is_plain != plain and self.tracker.divisor > 1:
+            self._abort_backward()
+            raise RuntimeError(
+                "engine.backward(loss) and plain loss.backward() in one accumulation window: the first divides by "
+                f"gradient_accumulation_steps ({self.tracker.divisor}) before, the second after backward. Use one of them, "
+                "or engine.scale(loss).backward()"
+            )
+        self._window_is_plain = plain
+
+    def _abort_backward(self) -> None:
+        if self._sequence is not None:
+            self._sequence.exit_backward()
+        self.tracker.state = BackwardState.IDLE
+
+    def _backward_epilogue(self) -> None:
+        """After the last gradient of a backward."""
+        sequence = self._require_optimizer("backward")
+        self.timers.start_reduce()
+        if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
+            self.allreduce_gradients()
+        sequence.backward_epilogue()
+        sequence.exit_backward()
+        self.tracker.state = BackwardState.IDLE
+        self.timers.stop_backward()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what this micro-batch has to reduce. The bucket size is the configuration's `reduce_bucket_size`."""
+        if bucket_size is not None and bucket_size != self.zero_reduce_bucket_size():
+            raise ValueError(
+                f"allreduce_gradients(bucket_size={bucket_size}): buckets are planned once; set "
+                f"zero_optimization.reduce_bucket_size (now {self.zero_reduce_bucket_size()})"
+            )
+        self._require_optimizer("allreduce_gradients").reduce_gradients()
+        self._reduced_at_boundary = self.tracker.is_boundary
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Whether a `no_sync()` block is open."""
+        return self.tracker.in_no_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward adds to this rank's local gradients and nothing is communicated, on every stage.
+
+        The next backward outside reduces the sum. ZeRO-2 keeps whole gradients meanwhile, which costs the memory that it saves
+        otherwise. `step()` inside raises.
+        """
+        with self.tracker.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards, one reduction: as `no_sync()`, and reduces at the end of the block."""
+        with self.tracker.no_sync():
+            yield
+        self.allreduce_gradients()
+        self._require_optimizer("coalesce_grad_reduction").exit_backward()
+
+    # Step
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last before an optimizer step."""
+        return self.tracker.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set it from outside; holds until set again."""
+        self.tracker.set_boundary(is_boundary)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self.tracker.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.tracker.micro_steps = value
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End the micro-batch; at the boundary, step optimizer and schedule.
+
+        Args:
+            lr_kwargs: Passed to `lr_scheduler.step`.
+
+        Raises:
+            RuntimeError: Inside `no_sync()`.
+        """
+        self._require_optimizer("step")
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError("engine.step() inside no_sync(): leave the block before the boundary's backward")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self.timers.start_step()
+            self._take_model_step(lr_kwargs)
+            self.timers.stop_step(self.global_steps)
+        self.tracker.advance()
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        sequence = self._require_optimizer("step")
+        if not self._reduced_at_boundary:
+            # The boundary was set after backward, or no gradient passed a hook on this rank: reduce now, as the others do.
+            sequence.backward_epilogue()
+            self.allreduce_gradients()
+            sequence.exit_backward()
+        sequence.step()
+        self._reduced_at_boundary = False
+        self._window_is_plain = None
+        self._step_applied = not sequence.overflow
+        if sequence.overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0:
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        log_dist(
+            f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}, "
+            f"grad_norm={self.get_global_grad_norm()}, {self.timers.summary()}",
+            ranks=[0],
+        )
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the parameters."""
+        return self._step_applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient since the last step, accumulated and reduced ones too."""
+        if self._sequence is not None:
+            self._sequence.zero_grad(set_to_none)
+        self._reduced_at_boundary = False
+        self._window_is_plain = None
+
+    def get_global_grad_norm(self) -> float | torch.Tensor | None:
+        """Global gradient norm of the last step, unscaled and before clipping; None before the first."""
+        return None if self._sequence is None else self._sequence.global_grad_norm
+
+    # The rest of the engine's life
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Set training mode of engine and model."""
+        super().train(mode)
+        return self
+
+    def eval(self) -> DeepSpeedEngine:
+        """Set evaluation mode of engine and model."""
+        return self.train(False)
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model in place with torch.compile.
+
+        Args:
+            backend: torch.compile backend; None is the accelerator's.
+            compile_kwargs: Further arguments of torch.compile.
+            schedule: DeepCompile schedules are not supported.
+            compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError("compile(schedule=..., compiled_autograd_enabled=...): DeepCompile comes in a later release")
+        if self._is_compiled:
+            return
+        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile()` was called."""
+        return self._is_compiled
+
+    def destroy(self) -> None:
+        """Remove hooks, release buffers; the model stays usable."""
+        if self._sequence is not None:
+            self._sequence.destroy()
+        self._sequence = None
+        self.optimizer = None
+        self.basic_optimizer = None
+        self.lr_scheduler = None
+        logger.debug("engine destroyed")

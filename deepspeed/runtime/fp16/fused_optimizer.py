@@ -1,0 +1,147 @@
+"""FP16_Optimizer: half-precision model with fp32 masters that every rank holds whole (no ZeRO).
+
+For fp16 and, by upstream's naming, for bf16 too. Masters are flat, for optimizers that work element by element; see
+`unfused_optimizer` for those that need each parameter's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
+from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+
+FP32_GROUPS_FLAT = "fp32_groups_flat"
+SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+class FP16_Optimizer(MasterWeightOptimizer):
+    """See module.
+
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        dp_process_group: Ranks whose gradients are averaged; None is the world.
+        reduce_bucket_size: Elements per all-reduce.
+        communication_data_type: What travels; None is the gradients' dtype.
+        local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's.
+        kwargs: See `MasterWeightOptimizer`.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        *,
+        dp_process_group: Any = None,
+        reduce_bucket_size: int = 500_000_000,
+        communication_data_type: torch.dtype | None = None,
+        local_accumulation_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(init_optimizer, param_names, shard_group=None, **kwargs)
+        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.reduce_bucket_size = reduce_bucket_size
+        self.communication_data_type = communication_data_type
+        self.accumulator: LocalAccumulator | None = None
+        self._reduced = False
+        self._flat_gradients: list[FlatGradients | None] = []
+        if local_accumulation_dtype is not None:
+            self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
+        else:
+            self._flat_gradients = [FlatGradients(g.params) if g.params else None for g in self.groups]
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """The master of each group."""
+        return self.single_partition_of_fp32_groups
+
+    def backward_epilogue(self) -> None:
+        """See base class."""
+        if self.accumulator is not None:
+            self.accumulator.absorb(1.0 / self.accumulation_divisor)
+
+    @property
+    def _step_divisor(self) -> float:
+        return 1.0 if self.accumulator is not None else self.accumulation_divisor
+
+    def _reduced_flats(self) -> list[torch.Tensor]:
+        if self.accumulator is not None:
+            return self.accumulator.flats
+        return [g.flat if g is not None else torch.zeros(0, device=self.device) for g in self._flat_gradients]
+
+    def reduce_gradients(self) -> None:
+        """See base class: only the boundary reduces."""
+        if not self.tracker.is_boundary or self.tracker.in_no_sync:
+            return
+        for gradients in self._flat_gradients:
+            if gradients is not None:
+                gradients.collect()
+        factors = self.reduce_rule.factors()
+        all_reduce_flat(
+            self._reduced_flats(),
+            self.reduce_bucket_size,
+            factors,
+            self.dp_process_group,
+            self.communication_data_type,
+        )
+        self._reduced = True
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """See base class."""
+        return self._reduced
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """See base class: the averaged gradient in the masters' dtype."""
+        for group, flat in zip(self.groups, self._reduced_flats(), strict=True):
+            group.grad.copy_(flat)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See base class."""
+        for group in self.groups:
+            for param in group.params:
+                param.grad = None
+        if self.accumulator is not None:
+            self.accumulator.clear()
+        self._reduced = False
+
+    # State, saved whole by one rank in the model-states file
+
+    def _scaler_state(self) -> dict[str, Any]:
+        present = {key: getattr(self.loss_scaler, key) for key in SCALER_KEYS if hasattr(self.loss_scaler, key)}
+        return {"dynamic_loss_scale": self.dynamic_loss_scale, **present}
+
+    def _masters_state(self) -> dict[str, Any]:
+        return {FP32_GROUPS_FLAT: [group.master.detach() for group in self.groups], "clip_grad": self.clip_grad}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scaler, wrapped optimizer and masters."""
+        return {**self._scaler_state(), "optimizer_state_dict": self.optimizer.state_dict(), **self._masters_state()}
+
+    def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
+        return [[flat] for flat in state_dict[FP32_GROUPS_FLAT]]
+
+    @torch.no_grad()
+    def load_state_dict(
+        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+    ) -> None:
+        """Restore what `state_dict` returned."""
+        for key in SCALER_KEYS:
+            if key in state_dict and hasattr(self.loss_scaler, key):
+                setattr(self.loss_scaler, key, state_dict[key])
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        if not load_from_fp32_weights:
+            self.refresh_fp32_params()
+            return
+        for group, saved in zip(self.groups, self._saved_masters(state_dict), strict=True):
+            for master, value in zip(group.masters, saved, strict=True):
+                master.copy_(value)

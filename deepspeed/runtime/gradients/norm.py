@@ -1,0 +1,44 @@
+"""Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of one scalar.
+
+Each logical element counts once: padding is zero, replicas over model-parallel ranks are left out by the caller's selection, and
+the number of collectives does not depend on how many groups or gradients a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from deepspeed import comm as dist
+
+# Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
+CLIP_EPSILON = 1e-6
+
+
+def local_squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares of all elements, fp32, shape `[1]` on `device`."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            by_device.setdefault(grad.device, []).append(grad)
+    total = torch.zeros(1, dtype=torch.float32, device=device)
+    for tensors in by_device.values():
+        # dtype=float32: half-precision inputs would otherwise square and sum in their own dtype.
+        norms = torch.stack([torch.linalg.vector_norm(tensor, 2, dtype=torch.float32) for tensor in tensors])
+        total += norms.square_().sum().to(device, non_blocking=True)
+    return total
+
+
+def reduce_squared_norm(squared: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over the ranks of `group`, in place: the one scalar collective of a step. No group, no collective."""
+    if group is not None and dist.get_world_size(group=group) > 1:
+        dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
+    return squared
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """By what a gradient of this (unscaled, finite) norm is multiplied so that the norm is at most `max_norm`; 0 disables."""
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))

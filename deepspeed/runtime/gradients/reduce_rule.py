@@ -1,0 +1,59 @@
+"""The reduce rule: the only code that decides by what a gradient is scaled for its reduction.
+
+Derivation. The gradient that the optimizer must see is that of one process with the whole batch B:
+
+    g = (1/|B|) sum_{s in B} grad l_s = 1/(N*A) sum_{r<N} sum_{a<A} g[r,a]                                      (1)
+
+with N data-parallel ranks, A micro-batches per step, and g[r,a] the mean gradient of one micro-batch. Therefore
+
+1. *Accumulation*, 1/A. `engine.backward` divides the loss, so that half-precision sums stay in range. A plain `loss.backward()`
+   has no such place; its sum is divided when it is reduced. `accumulation_divisor` is A in that case and 1 in the first.
+2. *World*, 1/N, split around the collective as pre * post:
+   a. `prescale_gradients`: pre = 1/N, post = 1. Smallest partial sums; loses low bits of small half-precision gradients.
+   b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first, divides once.
+3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and not a skipped division, so
+   that a buffer that is averaged twice (a second backward at the boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).
+4. *Loss scale*: not here. The step unscales with the scale that the scaler says was used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ReduceFactors(NamedTuple):
+    """What a bucket is multiplied by before and after its collective."""
+
+    pre: float
+    post: float
+
+
+@dataclass(frozen=True)
+class ReduceRule:
+    """Scaling of one reduction group; see the module's derivation.
+
+    Args:
+        world: Number of ranks that are summed.
+        prescale: Divide before the collective.
+        predivide_factor: Part of the division that is done before the collective when `prescale` is off.
+        sum_op: `gradient_allreduce_op` is "sum".
+    """
+
+    world: int
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    sum_op: bool = False
+
+    def factors(self, accumulation_divisor: float = 1.0) -> ReduceFactors:
+        """Factors for a bucket whose sum over micro-batches still has to be divided by `accumulation_divisor`."""
+        pre, post = (1.0 / self.world, 1.0) if self.prescale else self._postscale()
+        return ReduceFactors(pre, post / accumulation_divisor)
+
+    def _postscale(self) -> tuple[float, float]:
+        return 1.0 / self.predivide_factor, self.predivide_factor / self.world
+
+    @property
+    def step_factor(self) -> float:
+        """What the averaged gradient is multiplied by before it is used: `world` for the sum operation."""
+        return float(self.world) if self.sum_op else 1.0

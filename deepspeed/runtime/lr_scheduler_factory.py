@@ -1,0 +1,40 @@
+"""Builds the engine's learning-rate schedule from what the client gave or the configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+
+def build_lr_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The schedule, or None.
+
+    Args:
+        config: Its `scheduler` block is used if the client gave nothing.
+        client: A scheduler object, or a callable that makes one from the optimizer.
+        optimizer: The torch optimizer whose groups the schedule writes to.
+
+    Raises:
+        DeepSpeedConfigError: If the named schedule does not exist or does not take its parameters.
+    """
+    if client is not None:
+        is_factory = callable(client) and not hasattr(client, "step")
+        return client(optimizer) if is_factory else client
+    block = config.tree.scheduler
+    if block is None or block.type is None or optimizer is None:
+        return None
+    cls = getattr(lr_schedules, block.type, None) if block.type in lr_schedules.VALID_LR_SCHEDULES else None
+    cls = cls or getattr(torch.optim.lr_scheduler, block.type, None)
+    if cls is None:
+        raise DeepSpeedConfigError(
+            f"scheduler.type: {block.type!r} is unknown; use {', '.join(lr_schedules.VALID_LR_SCHEDULES)} or a class of "
+            "torch.optim.lr_scheduler"
+        )
+    try:
+        return cls(optimizer, **block.params)
+    except TypeError as error:
+        raise DeepSpeedConfigError(f"scheduler.params: {cls.__name__} does not take them: {error}") from error

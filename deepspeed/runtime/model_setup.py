@@ -1,0 +1,106 @@
+"""What the engine does to a model before training: cast it, make all ranks start alike, mark what its parameters need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+# Modules whose parameters may travel in the autocast dtype when the configuration does not name any.
+LOWER_PRECISION_SAFE_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Elements broadcast at once when ranks are made alike.
+BROADCAST_NUMEL = 64 * 1024 * 1024
+
+
+def model_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    """The dtype that the configuration trains the model in."""
+    if config.tree.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.tree.fp16.enabled else torch.float32
+
+
+def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
+    """Cast floating parameters and buffers to the configured dtype, in place.
+
+    Raises:
+        ValueError: If neither fp16 nor bf16 is enabled and a trainable parameter is in half precision: it would be trained without
+            master weights.
+    """
+    dtype = model_dtype(config)
+    if dtype != torch.float32:
+        model.to(dtype=dtype)
+        return
+    halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if halves:
+        raise ValueError(
+            f"neither bf16 nor fp16 is enabled, but {len(halves)} trainable parameters are in half precision ({halves[0]}, ...): "
+            'set "bf16": {"enabled": true} (or fp16), or pass the model in fp32'
+        )
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module, group: Any) -> None:
+    """Give every rank of `group` the parameters and buffers of its first rank, in flat pieces per dtype."""
+    if dist.get_world_size(group=group) == 1:
+        return
+    source = dist.get_global_rank(group, 0)
+    families: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel() and tensor.device.type != "meta":
+            families.setdefault(tensor.dtype, []).append(tensor.data)
+    for tensors in families.values():
+        for piece in _pieces(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+            dist.broadcast(flat, src=source, group=group)
+            for tensor, value in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+                tensor.copy_(value.view(tensor.shape))
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    pieces: list[list[torch.Tensor]] = []
+    numel = BROADCAST_NUMEL
+    for tensor in tensors:
+        if numel + tensor.numel() > BROADCAST_NUMEL:
+            pieces.append([])
+            numel = 0
+        pieces[-1].append(tensor)
+        numel += tensor.numel()
+    return pieces
+
+
+def norm_selection(model_parallel_rank: int) -> Callable[[nn.Parameter], bool]:
+    """Which parameters this model-parallel rank counts in the norm: its own slices, and on the first rank the replicated ones."""
+
+    def counts(param: nn.Parameter) -> bool:
+        if getattr(param, "ds_pipe_replicated", False):
+            return False
+        return is_model_parallel_parameter(param) or model_parallel_rank == 0
+
+    return counts
+
+
+def comm_dtype_lookup(model: nn.Module, config: DeepSpeedConfig) -> Callable[[nn.Parameter], torch.dtype | None] | None:
+    """Under torch_autocast: gradients of precision-safe modules travel in the autocast dtype, all others in the model's."""
+    if not config.torch_autocast_enabled or config.communication_data_type is not None:
+        return None
+    named = config.torch_autocast_lower_precision_safe_modules
+    dtype = config.torch_autocast_dtype
+    safe: set[int] = set()
+    for module in model.modules():
+        cls = type(module)
+        is_safe = isinstance(module, LOWER_PRECISION_SAFE_MODULES)
+        if named is not None:
+            is_safe = f"{cls.__module__}.{cls.__qualname__}" in named
+        if is_safe:
+            safe.update(id(param) for param in module.parameters(recurse=False))
+
+    def lookup(param: nn.Parameter) -> torch.dtype | None:
+        return dtype if id(param) in safe else None
+
+    return lookup

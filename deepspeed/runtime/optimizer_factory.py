@@ -1,0 +1,308 @@
+"""Builds the engine's optimizer: the torch optimizer named in the configuration, and the class that wraps it.
+
+Which wrapper serves which (stage, model dtype, accumulation dtype) stands in `wrap_optimizer`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# Optimizers whose update of an element depends on that element alone: right on any shard of a flat buffer.
+ELEMENTWISE = (
+    "Adam",
+    "AdamW",
+    "FusedAdam",
+    "DeepSpeedCPUAdam",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "SGD",
+    "ASGD",
+    "RMSprop",
+    "Rprop",
+    "Adagrad",
+    "DeepSpeedCPUAdagrad",
+    "Lion",
+    "FusedLion",
+    "DeepSpeedCPULion",
+)
+# Optimizers that look at whole parameters (norms, matrices, line searches): wrong on a shard, whatever the user allows.
+WHOLE_PARAMETER = ("FusedLamb", "Muon", "MuonWithAuxAdam", "Adafactor", "LBFGS", "SparseAdam")
+# Written for flat buffers; everything else keeps one master per parameter without ZeRO, as upstream's files expect.
+FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
+
+
+@dataclass(frozen=True)
+class WrapContext:
+    """What a wrapper needs to know of the engine.
+
+    Attributes:
+        config: The configuration.
+        param_names: Name of each parameter, in model order.
+        tracker: The engine's accumulation tracker.
+        dp_group: Data-parallel group.
+        dp_world_size: Its size.
+        norm_group: Ranks over which the norm's scalar is summed when state is sharded.
+        model_parallel_group: Ranks that hold other parts of the model; None if there are none.
+        counts_in_norm: Whether this rank counts a parameter in the norm; None: all of them.
+        model_dtype: Dtype of the parameters.
+        backward_started: Tells the engine that a backward began which nobody announced.
+        comm_dtype_of: Per-parameter communication dtype.
+    """
+
+    config: DeepSpeedConfig
+    param_names: Mapping[nn.Parameter, str]
+    tracker: AccumulationTracker
+    dp_group: Any
+    dp_world_size: int
+    norm_group: Any
+    model_parallel_group: Any
+    counts_in_norm: Callable[[nn.Parameter], bool] | None
+    model_dtype: torch.dtype
+    backward_started: Callable[[], None]
+    comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+# The torch optimizer
+
+
+def build_basic_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer of the configuration's `optimizer` block.
+
+    Raises:
+        DeepSpeedConfigError: If it is unknown or does not take its parameters.
+    """
+    block = config.tree.optimizer
+    if block is None:
+        raise DeepSpeedConfigError("no optimizer: give initialize(optimizer=...) or the key 'optimizer' in the configuration")
+    params = dict(block.params)
+    factory = _optimizer_class(block.type, params, _offloads(config))
+    accepted = inspect.signature(factory).parameters
+    unknown = sorted(set(params) - set(accepted))
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type {block.type!r}); "
+            f"it takes {', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
+        )
+    return factory(parameters, **params)
+
+
+def _offloads(config: DeepSpeedConfig) -> bool:
+    offload = config.tree.zero_optimization.offload_optimizer
+    return offload is not None and offload.device.value != "none" and config.tree.zero_optimization.stage > 0
+
+
+def _optimizer_class(name: str, params: dict[str, Any], offload: bool) -> Callable[..., torch.optim.Optimizer]:
+    key = name.lower()
+    if key in ("adam", "adamw", "fusedadam"):
+        return _adam_class(key, params, offload)
+    own = _own_optimizers(offload)
+    if key in own:
+        return own[key]
+    for candidate, cls in vars(torch.optim).items():
+        if candidate.lower() == key and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            return cls
+    raise DeepSpeedConfigError(
+        f"optimizer.type: {name!r} is unknown; use Adam, AdamW, {', '.join(sorted(n.title() for n in own))} "
+        "or a class of torch.optim"
+    )
+
+
+def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # startup: only what is named is needed
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.ops.muon import MuonWithAuxAdam
+
+    return {
+        "adagrad": DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad,
+        "lamb": FusedLamb,
+        "lion": DeepSpeedCPULion if offload else FusedLion,
+        "muon": MuonWithAuxAdam,
+    }
+
+
+def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[..., torch.optim.Optimizer]:
+    """Upstream's rule: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks for torch's default kernel."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # startup: only what is named is needed
+
+    adam_w_mode = bool(params.pop("adam_w_mode", True)) or key == "adamw"
+    if params.pop("torch_adam", False):
+        for argument in ("bias_correction", "set_grad_none"):
+            if params.pop(argument, True) is False:
+                raise DeepSpeedConfigError(f"optimizer.params.{argument}: false is not supported with torch_adam; remove the key")
+        return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    if offload:
+        params.pop("set_grad_none", None)
+        params["adamw_mode"] = adam_w_mode
+        return DeepSpeedCPUAdam
+    params.pop("fp32_optimizer_states", None)
+    params["adam_w_mode"] = adam_w_mode
+    return FusedAdam
+
+
+# The wrapper
+
+
+def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSequence:
+    """The step sequence around `basic` for this configuration.
+
+    Raises:
+        DeepSpeedConfigError: For a combination that is not supported, with the reason.
+    """
+    tree = context.config.tree
+    stage = int(tree.zero_optimization.stage)
+    accumulation = parse_dtype(tree.data_types.grad_accum_dtype) or None
+    model_dtype = context.model_dtype
+    if accumulation == model_dtype and not (stage == 2 and model_dtype != torch.float32):
+        accumulation = None
+    _check_accumulation(stage, model_dtype, accumulation)
+    if stage > 0:
+        _check_shardable(basic, context.config)
+    if model_dtype == torch.bfloat16 and accumulation == torch.float32 and stage < 2:
+        return _bf16(basic, context, accumulation)
+    if stage > 0:
+        return _zero(basic, context, stage, accumulation)
+    if model_dtype == torch.float32:
+        return ReplicatedOptimizer(basic, **_replicated(context), **_sequence(context))
+    flat = type(basic).__name__ in FLAT_WITHOUT_ZERO
+    cls = FP16_Optimizer if flat else FP16_UnfusedOptimizer
+    return cls(basic, context.param_names, local_accumulation_dtype=accumulation, **_replicated(context), **_sequence(context))
+
+
+def _check_accumulation(stage: int, model_dtype: torch.dtype, accumulation: torch.dtype | None) -> None:
+    if accumulation is None or accumulation == torch.float32 or (stage == 2 and accumulation == model_dtype):
+        return
+    raise DeepSpeedConfigError(
+        f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage {stage} is not supported; "
+        "use fp32, or leave it out to accumulate in the model's dtype"
+    )
+
+
+def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    name = type(basic).__name__
+    if name in WHOLE_PARAMETER:
+        raise DeepSpeedConfigError(
+            f"{name} updates a parameter from the whole of it, and ZeRO gives each rank a shard: use zero_optimization.stage 0"
+        )
+    if name not in ELEMENTWISE and not config.tree.zero_allow_untested_optimizer:
+        raise DeepSpeedConfigError(
+            f"{name} is not known to work on shards. If it updates every element from that element alone, set "
+            '"zero_allow_untested_optimizer": true; otherwise use zero_optimization.stage 0'
+        )
+
+
+def _sequence(context: WrapContext) -> dict[str, Any]:
+    tree = context.config.tree
+    check = tree.bf16.check_grad_overflow if context.model_dtype == torch.bfloat16 else True
+    return {
+        "clip_grad": tree.gradient_clipping,
+        "tracker": context.tracker,
+        "reduce_rule": ReduceRule(
+            world=context.dp_world_size,
+            prescale=tree.prescale_gradients,
+            predivide_factor=tree.gradient_predivide_factor,
+            sum_op=tree.gradient_allreduce_op == "sum",
+        ),
+        "loss_scaler": build_loss_scaler(context.config),
+        "check_grad_overflow": check,
+    }
+
+
+def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
+    """The loss scaler of the `fp16` block; static 1 without fp16."""
+    fp16 = config.tree.fp16
+    if not fp16.enabled:
+        return LossScaler(scale=1.0)
+    if fp16.loss_scale:
+        return LossScaler(scale=fp16.loss_scale)
+    return DynamicLossScaler(
+        init_scale=2.0**fp16.initial_scale_power,
+        scale_window=fp16.loss_scale_window,
+        min_scale=fp16.min_loss_scale,
+        delayed_shift=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+    )
+
+
+def _replicated(context: WrapContext) -> dict[str, Any]:
+    """Every rank has the whole gradient, so only other parts of the model are left to sum over."""
+    tree = context.config.tree
+    return {
+        "dp_process_group": context.dp_group,
+        "norm_group": context.model_parallel_group,
+        "counts_in_norm": context.counts_in_norm,
+        "reduce_bucket_size": tree.zero_optimization.reduce_bucket_size,
+        "communication_data_type": context.config.communication_data_type,
+    }
+
+
+def _sharded(context: WrapContext) -> dict[str, Any]:
+    zero = context.config.tree.zero_optimization
+    return {
+        "dp_process_group": context.dp_group,
+        "norm_group": context.norm_group,
+        "counts_in_norm": context.counts_in_norm,
+        "offload": zero.offload_optimizer if _offloads(context.config) else None,
+        "round_robin": zero.round_robin_gradients,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "allgather_partitions": zero.allgather_partitions,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "communication_data_type": context.config.communication_data_type,
+        "elastic_checkpoint": zero.elastic_checkpoint,
+        "backward_started": context.backward_started,
+    }
+
+
+def _bf16(basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype) -> MasterWeightOptimizer:
+    immediate = context.config.tree.bf16.immediate_grad_update
+    return BF16_Optimizer(
+        basic,
+        context.param_names,
+        grad_acc_dtype=accumulation,
+        immediate_grad_update=immediate,
+        **_sharded(context),
+        **_sequence(context),
+    )
+
+
+def _zero(
+    basic: torch.optim.Optimizer, context: WrapContext, stage: int, accumulation: torch.dtype | None
+) -> MasterWeightOptimizer:
+    zero = context.config.tree.zero_optimization
+    return DeepSpeedZeroOptimizer(
+        basic,
+        context.param_names,
+        contiguous_gradients=zero.contiguous_gradients,
+        reduce_scatter=zero.reduce_scatter,
+        overlap_comm=bool(zero.overlap_comm),
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        partition_grads=stage == 2,
+        comm_dtype_of=context.comm_dtype_of,
+        # Stage 1 sums micro-batches before the reduction, stage 2 after it, in the owned shard.
+        local_accumulation_dtype=accumulation if stage == 1 else None,
+        grad_dtype=accumulation or torch.float32,
+        **_sharded(context),
+        **_sequence(context),
+    )

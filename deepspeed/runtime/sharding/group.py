@@ -1,0 +1,128 @@
+"""One parameter group's tensors: the flat model-precision buffer, the owned master shard and its gradient.
+
+Owns the storage of the parameters (they become views of `flat`). Knows nothing of collectives or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sharding.fragments import FragmentTable, ShardRank
+
+
+class ShardedGroup:
+    """Parameters of one optimizer group, laid out flat, with the shard this rank owns.
+
+    Args:
+        params: Trainable parameters in flat order; their `.data` is moved into the flat buffer.
+        table: Layout of `params`.
+        shard: Which shard this rank owns.
+        master_dtype: Dtype of the master shard.
+        grad_dtype: Dtype in which the owned gradient is accumulated.
+        device: Device of master and gradient (the model's own, or the host when offloaded).
+        pin: Whether host buffers are page-locked, so that copies can be asynchronous.
+        offload: Keep master and gradient apart from the model's buffer, on `device`.
+
+    Attributes:
+        flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
+        shard: View of `flat`, this rank's part, shape `[shard_numel]`.
+        master: fp32 shard that the optimizer updates. It *is* `shard` when the model trains in the master dtype on the same
+            device, so that no second copy exists and nothing needs to be written back.
+        grad: Reduced gradient of the shard, shape `[shard_numel]`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        table: FragmentTable,
+        shard: ShardRank,
+        *,
+        master_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        pin: bool = False,
+        offload: bool = False,
+    ) -> None:
+        self.params = list(params)
+        self.table = table
+        self.rank = shard
+        self.pin = pin and offload
+        self.grad_dtype = grad_dtype
+        self.device = device
+        self.flat = self._flatten()
+        start, end = table.shard_range(shard)
+        self.shard = self.flat[start:end]
+        self.aliased = not offload and self.flat.dtype == master_dtype
+        self.master = self.shard if self.aliased else self.host_or_device(self.shard.detach().to(device, master_dtype))
+        self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
+        self._grad: torch.Tensor | None = None
+
+    def _flatten(self) -> torch.Tensor:
+        if not self.params:
+            return torch.zeros(self.table.padded_numel)
+        first = self.params[0]
+        flat = torch.zeros(self.table.padded_numel, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for param, start in zip(self.params, self.table.offsets, strict=False):
+                view = flat[start : start + param.numel()].view(param.shape)
+                view.copy_(param)
+                param.data = view
+        return flat
+
+    def host_or_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, page-locked if this group's buffers are."""
+        return get_accelerator().pin_memory(tensor) if self.pin else tensor
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The owned gradient; allocated and zeroed at first use, so that a group that only evaluates costs nothing."""
+        if self._grad is None:
+            zeros = torch.zeros(self.table.shard_numel, dtype=self.grad_dtype, device=self.device)
+            self._grad = self.host_or_device(zeros)
+        return self._grad
+
+    def use_grad(self, grad: torch.Tensor) -> None:
+        """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full accumulator)."""
+        self._grad = grad
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the gradient buffer was ever used."""
+        return self._grad is not None
+
+    def grad_for_step(self) -> torch.Tensor:
+        """The owned gradient in the master's dtype, as the optimizer wants it."""
+        return self.grad if self.grad.dtype == self.master.dtype else self.grad.to(self.master.dtype)
+
+    def param_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """The part of a flat, padded buffer that holds parameter `index`, in its shape."""
+        start = self.table.offsets[index]
+        return flat[start : start + self.table.numels[index]].view(self.params[index].shape)
+
+    def param_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`param_view` of every parameter."""
+        return [self.param_view(flat, index) for index in range(len(self.params))]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Model-precision shard <- master shard."""
+        if not self.aliased:
+            self.shard.copy_(self.master, non_blocking=self.pin)
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Master shard <- model-precision shard (after weights were loaded or edited)."""
+        if not self.aliased:
+            self.master.copy_(self.shard)
+
+    def release(self) -> None:
+        """Give the parameters storage of their own again, so that the model outlives the optimizer."""
+        with torch.no_grad():
+            for param in self.params:
+                param.data = param.data.clone()
+                param.grad = None
+        self._grad = None

@@ -1,0 +1,87 @@
+"""Side streams, events and buffers kept alive across them: the only place that creates a stream.
+
+[Note: lifetimes across streams]
+A buffer written on one stream and read on another needs two things: the reader's stream waits for the writer's, and the memory
+isn't handed out again before the reader is done. The first is `CommContext.wait_for`; the second is a Python reference held in a
+keep-alive pair `(tensors, event)` until the event, recorded on the reader's stream after its last use, has passed.
+`record_stream` is not used: it defers reuse by an amount that nobody can predict.
+
+On devices without streams (CPU) the same code runs: entering the stream is a no-op and overlap comes from asynchronous handles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+
+class CommContext:
+    """The reduction stream of one optimizer and what must outlive the work on it.
+
+    Args:
+        overlap: Communicate beside backward; otherwise communication is ordered with computation on the current stream.
+
+    Attributes:
+        has_streams: Whether the device orders work by streams at all.
+        reduction_stream: The side stream, or None where communication runs on the current stream.
+    """
+
+    def __init__(self, overlap: bool) -> None:
+        accelerator = get_accelerator()
+        self.has_streams = not accelerator.resolves_data_dependency()
+        self.overlap = overlap
+        self.reduction_stream: Any = accelerator.Stream() if overlap and self.has_streams else None
+        self._alive: deque[tuple[list[torch.Tensor], Any]] = deque()
+
+    @property
+    def async_handles(self) -> bool:
+        """Whether overlap comes from asynchronous work handles instead of a stream."""
+        return self.overlap and not self.has_streams
+
+    def current_stream(self) -> Any:
+        """The stream current here and now; inside a hook, the one that its gradient was produced on."""
+        return get_accelerator().current_stream()
+
+    def wait_for(self, producers: Iterable[Any]) -> None:
+        """Let the reduction stream wait for all work issued so far on each of `producers`."""
+        if self.reduction_stream is not None:
+            for stream in producers:
+                self.reduction_stream.wait_stream(stream)
+
+    @contextmanager
+    def on_reduction_stream(self) -> Iterator[None]:
+        """Issue work on the reduction stream (or, without one, on the current stream)."""
+        context = nullcontext() if self.reduction_stream is None else get_accelerator().stream(self.reduction_stream)
+        with context:
+            yield
+
+    def keep_alive(self, tensors: list[torch.Tensor]) -> None:
+        """Hold `tensors` until the work issued so far on the reduction stream is done."""
+        if self.reduction_stream is None:
+            return
+        while self._alive and self._alive[0][1].query():
+            self._alive.popleft()
+        event = get_accelerator().Event()
+        event.record(self.reduction_stream)
+        self._alive.append((tensors, event))
+
+    def join(self) -> None:
+        """Let the current stream wait for the reduction stream; what was kept alive may go.
+
+        Dropping the references is safe here: memory freed now is reused by work on the current stream, which waits.
+        """
+        if self.reduction_stream is not None:
+            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+            self._alive.clear()
+
+    def destroy(self) -> None:
+        """Wait for outstanding work and let go of everything."""
+        if self.reduction_stream is not None:
+            self.reduction_stream.synchronize()
+        self._alive.clear()

@@ -1,0 +1,108 @@
+"""Small helpers of the runtime that clients import too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import logger
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like objects without nesting."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)):
+        for item in vars(value).values():
+            if isinstance(item, (torch.Tensor, list, tuple, dict)):
+                yield from tensors_in(item)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Nested lists, tuples and dicts with every tensor on `device`.
+
+    Args:
+        item: What to move.
+        device: Where to.
+        criterion_func: Move only items for which it returns True.
+    """
+    if criterion_func(item) if criterion_func is not None else hasattr(item, "to"):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch on all devices."""
+    import numpy  # startup: only needed here
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, with the norm taken over model-parallel ranks if `mpu` is given.
+
+    Returns:
+        The norm before clipping, 0-d.
+    """
+    if mpu is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    if norm_type != 2:
+        raise ValueError(f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across ranks")
+    # cycle: both use this module
+    from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
+    from deepspeed.runtime.model_setup import norm_selection
+
+    params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    counts = norm_selection(mpu.get_model_parallel_rank())
+    owned = [p.grad for p in params if p.grad is not None and counts(p)]
+    device = params[0].device
+    norm = reduce_squared_norm(local_squared_norm(owned, device), mpu.get_model_parallel_group()).sqrt_().squeeze()
+    factor = clip_factor(norm.item(), max_norm)
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(factor)
+    return norm
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log device and host memory if `force` is set."""
+    if not force:
+        return
+    import psutil  # startup: only needed here
+
+    accelerator = get_accelerator()
+    gib = 1024**3
+    host = psutil.virtual_memory()
+    logger.info(
+        f"{message}: device {accelerator.memory_allocated() / gib:.2f} GiB, "
+        f"at most {accelerator.max_memory_allocated() / gib:.2f}; "
+        f"host {host.used / gib:.2f} GiB used, {host.percent}%"
+    )
+
+
+def empty_cache() -> None:
+    """Return cached device memory."""
+    get_accelerator().empty_cache()
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether the parameter is one rank's slice of a larger one."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))

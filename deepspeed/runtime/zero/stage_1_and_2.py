@@ -1,0 +1,408 @@
+"""ZeRO stages 1 and 2: optimizer state (1) and gradients (2) sharded over the data-parallel ranks.
+
+Both stages are one path. Gradients stay in `param.grad` until their bucket is sent; a bucket is copied together, reduced onto the
+owners of its elements and added into the owned gradient shard. Stage 1 sends at the accumulation boundary, stage 2 in every
+micro-batch and as soon as a bucket is complete, so that whole gradients never pile up.
+
+Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a rank does not have counts as
+zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
+from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.gradients.norm import local_squared_norm
+from deepspeed.runtime.gradients.readiness import LateGradientError, ReadinessTracker
+from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
+from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
+from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
+from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+
+# Buckets on their way at once: one is reduced while the next is filled.
+MAX_IN_FLIGHT = 2
+
+
+class BucketBuffer:
+    """Payload memory of a bucket, with cached views per plan (making 800 views costs more than copying 800 small gradients)."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def views(self, bucket: IPGBucket, starts: tuple[int, ...]) -> list[torch.Tensor]:
+        """Where each parameter of the bucket lies, in its shape."""
+        if bucket.index not in self._views:
+            self._views[bucket.index] = [
+                self.tensor[start : start + param.numel()].view(param.shape)
+                for param, start in zip(bucket.params, starts, strict=True)
+            ]
+        return self._views[bucket.index]
+
+
+@dataclass
+class IPGBucket:
+    """What has joined one bucket since it was last sent (IPG: independent parameter gradients).
+
+    Attributes:
+        buffer: Payload buffers in use.
+        params: Parameters of the bucket.
+        grads: Gradients being copied; referenced until the copy is done.
+        elements: Elements of `grads`.
+        index: Which plan.
+    """
+
+    buffer: list[BucketBuffer] = field(default_factory=list)
+    params: list[nn.Parameter] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    elements: int = 0
+    index: int = 0
+    has_moe_params: bool = False
+
+    def clear(self) -> None:
+        """Forget the contributions."""
+        self.buffer.clear()
+        self.grads.clear()
+        self.elements = 0
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """ZeRO-1 (`partition_grads=False`) and ZeRO-2 (`partition_grads=True`).
+
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        contiguous_gradients: Reuse bucket buffers instead of allocating one per bucket.
+        reduce_bucket_size: Elements per bucket.
+        dp_process_group: Data-parallel ranks; None is the world.
+        reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own slice.
+        overlap_comm: Communicate beside backward.
+        ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise, naming it.
+        partition_grads: Stage 2.
+        communication_data_type: What travels; None is the model's dtype.
+        comm_dtype_of: Per-parameter override of it (`torch_autocast.lower_precision_safe_modules`).
+        local_accumulation_dtype: Sum micro-batches in this dtype before reduction (stage 1 only).
+        backward_started: Called by the first hook of a backward that nobody announced.
+        kwargs: See `ZeROOptimizer`.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        *,
+        contiguous_gradients: bool = True,
+        reduce_bucket_size: int = 500_000_000,
+        reduce_scatter: bool = True,
+        overlap_comm: bool = False,
+        ignore_unused_parameters: bool = True,
+        partition_grads: bool = True,
+        communication_data_type: torch.dtype | None = None,
+        comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None,
+        local_accumulation_dtype: torch.dtype | None = None,
+        backward_started: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(init_optimizer, param_names, **kwargs)
+        self.partition_gradients = partition_grads
+        self.contiguous_gradients = contiguous_gradients
+        self.reduce_scatter = reduce_scatter
+        self.overlap_comm = overlap_comm
+        self.ignore_unused_parameters = ignore_unused_parameters
+        self.communication_data_type = communication_data_type
+        self._comm_dtype_of = comm_dtype_of
+        self._backward_started = backward_started
+        self.comm_context = CommContext(overlap_comm)
+        self.sink = HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
+        self.plans = self._plan(reduce_bucket_size)
+        self.ipg_buckets = [
+            IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
+            for index, plan in enumerate(self.plans)
+        ]
+        self._in_flight: deque[tuple[int, PendingShards, ReduceFactors, BucketBuffer]] = deque()
+        self._free_buffers: list[BucketBuffer] = []
+        self._slots = [(index, param) for index, bucket in enumerate(self.ipg_buckets) for param in bucket.params]
+        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
+        self.accumulator = None
+        if local_accumulation_dtype is not None and not partition_grads:
+            self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
+        self._hook_handles: list[Any] = []
+        self._reducing = False
+        self.create_gradient_handling_hooks()
+
+    # Buckets
+
+    def get_param_comm_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """The dtype that this parameter's gradient travels in."""
+        override = self._comm_dtype_of(param) if self._comm_dtype_of is not None else None
+        return override or self.communication_data_type or param.dtype
+
+    def _plan(self, reduce_bucket_size: int) -> list[BucketPlan]:
+        kinds = [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups]
+        return plan_buckets([group.table for group in self.groups], self.registration, reduce_bucket_size, kinds)
+
+    # Backward
+
+    def create_gradient_handling_hooks(self) -> None:
+        """Hooks send buckets while backward goes on; without a bucket to send before its end there is nothing to hook.
+
+        Local accumulation needs the whole micro-batch first, so it reduces at the end of backward.
+        """
+        launches_early = (self.partition_gradients or self.overlap_comm) and self.accumulator is None
+        if not launches_early or len(self.plans) < 2:
+            return
+        for slot, (_, param) in enumerate(self._slots):
+            self._hook_handles.append(param.register_post_accumulate_grad_hook(self._make_hook(slot)))
+
+    def _make_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(param: torch.Tensor) -> None:
+            self.reduce_ready_partitions_and_remove_grads(param, slot)
+
+        return on_gradient
+
+    def _reduces_now(self) -> bool:
+        return (self.partition_gradients or self.tracker.is_boundary) and not self.tracker.in_no_sync
+
+    def backward_prologue(self) -> None:
+        """See base class: decides once per backward whether hooks reduce."""
+        self._reducing = self._reduces_now()
+
+    def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
+        """Body of the gradient hook of slot `i`."""
+        if self._backward_started is not None:
+            self._backward_started()
+        if not self._reducing:
+            return
+        for index in self.readiness.mark(i):
+            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+
+    def backward_epilogue(self) -> None:
+        """See base class: local accumulation takes this micro-batch in before anything is reduced."""
+        if self.accumulator is not None:
+            self.accumulator.absorb(1.0 / self.accumulation_divisor)
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Send every bucket that this micro-batch has to send and has not sent yet."""
+        if not self._reduces_now():
+            return
+        if not self.ignore_unused_parameters:
+            self._refuse_unused()
+        for index in self.readiness.remaining():
+            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+        if self._hook_handles:
+            self._send_late_gradients()
+        if self.accumulator is not None:
+            self.accumulator.clear()
+        if not self.overlap_comm:
+            self._finish_in_flight(0)
+
+    def exit_backward(self) -> None:
+        """See base class."""
+        self._reducing = False
+        self.readiness.reset()
+
+    def _refuse_unused(self) -> None:
+        sources = ((param, self._source(index, param)) for index, param in self._slots)
+        unused = [self.param_names.get(param, "?") for param, grad in sources if grad is None]
+        sent = self._hook_handles and self.partition_gradients
+        if unused and not sent:
+            raise RuntimeError(
+                f"no gradient reached {', '.join(unused)}; zero_optimization.ignore_unused_parameters is false. "
+                "Set it to true to count them as zero, or let every trainable parameter take part in the loss"
+            )
+
+    def _send_late_gradients(self) -> None:
+        """Gradients that arrived after their bucket had gone: learn about them once, or send them again if the model does so.
+
+        Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model whose parameters fire once needs
+        no agreement, and pays none after its first backward.
+        """
+        if self.readiness.learned and not self.readiness.fires_repeatedly:
+            if self.readiness.late:
+                names = ", ".join(self.param_names.get(self._slots[slot][1], "?") for slot in sorted(self.readiness.late))
+                raise LateGradientError(
+                    f"{names}: another gradient arrived after the bucket had been reduced, which did not happen in the first "
+                    "backward. For models whose graph varies so, use stage 1 with zero_optimization.overlap_comm false, or run the "
+                    "first backward with the fullest graph"
+                )
+            return
+        late = [int(slot in self.readiness.late) for slot in range(len(self._slots))]
+        agreed = torch.tensor([self.readiness.fired, late], dtype=torch.int32, device=self.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        fired, late = agreed.tolist()
+        self.readiness.learn(fired)
+        for index in sorted({self._slots[slot][0] for slot, is_late in enumerate(late) if is_late}):
+            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+
+    # Reduction
+
+    def _source(self, index: int, param: nn.Parameter) -> torch.Tensor | None:
+        """Where this rank's sum for `param` lies."""
+        if self.accumulator is None:
+            return param.grad
+        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
+        return self.accumulator.views[link.group][link.param_index]
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
+        """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the owned shard."""
+        self._finish_in_flight(MAX_IN_FLIGHT - 1)
+        bucket = self.ipg_buckets[index]
+        grads = [self._source(index, param) for param in bucket.params]
+        bucket.grads = [grad for grad in grads if grad is not None]
+        bucket.elements = sum(grad.numel() for grad in bucket.grads)
+        self.average_tensor(index, grads)
+        for param in bucket.params:
+            param.grad = None
+        bucket.clear()
+
+    @torch.no_grad()
+    def average_tensor(self, index: int, grads: list[torch.Tensor | None]) -> None:
+        """Copy gradients into the bucket and start its reduction, on the reduction stream if there is one.
+
+        Args:
+            index: Bucket.
+            grads: Gradient of each of its parameters, None where there is none.
+        """
+        plan, bucket = self.plans[index], self.ipg_buckets[index]
+        self.comm_context.wait_for({get_accelerator().default_stream()})
+        with self.comm_context.on_reduction_stream():
+            buffer = self._acquire_buffer(plan)
+            bucket.buffer = [buffer]
+            self._fill(buffer.views(bucket, plan.starts), grads)
+            undivided = self.accumulation_divisor if self.accumulator is None else 1.0
+            factors = self.reduce_rule.factors(undivided)
+            payload = buffer.tensor[: plan.numel]
+            if factors.pre != 1.0:
+                payload.mul_(factors.pre)
+            self._in_flight.append((index, self._start_reduction(plan, payload), factors, buffer))
+            if not self.comm_context.async_handles:
+                self._finish_in_flight(0)
+        # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream that produced it.
+        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])
+
+    @staticmethod
+    def _fill(views: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+        present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
+        absent = [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
+        if self.reduce_scatter:
+            return reduce_to_owners(payload, plan.splits, self.dp_process_group, async_op=True)
+        start = plan.owned_start(self.shard_rank)
+        owned = payload[start : start + plan.splits[self.shard_rank]]
+        works = [] if self.num_shards == 1 else [dist.all_reduce(payload, group=self.dp_process_group, async_op=True)]
+        return PendingShards(works, [owned], keep=payload)
+
+    def _finish_in_flight(self, limit: int) -> None:
+        """Complete reductions, oldest first, until at most `limit` are on their way."""
+        while len(self._in_flight) > limit:
+            index, pending, factors, buffer = self._in_flight.popleft()
+            plan = self.plans[index]
+            pieces = pending.wait()
+            self.sink.add(index, self.groups[plan.group], plan.segments[self.shard_rank], pieces, factors.post)
+            if self.contiguous_gradients:
+                self._free_buffers.append(buffer)
+
+    def _acquire_buffer(self, plan: BucketPlan) -> BucketBuffer:
+        dtype = plan.kind
+        for position, buffer in enumerate(self._free_buffers):
+            if buffer.tensor.dtype == dtype and buffer.tensor.numel() >= plan.numel:
+                return self._free_buffers.pop(position)
+        numel = plan.numel
+        if self.contiguous_gradients:
+            numel = max(other.numel for other in self.plans if other.kind == dtype)
+        return BucketBuffer(numel, dtype, self.device)
+
+    def finish_gradients(self) -> None:
+        """See base class."""
+        self._finish_in_flight(0)
+        self.comm_context.join()
+        self.sink.finish()
+
+    # Norm
+
+    def get_grad_norm_direct(self, group_index: int) -> torch.Tensor:
+        """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no communication."""
+        return local_squared_norm(self._norm_grads(group_index), self.device)
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, group_index: int) -> torch.Tensor:
+        """The same where gradients lie on the host: summed there, moved to the model's device as one scalar."""
+        return local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device)
+
+    def scaled_global_norm(self) -> torch.Tensor:
+        """See base class."""
+        local = self.complete_grad_norm_calculation_for_cpu_offload if self.cpu_offload else self.get_grad_norm_direct
+        total = torch.zeros(1, dtype=torch.float32, device=self.device)
+        for group_index in range(len(self.groups)):
+            squared = local(group_index)
+            if self.norm_group is not None:
+                dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self.norm_group)
+            total += squared
+        return total.sqrt_()
+
+    # Clearing and state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient, reduced or not. `param.grad` becomes None either way: it is only a way station here."""
+        self._finish_in_flight(0)
+        for _, param in self._slots:
+            param.grad = None
+        if self.accumulator is not None:
+            self.accumulator.clear()
+        self.sink.clear()
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """See `ZeROOptimizer`."""
+        return not self.sink.is_empty
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in upstream's layout."""
+        state = {
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "zero_stage": ZeroStageEnum.gradients if self.partition_gradients else ZeroStageEnum.optimizer_states,
+        }
+        return {**state, **sharded_state_dict(self, elastic=self.elastic_checkpoint)}
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+    ) -> None:
+        """Restore this rank's part.
+
+        Args:
+            state_dict: As `state_dict()` returned it on this rank.
+            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
+            load_from_fp32_weights: Restore masters; otherwise round them up from the model-precision weights.
+        """
+        self.loss_scaler = state_dict["loss_scaler"]
+        self.overflow = bool(state_dict["overflow"])
+        load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
+
+    def destroy(self) -> None:
+        """See base class."""
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles = []
+        self._finish_in_flight(0)
+        self.comm_context.destroy()
+        self._free_buffers = []
+        super().destroy()

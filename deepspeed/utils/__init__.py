@@ -1,0 +1,43 @@
+"""Utilities that scripts and client libraries import."""
+
+from deepspeed._lazy import lazy_attributes
+from deepspeed.utils.logging import log_dist, logger
+
+_FRAGMENTS = "deepspeed.utils.tensor_fragment"
+_NAMES = {
+    **dict.fromkeys(
+        (
+            "fragment_address",
+            "safe_get_full_fp32_param",
+            "safe_get_full_fp32_params",
+            "safe_get_full_grad",
+            "safe_get_full_grads",
+            "safe_get_full_optimizer_state",
+            "safe_get_full_optimizer_states",
+            "safe_get_local_fp32_param",
+            "safe_get_local_grad",
+            "safe_get_local_optimizer_state",
+            "safe_set_full_fp32_param",
+            "safe_set_full_grad",
+            "safe_set_full_optimizer_state",
+            "safe_set_local_fp32_param",
+            "safe_set_local_grad",
+            "safe_set_local_optimizer_state",
+            "safe_update_full_grad_vectorized",
+        ),
+        _FRAGMENTS,
+    ),
+    **dict.fromkeys(("log_dist_once", "set_log_level_from_string"), "deepspeed.utils.logging"),
+    "RepeatingLoader": "deepspeed.runtime.dataloader",
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "instrument_w_nvtx": "deepspeed.utils.nvtx",
+    "get_accelerator": "deepspeed.accelerator",
+    **dict.fromkeys(
+        ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "initialize"),
+        "deepspeed.utils.groups",
+    ),
+}
+
+__all__ = ["log_dist", "logger"]
+
+__getattr__ = lazy_attributes(__name__, _NAMES, ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging"))

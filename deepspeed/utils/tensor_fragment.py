@@ -1,0 +1,244 @@
+"""Access to a parameter's fp32 value, gradient and optimizer state, wherever its shards lie.
+
+Every `*_full_*` function is collective: all data-parallel ranks call it for the same parameters in the same order. The `*_local_*`
+functions touch only what this rank owns, as a 1-D fragment (of the parameter's elements in order), and communicate nothing.
+
+Gradients are those that the next step will use, averaged over ranks and micro-batches so far, without the loss scale; they can be
+read between the boundary's backward and `engine.step()` (ZeRO-2: after any backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
+
+
+@dataclass
+class fragment_address:  # upstream's name; its import path is part of the checkpoint format
+    """A fragment's place in a shard: `numel` elements from `start`."""
+
+    numel: int
+    start: int
+
+
+def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
+    return getattr(param, "_hp_mapping", None)
+
+
+def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer, int, int]:
+    link = _link(param)
+    if link is None:
+        raise ValueError(
+            f"{what}: this parameter (shape {tuple(param.shape)}) has no master weight. It is frozen, or the engine trains "
+            "it without one (stage 0 in fp32): read and write the parameter itself"
+        )
+    return link
+
+
+# What can be read: a flat buffer per group
+
+
+def _shards(param_optimizer: MasterWeightOptimizer, key: str | None) -> list[torch.Tensor]:
+    """This rank's shard of every group: the masters, or optimizer state `key`."""
+    groups = param_optimizer.groups
+    if key is None:
+        return [group.master for group in groups]
+    return [_state_shard(param_optimizer, index, key) for index in range(len(groups))]
+
+
+def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -> torch.Tensor:
+    group = optimizer.groups[group_index]
+    if not group.params:
+        return group.master
+    states = [optimizer.state.get(master, {}) for master in group.masters]
+    missing = [state for state in states if key not in state]
+    if missing:
+        known = sorted({name for state in states for name in state})
+        hint = f"known: {', '.join(known)}" if known else "there is none before the first step"
+        raise KeyError(f"the optimizer has no state {key!r} ({hint})")
+    if len(states) == 1 and states[0][key].shape == group.masters[0].shape:
+        return states[0][key]
+    return torch.cat([state[key].reshape(-1) for state in states])
+
+
+def _grad_shards(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | None:
+    optimizer.finish_gradients()
+    if not optimizer.has_reduced_gradients:
+        return None
+    factor = optimizer.read_factor
+    return [group.grad if factor == 1.0 else group.grad * factor for group in optimizer.groups]
+
+
+def _full(params: Sequence[nn.Parameter], shards_of: Callable[[Any], list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
+    links = [_require_link(param, "safe_get") for param in params]
+    if not links:
+        return []
+    optimizer = links[0][0]
+    shards = shards_of(optimizer)
+    if shards is None:
+        return None
+    return optimizer.gather_full([(group, index) for _, group, index in links], shards)
+
+
+def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | None:
+    optimizer, group, index = _require_link(param, "safe_get_local")
+    for fragment in optimizer.groups[group].table.of_param(index):
+        if fragment.shard == optimizer.shard_rank:
+            return shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
+    return None
+
+
+def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor) -> None:
+    optimizer, group, index = _require_link(param, "safe_set_full")
+    if value.shape != param.shape:
+        raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+    flat = value.detach().reshape(-1)
+    with torch.no_grad():
+        for fragment in optimizer.groups[group].table.of_param(index):
+            if fragment.shard == optimizer.shard_rank:
+                piece = flat[fragment.param_start : fragment.param_start + fragment.numel]
+                shards[group][fragment.shard_start : fragment.shard_start + fragment.numel].copy_(piece)
+
+
+# Full values
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 value of `param`, on every rank; None if it has no master (the parameter itself is the value then)."""
+    if _link(param) is None:
+        return param.detach().float() if param.requires_grad and param.dtype == torch.float32 else None
+    values = _full([param], lambda optimizer: _shards(optimizer, None))
+    return values[0] if values else None
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Optimizer state `optim_state_key` ("exp_avg", ...) of `param`, fp32 in its shape, on every rank.
+
+    Raises:
+        KeyError: If the optimizer keeps no such state.
+    """
+    if _link(param) is None:
+        return None
+    values = _full([param], lambda optimizer: _shards(optimizer, optim_state_key))
+    return values[0] if values else None
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The averaged gradient of `param`, fp32 in its shape, on every rank; None if there is none now."""
+    if _link(param) is None:
+        return param.grad
+    values = _full([param], _grad_shards)
+    return values[0] if values else None
+
+
+def safe_get_full_grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor] | None:
+    """`safe_get_full_grad` of many parameters of one engine with one collective."""
+    return _full(params, _grad_shards)
+
+
+def safe_get_full_fp32_params(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """`safe_get_full_fp32_param` of many parameters of one engine with one collective."""
+    return _full(params, lambda optimizer: _shards(optimizer, None)) or []
+
+
+def safe_get_full_optimizer_states(params: Sequence[nn.Parameter], optim_state_key: str) -> list[torch.Tensor]:
+    """`safe_get_full_optimizer_state` of many parameters of one engine with one collective."""
+    return _full(params, lambda optimizer: _shards(optimizer, optim_state_key)) or []
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set master and model-precision value of `param` on every rank; `value` is the same on all."""
+    optimizer, _, _ = _require_link(param, "safe_set_full_fp32_param")
+    _assign(param, _shards(optimizer, None), value)
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set optimizer state of `param`; `value` is the same on all ranks."""
+    optimizer, group_index, index = _require_link(param, "safe_set_full_optimizer_state")
+    group = optimizer.groups[group_index]
+    if len(group.masters) > 1:
+        with torch.no_grad():
+            optimizer.state[group.masters[index]][optim_state_key].copy_(value)
+        return
+    _assign(param, _shards(optimizer, optim_state_key), value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the averaged gradient of `param`; `value` is the same on all ranks."""
+    if _link(param) is None:
+        param.grad = value.to(param.dtype)
+        return
+    optimizer, _, _ = _require_link(param, "safe_set_full_grad")
+    optimizer.finish_gradients()
+    factor = optimizer.read_factor
+    _assign(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each gradient by `update_func(grad, param)`, gathering all of them with one collective."""
+    grads = safe_get_full_grads(param_list)
+    if grads is None:
+        return
+    for param, grad in zip(param_list, grads, strict=True):
+        safe_set_full_grad(param, update_func(grad, param))
+
+
+# Local fragments
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The owned fragment of the fp32 value, 1-D and writable; None if this rank owns nothing of it."""
+    optimizer, _, _ = _require_link(param, "safe_get_local_fp32_param")
+    return _owned(param, _shards(optimizer, None))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The owned fragment of an optimizer state."""
+    optimizer, _, _ = _require_link(param, "safe_get_local_optimizer_state")
+    return _owned(param, _shards(optimizer, optim_state_key))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The owned fragment of the averaged gradient; None if there is none now."""
+    optimizer, _, _ = _require_link(param, "safe_get_local_grad")
+    shards = _grad_shards(optimizer)
+    return None if shards is None else _owned(param, shards)
+
+
+def _set_local(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor) -> None:
+    owned = _owned(param, shards)
+    held = 0 if owned is None else owned.numel()
+    if value.numel() != held:
+        raise ValueError(f"value has {value.numel()} elements, this rank owns {held} of the parameter")
+    if owned is not None:
+        with torch.no_grad():
+            owned.copy_(value.reshape(-1))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the owned fragment of the fp32 value; the model sees it after the next step."""
+    _set_local(param, _shards(_require_link(param, "safe_set_local_fp32_param")[0], None), value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set the owned fragment of an optimizer state."""
+    _set_local(param, _shards(_require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key), value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the owned fragment of the averaged gradient."""
+    optimizer, _, _ = _require_link(param, "safe_set_local_grad")
+    optimizer.finish_gradients()
+    factor = optimizer.read_factor
+    _set_local(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)
