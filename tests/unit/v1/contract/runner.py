@@ -8,7 +8,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
 from unit.v1.contract import reference
 from unit.v1.contract.matrix import Case
 from unit.v1.contract.model import BUCKETS, ROWS, make_model, micro_batch, parameter_groups
@@ -72,9 +72,7 @@ class CaseRun:
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
         self.params = trainable(self.model)
         self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
-        self.engine, _, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=self._optimizer(groups), config=config_of(case)
-        )
+        self.engine, _, _, _ = deepspeed.initialize(model=self.model, optimizer=self._optimizer(groups), config=config_of(case))
 
     def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
         if self.case.optimizer == "adamw":
@@ -85,32 +83,43 @@ class CaseRun:
         """Remember what went wrong; the run goes on so that all ranks stay together."""
         self.failures.append(f"{self.case.name}: step {step}, rank {self.rank}: {message}")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameters are their own masters and `param.grad` is the gradient."""
+        return self.case.stage == 0 and self.case.precision == "fp32"
+
     def masters(self) -> Tensors:
         """The fp32 parameters, whole, on every rank."""
-        found = {name: safe_get_full_fp32_param(param) for name, param in self.params.items()}
-        return {name: value.clone() for name, value in found.items() if value is not None}
+        if self.is_plain:
+            return {name: param.detach().clone() for name, param in self.params.items()}
+        values = safe_get_full_fp32_params(list(self.params.values()))
+        return {name: value.clone() for name, value in zip(self.params, values, strict=True)}
 
     def gradients(self) -> Tensors:
-        """What the coming step will use."""
-        found = {name: safe_get_full_grad(param) for name, param in self.params.items()}
-        return {name: value.clone() for name, value in found.items() if value is not None}
+        """What the coming step will use; nothing if the system says that there is none."""
+        if self.is_plain:
+            return {name: param.grad.clone() for name, param in self.params.items() if param.grad is not None}
+        values = safe_get_full_grads(list(self.params.values()))
+        return {} if values is None else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
 
     def run(self) -> list[str]:
         """All steps; returns the failures."""
         try:
             twin = AdamTwin(self) if self.case.optimizer == "adamw" else None
+            masters = self.masters()
             for step in range(steps_of(self.case)):
-                start = self.masters()
+                start = masters
                 self._backwards(step)
                 grads = self.gradients()
                 self.engine.step()
+                masters = self.masters()
                 expected = self._expected(step, start)
                 self._compare_gradients(step, grads, expected)
                 if twin is None:
-                    self._compare_tensors(step, "parameter", self.masters(), expected.params, expected.param_bounds)
+                    self._compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
                 else:
-                    twin.compare(step, grads)
-                self._check_replicas(step)
+                    twin.compare(step, grads, masters)
+                self._check_replicas(step, masters)
                 self._check_rest(step)
         finally:
             self.engine.destroy()
@@ -148,9 +157,8 @@ class CaseRun:
                 size = value.norm().item()
                 self.fail(step, f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm {size:.3e})")
 
-    def _check_replicas(self, step: int) -> None:
+    def _check_replicas(self, step: int, masters: Tensors) -> None:
         """All ranks' parameters are equal bit for bit, and are the rounded masters."""
-        masters = self.masters()
         for name, param in self.params.items():
             if not torch.equal(param.detach(), masters[name].to(self.dtype)):
                 self.fail(step, f"{name} is not its master rounded to {self.dtype}")
@@ -184,7 +192,7 @@ class AdamTwin:
         groups = [{"params": [param], "weight_decay": run.weight_decay[name]} for name, param in self.params.items()]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
 
-    def compare(self, step: int, grads: Tensors) -> None:
+    def compare(self, step: int, grads: Tensors, masters: Tensors) -> None:
         """Step the twin and compare: the arithmetic is the same, only its grouping differs."""
         norm = float(self.run.engine.get_global_grad_norm())
         factor = reference.clip_factor(norm, self.run.case.clip)
@@ -193,7 +201,7 @@ class AdamTwin:
         self.optimizer.step()
         wanted = {name: param.detach() for name, param in self.params.items()}
         bounds = {name: reference.FP32_TOLERANCE * max(1.0, value.norm().item()) for name, value in wanted.items()}
-        self.run._compare_tensors(step, "parameter", self.run.masters(), wanted, bounds)
+        self.run._compare_tensors(step, "parameter", masters, wanted, bounds)
 
 
 def run_cases(cases: list[Case]) -> None:

@@ -36,9 +36,7 @@ def test_every_pair_of_values_is_covered():
     # Kills: a generator that stops early; counts the pairs independently of it.
     rows = pairwise(FACTORS)
     covered = set().union(*(pairs_of(row, FACTORS) for row in rows))
-    wanted = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])
-    }
+    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])}
     assert covered == wanted == all_pairs(FACTORS)
     assert all(set(row) == set(FACTORS) for row in rows)
 
