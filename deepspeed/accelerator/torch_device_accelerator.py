@@ -186,7 +186,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         def make(*args: Any) -> torch.Tensor:
             if args and all(isinstance(arg, int) for arg in args):
                 return torch.empty(args, dtype=dtype, device=self.device_name())
-            return torch.tensor(*args, dtype=dtype, device=self.device_name())
+            return torch.tensor(args[0] if args else (), dtype=dtype, device=self.device_name())
 
         return make
 

@@ -9,6 +9,7 @@ destination are global ranks, in every group.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def all_reduce_coalesced(
 
 
 def _all_reduce_each(tensors: list[torch.Tensor], op: Any, group: Group, async_op: bool) -> Handle:
-    return _together([lambda t=t: torch_dist.all_reduce(t, op, group, async_op=True) for t in tensors], group, async_op)
+    return _together([partial(torch_dist.all_reduce, t, op, group, True) for t in tensors], group, async_op)
 
 
 def _together(issues: Sequence[Callable[[], Any]], group: Group, async_op: bool) -> Handle:
@@ -245,7 +246,7 @@ def all_gather_coalesced(
 
 def _all_gather_each(output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group, async_op: bool) -> Handle:
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([lambda o=o, i=i: all_gather_flat(o, i, group, True) for o, i in pairs], group, async_op)
+    return _together([partial(all_gather_flat, o, i, group, True) for o, i in pairs], group, async_op)
 
 
 def all_gather_object(

@@ -4,6 +4,7 @@ Owns no group: torch does. The process group's default timeout is remembered her
 own default instead of that of the first.
 """
 
+import importlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -103,8 +104,7 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None, bac
         backend: torch's name of the backend; None means the world's.
     """
     _require_initialized()
-    made = torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend)
-    return made  # type: ignore[return-value]  # torch returns a sentinel on ranks outside of the group
+    return torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend)
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -123,9 +123,8 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 def enable_symm_mem_for_group(group_name: str) -> None:
     """Allow torch's symmetric memory in the named group."""
     # startup: an experimental module that few programs need.
-    from torch.distributed import _symmetric_memory
-
-    _symmetric_memory.enable_symm_mem_for_group(group_name)
+    symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    symmetric_memory.enable_symm_mem_for_group(group_name)
 
 
 def has_all_gather_into_tensor() -> bool:

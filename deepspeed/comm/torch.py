@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import process_groups
 
 # torch renames the flat-tensor variants and deprecates the old names; both take the same positional arguments.
 all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
@@ -99,12 +99,8 @@ class TorchBackend:
 
     def init_device_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
         """A torch DeviceMesh over the accelerator; see `deepspeed.comm.initialize_mesh_device`."""
-        device_type = get_accelerator().current_device_name().partition(":")[0]
-        return torch_dist.init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+        return process_groups.initialize_mesh_device(mesh_shape, mesh_dim_names)
 
     def enable_symm_mem_for_group(self, group_name: str) -> None:
         """Allow symmetric memory in a group; see torch.distributed._symmetric_memory."""
-        # startup: an experimental module that few programs need.
-        from torch.distributed import _symmetric_memory
-
-        _symmetric_memory.enable_symm_mem_for_group(group_name)
+        process_groups.enable_symm_mem_for_group(group_name)

@@ -108,7 +108,13 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
         return SKIPPED, str(error)
     if isinstance(error, pytest.xfail.Exception):
         return XFAILED, str(error)
-    return FAILED, "".join(traceback.format_exception(error))
+    # The harness's own frames come first and explain nothing.
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        if Path(frames.tb_frame.f_code.co_filename).stem not in ("rank_server", "common"):
+            break
+        frames = frames.tb_next
+    return FAILED, "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
 
 def _run_rank(job: Job, rank: int) -> None:
@@ -207,7 +213,8 @@ class _Watch:
             if left <= 0:
                 self._give_up()
                 return True
-            readable, _, _ = select.select([self.wakeup, self.connection], [], [], left)
+            watched: list[Any] = [self.wakeup, self.connection]
+            readable, _, _ = select.select(watched, [], [], left)
             if self.wakeup in readable:
                 os.read(self.wakeup, 4096)
             if self.connection in readable:
