@@ -66,7 +66,15 @@ class Pair:
             )
             for rank in range(NUM_RANKS)
         ]
-        self.versions: dict[str, Any] = self._replies()[0]
+        self.versions: dict[str, Any] = {}
+
+    def wait_until_ready(self) -> None:
+        """Return when both processes have built their system and trained a step.
+
+        Raises:
+            RuntimeError: If one ended instead.
+        """
+        self.versions = self._replies()[0]
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -106,7 +114,10 @@ class Pair:
 
     def close(self) -> None:
         """End the processes; kills what does not end by itself."""
+        alive = all(process.poll() is None for process in self._processes)
         for process in self._processes:
+            if not alive:
+                process.kill()  # its peer is gone: it would wait for it
             if process.stdin:
                 process.stdin.close()
         for process in self._processes:
@@ -232,6 +243,7 @@ def start(names: list[str], arguments: argparse.Namespace, pairs: dict[str, Pair
         python = arguments.upstream_python if upstream else sys.executable
         # Upstream's own kernel needs a compiler and, on the host, does not exist as FusedAdam.
         pairs[name] = Pair(name, python, workload(arguments), upstream or arguments.torch_adam, stderr)
+        pairs[name].wait_until_ready()
         print(f"ready: {name} {pairs[name].versions}", file=sys.stderr)
 
 

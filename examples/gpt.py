@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 NUM_BYTES = 256
+ROTATION_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class GPTConfig:
 
     Attributes:
         layers: Blocks of attention and feed-forward.
-        width: Features per position; a multiple of `heads`.
+        width: Features per position; a multiple of twice `heads`.
         heads: Attention heads.
         context: Positions that the network can see.
         wide_products: Multiply matrices in fp32 whatever the dtype of the weights. For processors without bf16 or fp16 units,
@@ -35,8 +36,8 @@ class GPTConfig:
     wide_products: bool = False
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width ({self.width}) must be a multiple of twice the heads ({self.heads})")
 
 
 class Linear(nn.Linear):
@@ -53,8 +54,25 @@ class Linear(nn.Linear):
         return F.linear(x.float(), self.weight.float()).to(x.dtype)
 
 
+def rotations(positions: int, features: int, device: torch.device) -> torch.Tensor:
+    """Angles by which queries and keys turn with their position, so that attention sees distances.
+
+    Returns:
+        fp32, of shape [positions, features / 2]. Made anew in each forward: as a buffer it would be cast to the model's dtype.
+    """
+    speeds = ROTATION_BASE ** (-torch.arange(0, features, 2, device=device) / features)
+    return torch.arange(positions, device=device).unsqueeze(1) * speeds
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [..., positions, features]
+    """Turn each pair of features by its position's angle; in fp32, returned in the dtype of `x`."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention with rotary positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -63,14 +81,14 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, 3 * config.width, config.wide_products)
         self.out = Linear(config.width, config.width, config.wide_products)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
         """Return each position's mixture of itself and earlier ones, of the shape of `x`."""
         batch, positions, width = x.shape
         qkv = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
         if self.wide:
             qkv = qkv.float()
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, width / heads]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(rotate(query, angles), rotate(key, angles), value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, width).to(x.dtype))
 
 
@@ -85,9 +103,9 @@ class Block(nn.Module):
         self.feed_in = Linear(config.width, 4 * config.width, config.wide_products)
         self.feed_out = Linear(4 * config.width, config.width, config.wide_products)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
         """Return the block's output, of the shape of `x`."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), angles)
         # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction of it.
         return x + self.feed_out(F.relu(self.feed_in(self.feed_norm(x))).square())
 
@@ -99,7 +117,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.bytes = nn.Embedding(NUM_BYTES, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Linear(config.width, NUM_BYTES, config.wide_products)
@@ -127,10 +144,10 @@ class GPT(nn.Module):
         Returns:
             fp32 logits of shape [batch, positions, 256].
         """
-        where = torch.arange(text.shape[1], device=text.device)
-        x = self.bytes(text) + self.positions(where)
+        angles = rotations(text.shape[1], self.config.width // self.config.heads, text.device)
+        x = self.bytes(text)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         return self.head(self.norm(x)).float()
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VALIDATION_WINDOWS = 64
 SAMPLE_PROMPT = b"class Queue:\n    def "
-SAMPLE_LENGTH = 400
+SAMPLE_LENGTH = 600
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
