@@ -7,6 +7,7 @@ owns which shard, where gradients are reduced to and when; that is in their own 
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,8 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     def _report_skip(self, scale: float) -> None:
         new_scale = self.loss_scaler.loss_scale
         detail = f"loss scale {scale:g} -> {new_scale:g}" if scale != new_scale or scale != 1.0 else "no loss scaling"
-        log_dist(f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are unchanged", ranks=[0])
+        message = f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are unchanged"
+        log_dist(message, ranks=[0], level=logging.WARNING)
 
     @property
     def _step_divisor(self) -> float:

@@ -1,7 +1,7 @@
 """BF16_Optimizer: bf16 model, fp32 gradient accumulation on every rank, masters sharded over the data-parallel ranks.
 
 Each micro-batch's bf16 gradients are added to a full fp32 accumulator; at the boundary the accumulator is all-reduced, after which
-it is equal on all ranks, and every rank updates its shard from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with bf16
+it is equal on all ranks, and every rank updates its shard from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with
 bf16 accumulation; keeps what eight mantissa bits would drop.
 """
 

@@ -96,7 +96,11 @@ class CheckpointMixin:
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
         else:
-            self.module.load_state_dict(state, strict=strict)
+            # Saved with exclude_frozen_parameters: what is frozen may be missing, nothing else.
+            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+            own = self.module.state_dict()
+            filled = {**{name: own[name] for name in frozen if name in own}, **state} if strict else state
+            self.module.load_state_dict(filled, strict=strict)
         if hasattr(self._sequence, "refresh_fp32_params"):
             self._sequence.refresh_fp32_params()
 

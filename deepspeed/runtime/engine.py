@@ -28,7 +28,7 @@ from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtyp
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
-from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
 
 
 class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
@@ -118,7 +118,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.data_parallel_group = groups._get_data_parallel_group()
         self.dp_world_size = groups._get_data_parallel_world_size()
         self.mp_world_size = groups._get_model_parallel_world_size()
-        dist.configure(self._config.tree)
+        if self._config.tree.comms_logger.enabled:
+            dist.configure(self._config.tree)
 
     @staticmethod
     def _local_rank(args: Any) -> int:
@@ -159,9 +160,19 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             basic = client(parameters)
         else:
             basic = build_basic_optimizer(self._config, parameters)
+        self._check_offload_optimizer(basic, is_clients=basic is client)
         self.basic_optimizer = basic
         self._sequence = wrap_optimizer(basic, self._wrap_context())
         self.optimizer = self._sequence if isinstance(self._sequence, MasterWeightOptimizer) else basic
+
+    def _check_offload_optimizer(self, basic: Any, is_clients: bool) -> None:
+        """`zero_force_ds_cpu_optimizer`: a client's optimizer must be made for the host when its state is."""
+        if is_clients and self.zero_cpu_offload() and self._config.tree.zero_force_ds_cpu_optimizer:
+            if not type(basic).__name__.startswith("DeepSpeedCPU"):
+                raise DeepSpeedConfigError(
+                    f"zero_optimization.offload_optimizer with the client optimizer {type(basic).__name__}: give "
+                    'deepspeed.ops.adam.DeepSpeedCPUAdam (or Adagrad, Lion), or set "zero_force_ds_cpu_optimizer": false'
+                )
 
     def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:
         if model_parameters is None:
@@ -463,7 +474,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             self._report_progress()
 
     def _report_progress(self) -> None:
-        log_dist(
+        # Asked for by steps_per_print, so it is shown whatever the log level.
+        print_dist(
             f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}, "
             f"grad_norm={self.get_global_grad_norm()}, {self.timers.summary()}",
             ranks=[0],

@@ -24,19 +24,22 @@ from deepspeed.accelerator import get_accelerator
 class CommContext:
     """The reduction stream of one optimizer and what must outlive the work on it.
 
+    Without overlap the same stream is used, and the current one waits for it after every reduction: gradients come from several
+    streams and bucket buffers are reused either way, so one stream that owns the buffers is what keeps both cases right.
+
     Args:
-        overlap: Communicate beside backward; otherwise communication is ordered with computation on the current stream.
+        overlap: Communicate beside backward.
 
     Attributes:
         has_streams: Whether the device orders work by streams at all.
-        reduction_stream: The side stream, or None where communication runs on the current stream.
+        reduction_stream: The side stream; None on devices without streams.
     """
 
     def __init__(self, overlap: bool) -> None:
         accelerator = get_accelerator()
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
-        self.reduction_stream: Any = accelerator.Stream() if overlap and self.has_streams else None
+        self.reduction_stream: Any = accelerator.Stream() if self.has_streams else None
         self._alive: deque[tuple[list[torch.Tensor], Any]] = deque()
 
     @property
@@ -56,7 +59,7 @@ class CommContext:
 
     @contextmanager
     def on_reduction_stream(self) -> Iterator[None]:
-        """Issue work on the reduction stream (or, without one, on the current stream)."""
+        """Issue work on the reduction stream, if the device has streams."""
         context = nullcontext() if self.reduction_stream is None else get_accelerator().stream(self.reduction_stream)
         with context:
             yield
@@ -70,6 +73,11 @@ class CommContext:
         event = get_accelerator().Event()
         event.record(self.reduction_stream)
         self._alive.append((tensors, event))
+
+    def issued(self) -> None:
+        """A reduction was issued: without overlap, let the current stream wait for it."""
+        if self.reduction_stream is not None and not self.overlap:
+            get_accelerator().current_stream().wait_stream(self.reduction_stream)
 
     def join(self) -> None:
         """Let the current stream wait for the reduction stream; what was kept alive may go.

@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+from deepspeed.runtime.sharding.state import load_in_place
 
 FP32_GROUPS_FLAT = "fp32_groups_flat"
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -138,7 +139,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
             if key in state_dict and hasattr(self.loss_scaler, key):
                 setattr(self.loss_scaler, key, state_dict[key])
         if load_optimizer_states:
-            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+            load_in_place(self.optimizer, state_dict["optimizer_state_dict"])
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
             return

@@ -120,10 +120,25 @@ def load_sharded_state(
         optimizer.refresh_fp32_params()
 
 
+def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)` that keeps the dictionaries of its groups.
+
+    torch makes new ones. A schedule over another optimizer that shares these groups (a client replaced its optimizer by one of ours
+    for offload) would from then on set the learning rate where nobody reads it.
+    """
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups = groups
+
+
 def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     base = saved[BASE_OPTIMIZER_STATE]
     if isinstance(base, dict):
-        optimizer.optimizer.load_state_dict(base)
+        load_in_place(optimizer.optimizer, base)
         return
     for group, lean in zip(optimizer.groups, base, strict=True):
         if not lean:

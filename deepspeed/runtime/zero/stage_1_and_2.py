@@ -292,6 +292,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 self._finish_in_flight(0)
         # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream that produced it.
         self.comm_context.keep_alive([*bucket.grads, buffer.tensor])
+        self.comm_context.issued()
 
     @staticmethod
     def _fill(views: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:

@@ -166,16 +166,20 @@ def test_destroy_waits_for_outstanding_work(fake):
     assert fake.log[-1] == ("synchronize", "side1")
 
 
-def test_without_overlap_everything_is_on_the_current_stream(fake):
-    # Kills: a side stream that nobody asked for.
+def test_without_overlap_the_current_stream_waits_after_every_reduction(fake):
+    # Kills: computation that runs beside a reduction nobody asked to overlap.
     context = CommContext(overlap=False)
-    context.wait_for([fake.current])
-    context.keep_alive([torch.zeros(1)])
     with context.on_reduction_stream():
-        assert fake.current.name == "default"
-    context.join()
-    context.destroy()
-    assert fake.made == 0 and fake.log == [] and not context.async_handles
+        assert fake.current.name == "side1"
+    context.issued()
+    assert fake.log[-1] == ("wait", "default", "side1") and not context.async_handles
+
+
+def test_with_overlap_nothing_waits_for_a_reduction_before_the_join(fake):
+    # Kills: an overlap that serializes.
+    context = CommContext(overlap=True)
+    context.issued()
+    assert fake.log == []
 
 
 def test_devices_without_streams_overlap_by_handles():
