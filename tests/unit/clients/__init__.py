@@ -1,0 +1,1 @@
+"""Client libraries, unmodified, on this package."""

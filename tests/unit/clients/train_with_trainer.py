@@ -1,0 +1,107 @@
+"""A user's script: transformers.Trainer with a DeepSpeed configuration full of "auto". Run by test_transformers.py."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.training_args
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_gpt2 import Counting, tiny_gpt2
+
+STEPS, SAVED_AT = 6, 3
+# The library refuses bf16=True on a host without a GPU, unless use_cpu=True, which would leave DeepSpeed out. This gate is all that is
+# opened; bf16 itself works on the host.
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def config(stage: int, client: bool) -> dict[str, Any]:
+    """What the DeepSpeed documentation of transformers recommends, for this stage."""
+    blocks = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        },
+    }
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto", "contiguous_gradients": True},
+        **({} if client else blocks),
+    }
+
+
+def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any]:
+    """One run; returns what a user sees of it."""
+    # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state made beforehand says gloo.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(backend="gloo")
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=config(stage, client),
+        accelerator_config={"use_configured_state": True},
+        bf16=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=SAVED_AT,
+        save_steps=SAVED_AT,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+    )
+    trainer = Trainer(tiny_gpt2(), arguments, train_dataset=Counting(64), eval_dataset=Counting(8))
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}") if resume else None)
+    weights = torch.cat([param.detach().float().flatten() for param in trainer.model.parameters()])
+    history = trainer.state.log_history
+    return {
+        "loss": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+        "grad_norm": {entry["step"]: float(entry["grad_norm"]) for entry in history if "grad_norm" in entry},
+        "learning_rate": {entry["step"]: entry["learning_rate"] for entry in history if "learning_rate" in entry},
+        "eval_loss": {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry},
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "engine": type(trainer.model_wrapped).__module__,
+        "optimizer": type(trainer.model_wrapped.optimizer).__name__,
+        "stage": trainer.model_wrapped.zero_optimization_stage(),
+        "dtype": str(next(trainer.model.parameters()).dtype),
+        "world": arguments.world_size,
+    }
+
+
+def main() -> None:
+    """Run the stages asked for; rank 0 writes the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of an earlier run")
+    parser.add_argument("--stages", type=int, nargs="+", help="ZeRO stages, run one after the other")
+    parser.add_argument("--client", action="store_true", help="the Trainer's optimizer and schedule, not the configuration's")
+    parser.add_argument("--local_rank", type=int, help="the launcher gives it")
+    args = parser.parse_args()
+    result = {stage: train(args.out / f"stage{stage}", stage, args.resume, args.client) for stage in args.stages}
+    if torch.distributed.get_rank() == 0:
+        (args.out / "result.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
