@@ -154,7 +154,9 @@ def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logg
 
 @functools.cache
 def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks=ranks, level=level)
+    text = get_dist_msg(message, ranks)
+    if text is not None:
+        logger.log(level, text, stacklevel=3)  # the caller of log_dist_once
 
 
 def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:

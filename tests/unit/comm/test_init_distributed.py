@@ -1,0 +1,240 @@
+"""Finding the other ranks: arguments, environment, MPI, Slurm, nobody."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from deepspeed import comm as dist
+from deepspeed.comm import discovery, initialization
+from deepspeed.comm.discovery import first_slurm_host
+from deepspeed.comm.utils import (
+    get_local_rank_from_launcher,
+    get_msg_size_from_args,
+    get_world_rank_from_launcher,
+    get_world_size_from_launcher,
+)
+from unit.common import DistributedTest, get_master_port
+
+FOREIGN = ("OMPI_", "PMI_", "MPI_", "MV2_", "SLURM_", "AZUREML_", "SM_")
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def bare_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No launcher, no scheduler; what discovery sets is undone."""
+    saved = dict(os.environ)
+    for name in list(os.environ):
+        if name in OWN or name.startswith(FOREIGN):
+            del os.environ[name]
+    yield monkeypatch
+    monkeypatch.undo()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+@pytest.mark.parametrize(
+    "given, missing",
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_missing_variables_are_named_with_the_remedy(bare_env: pytest.MonkeyPatch, given: dict[str, str], missing: str) -> None:
+    os.environ.update(given)
+    with pytest.raises(ValueError, match=f"environment variables {missing} are not set; start the script with") as caught:
+        dist.init_distributed("gloo")
+    assert "torchrun" in str(caught.value) and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "rank, world, text", [("2", "2", "RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2"), ("x", "2", "RANK='x' is not")]
+)
+def test_inconsistent_variables(bare_env: pytest.MonkeyPatch, rank: str, world: str, text: str) -> None:
+    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with pytest.raises(ValueError, match=text):
+        dist.init_distributed("gloo")
+
+
+def test_a_group_must_be_there_when_making_one_is_forbidden(bare_env: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="dist_init_required=False, but there is no process group"):
+        dist.init_distributed("gloo", dist_init_required=False)
+
+
+def test_ccl_without_its_package_is_refused(bare_env: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(ImportError, match="oneccl_bindings_for_pytorch.*use dist_backend='gloo'"):
+        dist.init_distributed("ccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
+def test_mpi_on_one_machine(bare_env: pytest.MonkeyPatch) -> None:
+    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)  # as if mpi4py were not installed
+    os.environ.update(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4")
+    os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="3", OMPI_COMM_WORLD_LOCAL_SIZE="4")
+    assert discovery.in_mpi()
+    dist.mpi_discovery(distributed_port=123)
+    assert {name: os.environ[name] for name in OWN} == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "123",
+    }
+
+
+def test_mpi_on_several_machines_needs_an_address(bare_env: pytest.MonkeyPatch) -> None:
+    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)
+    os.environ.update(PMI_RANK="1", PMI_SIZE="4", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+    with pytest.raises(RuntimeError, match="install mpi4py, or set MASTER_ADDR"):
+        dist.mpi_discovery()
+    os.environ["MASTER_ADDR"] = "head"
+    dist.mpi_discovery()
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == ("1", "1", "head")
+
+
+def test_mpi_discovery_without_mpi(bare_env: pytest.MonkeyPatch) -> None:
+    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="found neither mpi4py nor any of"):
+        dist.mpi_discovery()
+
+
+def test_slurm(bare_env: pytest.MonkeyPatch) -> None:
+    os.environ.update(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_NODELIST="gpu[07-09,12],cpu1")
+    discovery.discover(distributed_port=456, verbose=True)
+    assert [os.environ[name] for name in OWN] == ["5", "8", "1", "gpu07", "456"]
+
+
+def test_explicit_variables_win_over_slurm(bare_env: pytest.MonkeyPatch) -> None:
+    os.environ.update(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_JOB_NODELIST="a", MASTER_ADDR="b", MASTER_PORT="7")
+    discovery.discover(distributed_port=456, verbose=False)
+    assert os.environ["MASTER_ADDR"] == "b" and os.environ["MASTER_PORT"] == "7"
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[07-09,12],cpu1", "gpu07"),
+        ("a[1-2]-b[03,7],c", "a1-b03"),
+        ("rack-2-n[10]", "rack-2-n10"),
+    ],
+)
+def test_first_slurm_host(nodes: str, first: str) -> None:
+    assert first_slurm_host(nodes) == first
+
+
+def test_slurm_without_hosts(bare_env: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST='' names no host; set MASTER_ADDR"):
+        first_slurm_host("")
+
+
+def test_cloud_schedulers(bare_env: pytest.MonkeyPatch) -> None:
+    os.environ.update(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4")
+    os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2", AZ_BATCH_MASTER_NODE="head:77")
+    assert not (dist.in_aml() or dist.in_aws_sm() or dist.in_dlts())
+    bare_env.setenv("AZUREML_EXPERIMENT_ID", "1")
+    assert dist.in_aml()
+    discovery.discover(29500, verbose=False)
+    assert [os.environ[name] for name in OWN] == ["1", "4", "1", "head", "77"]
+    bare_env.delenv("AZUREML_EXPERIMENT_ID")
+    bare_env.setenv("SM_TRAINING_ENV", "{}")
+    os.environ["RANK"] = "9"
+    discovery.discover(29500, verbose=False)
+    assert os.environ["RANK"] == "1"
+
+
+def test_ranks_from_launchers(bare_env: pytest.MonkeyPatch) -> None:
+    asked = (get_world_rank_from_launcher, get_local_rank_from_launcher, get_world_size_from_launcher)
+    assert [ask() for ask in asked] == [0, 0, 1]
+    os.environ.update(SLURM_PROCID="5", SLURM_LOCALID="2", SLURM_NTASKS="8")
+    assert [ask() for ask in asked] == [5, 2, 8]
+    os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert [ask() for ask in asked] == [1, 1, 2]
+    os.environ["RANK"] = "one"
+    with pytest.raises(ValueError, match="RANK='one' is not an integer"):
+        get_world_rank_from_launcher()
+
+
+def test_message_sizes() -> None:
+    import torch
+
+    assert get_msg_size_from_args(dist.all_reduce, torch.ones(3)) == 12
+    assert get_msg_size_from_args(dist.reduce_scatter, torch.ones(1), input_list=[torch.ones(2), torch.ones(3)]) == 20
+    assert get_msg_size_from_args(dist.barrier) == 0
+
+
+class TestJoin(DistributedTest):
+    world_size = 2
+    init_distributed = False
+
+    def test_env(self) -> None:
+        dist.init_distributed()
+        assert dist.get_rank() == int(os.environ["RANK"]) and dist.get_world_size() == 2
+        first = dist.cdb
+        dist.init_distributed(dist_init_required=False)  # one is there: adopted
+        assert dist.cdb is not None and dist.cdb is not first and dist.get_world_size() == 2
+
+    def test_adopts_torchs_group(self) -> None:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+        dist.init_distributed("gloo")
+        dist.barrier()
+        assert dist.get_backend_name() == "gloo" and dist.cdb is not None
+
+    def test_file_and_arguments(self, tmp_path: Path) -> None:
+        rank = int(os.environ["RANK"])
+        for name in OWN:
+            del os.environ[name]
+        dist.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+
+    def test_slurm(self) -> None:
+        rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+        for name in OWN:
+            del os.environ[name]
+        os.environ.update(SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_NODELIST="localhost")
+        dist.init_distributed("gloo", distributed_port=int(port))
+        assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)
+
+    def test_timeout_holds_for_later_groups(self) -> None:
+        """Of both ranks, only rank 0 calls: it must not wait for torch's half hour."""
+        dist.init_distributed("gloo", timeout=timedelta(seconds=1))
+        group = dist.new_group([0, 1])
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
+                dist.barrier(group=group)
+        else:
+            # Stay alive, or the failure is a closed connection instead of the timeout.
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
+
+
+class TestAlone(DistributedTest):
+    world_size = 1
+    init_distributed = False
+    set_dist_env = False
+
+    def test_nobody_launched_it(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", int(get_master_port())))
+            taken.listen()
+            # Even the port one would choose being taken does not matter: it meets nobody.
+            dist.init_distributed("gloo", distributed_port=taken.getsockname()[1])
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        assert os.environ["LOCAL_RANK"] == "0"
+        assert dist.new_group([0]) is not None
+        dist.destroy_process_group()
+        dist.init_distributed("gloo")
+        assert dist.get_world_size() == 1
+
+
+def test_nothing_is_made_at_import() -> None:
+    assert initialization.cdb is None or dist.is_initialized()

@@ -1,0 +1,73 @@
+"""Building models on a device and in a dtype; profiler ranges."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils.init_on_device import OnDevice
+from deepspeed.utils.nvtx import instrument_w_nvtx
+
+
+def test_modules_have_shapes_without_memory() -> None:
+    with OnDevice(dtype=torch.float16, device="meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.MultiheadAttention(4, 2))
+    kinds = {(p.device.type, p.dtype) for p in model.parameters()}
+    assert kinds == {("meta", torch.float16)} and model[0].weight.shape == (5, 4)
+
+
+def test_integers_keep_their_dtype_and_arguments_win() -> None:
+    with OnDevice(dtype=torch.bfloat16, device="meta"):
+        assert torch.arange(3).dtype == torch.int64 and torch.tensor([1]).dtype == torch.int64
+        assert torch.tensor([1.0]).dtype == torch.full((2,), 0.5).dtype == torch.bfloat16
+        assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+        assert torch.ones(2, device="cpu").device.type == "cpu"
+    assert torch.empty(1).dtype == torch.float32 and torch.empty(1).device.type == "cpu"
+
+
+def test_disabled_changes_nothing() -> None:
+    with OnDevice(dtype=torch.float16, device="meta", enabled=False):
+        assert torch.empty(2).dtype == torch.float32 and torch.empty(2).device.type == "cpu"
+
+
+def test_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), OnDevice(dtype=torch.float16):
+        raise KeyError
+    assert torch.empty(1).device.type == "cpu"
+
+
+class RangeDevice(CPU_Accelerator):
+    """Writes down the ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[str] = []
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        self.ranges.append(msg)
+
+    def range_pop(self, domain: str | None = None) -> None:
+        self.ranges.append("pop")
+
+
+@pytest.fixture
+def range_device() -> Iterator[RangeDevice]:
+    before, device = get_accelerator(), RangeDevice()
+    set_accelerator(device)
+    yield device
+    set_accelerator(before)
+
+
+def test_ranges_close_also_after_an_exception(range_device: RangeDevice) -> None:
+    @instrument_w_nvtx
+    def divide(by: int) -> float:
+        """Doc."""
+        return 1 / by
+
+    assert divide(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        divide(by=0)
+    assert [name.rsplit(".", 1)[-1] for name in range_device.ranges] == ["divide", "pop"] * 2
+    assert divide.__doc__ == "Doc."
