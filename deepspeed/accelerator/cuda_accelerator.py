@@ -4,6 +4,7 @@ Nothing here initializes the driver before the first call that needs a device: a
 workers.
 """
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +25,7 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self._name = "cuda"
-        self._communication_backend_name = "nccl" if torch.distributed.is_nccl_available() else "gloo"
+        self._communication_backend_name = "gloo" if sys.platform == "win32" else "nccl"  # NCCL is not built there
 
     def _is_rocm(self) -> bool:
         return torch.version.hip is not None
