@@ -64,7 +64,7 @@ def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -
         hint = f"known: {', '.join(known)}" if known else "there is none before the first step"
         raise KeyError(f"the optimizer has no state {key!r} ({hint})")
     if len(states) == 1 and states[0][key].shape == group.masters[0].shape:
-        return states[0][key]
+        return states[0][key].view(-1)  # a view: setters write through it
     return torch.cat([state[key].reshape(-1) for state in states])
 
 

@@ -52,6 +52,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
         self.communication_data_type = communication_data_type
         self.accumulator: LocalAccumulator | None = None
         self._reduced = False
+        self._finished = False
         self._flat_gradients: list[FlatGradients | None] = []
         if local_accumulation_dtype is not None:
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
@@ -93,6 +94,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
             self.communication_data_type,
         )
         self._reduced = True
+        self._finished = False
 
     @property
     def has_reduced_gradients(self) -> bool:
@@ -101,7 +103,13 @@ class FP16_Optimizer(MasterWeightOptimizer):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """See base class: the averaged gradient in the masters' dtype."""
+        """See base class: the averaged gradient in the masters' dtype.
+
+        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the step.
+        """
+        if self._finished:
+            return
+        self._finished = True
         for group, flat in zip(self.groups, self._reduced_flats(), strict=True):
             group.grad.copy_(flat)
 
@@ -113,6 +121,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
         if self.accumulator is not None:
             self.accumulator.clear()
         self._reduced = False
+        self._finished = False
 
     # State, saved whole by one rank in the model-states file
 

@@ -1,0 +1,34 @@
+"""`each`: run a test method for several values inside one launched world.
+
+Launching ranks costs more than most checks; parametrizing by pytest would launch once per value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test method: call it for every combination, stop at the first failure and name the combination."""
+
+    def decorate(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def run_all(self: Any, **fixtures: Any) -> None:
+            for combination in itertools.product(*values.values()):
+                chosen = dict(zip(values, combination, strict=True))
+                try:
+                    method(self, **chosen, **fixtures)
+                except Exception as error:
+                    raise AssertionError(f"for {chosen}: {type(error).__name__}: {error}") from error
+
+        parameters = inspect.signature(method).parameters
+        remaining = [parameter for name, parameter in parameters.items() if name not in values]
+        # pytest asks for the fixtures of this signature.
+        run_all.__signature__ = inspect.Signature(remaining)  # type: ignore[attr-defined]  # read by inspect
+        return run_all
+
+    return decorate
