@@ -101,6 +101,22 @@ class _SkippingSampler(Sampler[Any]):
         return max(0, len(self.sampler) - self.skip)
 
 
+class _Pass:
+    """The iterator of a loader's pass: `iter()` of it goes on, where `iter()` of the loader would start anew.
+
+    It asks the loader for every batch, so that it follows a position restored meanwhile.
+    """
+
+    def __init__(self, loader: DeepSpeedDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._loader)
+
+
 class DeepSpeedDataLoader:
     """Batches of one rank, whose position is part of a checkpoint.
 
@@ -199,12 +215,12 @@ class DeepSpeedDataLoader:
         if epoch != self.epoch:
             self._go_to(epoch, batches=0, samples=0)
 
-    def __iter__(self) -> DeepSpeedDataLoader:
+    def __iter__(self) -> Iterator[Any]:
         # A pass that handed out batches is given up; a position that was just restored is kept.
         if self._running is not None and self._batches_done:
             self._go_to(self.epoch, batches=0, samples=0)
         self._running = self._run()
-        return self
+        return _Pass(self)
 
     def __next__(self) -> Any:
         if self._running is None:
