@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-SMOOTHING = 0.9
+SMOOTHING = 0.8
 
 
 @dataclass

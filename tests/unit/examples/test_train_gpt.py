@@ -46,7 +46,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     early = tmp_path / "early.py"
     early.write_text(STOP_AT_2.format(examples=str(ROOT / "examples")))
     whole = run(tmp_path, example, "--data", str(text), "--out", "whole")
-    assert "resumed" not in whole and "validation loss 5.545 at step 0" in whole and "def " in whole
+    assert "resumed from" not in whole and "validation loss 5.545 at step 0" in whole and "def " in whole
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 5000
     run(tmp_path, early, "--data", str(text), "--out", "parts")
     resumed = run(tmp_path, example, "--data", str(text), "--out", "parts", "--resume")
