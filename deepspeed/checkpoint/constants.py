@@ -53,6 +53,8 @@ MODEL_STATE_KEYS = frozenset(
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
+# Not upstream's: elastic files hold moments only, and a resumed run needs the rates its schedule had set.
+BASE_OPTIMIZER_PARAM_GROUPS = "base_optimizer_param_groups"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 GROUP_PADDINGS = "group_paddings"
 PARTITION_COUNT = "partition_count"

@@ -7,12 +7,14 @@ last and in one rename. Reading unpickles an explicit list of classes only, and 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import LATEST
@@ -54,9 +56,8 @@ def read_file(path: str, map_location: Any = "cpu") -> Any:
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} ({size} bytes) cannot be read: {reason}. It is truncated, damaged, or holds objects that are not data; "
+            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, damaged, or holds objects that are not data; "
             "load another tag, or restore the file"
         ) from error
 
@@ -72,13 +73,50 @@ def sync_folder(path: str) -> None:
 
 def replace_folder(temporary: str, final: str) -> None:
     """Rename `temporary` to `final`; an older folder of that name is put aside first and removed after."""
-    aside = os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.replaced")
+    aside = _aside(final)
     if os.path.isdir(final):
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
     os.rename(temporary, final)
     sync_folder(os.path.dirname(final))
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(final: str) -> None:
+    """Put the older folder back, if `replace_folder` was killed after it had put that one aside and before the new one was there."""
+    aside = _aside(final)
+    if not os.path.isdir(final) and os.path.isdir(aside):
+        os.rename(aside, final)
+
+
+def _aside(final: str) -> str:
+    return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.replaced")
+
+
+def check_loadable(content: Any, what: str) -> None:
+    """Raise now what `read_file` would raise when the file is needed; tensors are left out.
+
+    Raises:
+        ValueError: If `content` holds objects that are not data.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
+        buffer.seek(0)
+        with torch.serialization.safe_globals(safe_classes()):
+            torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickle and torch raise many kinds
+        raise ValueError(
+            f"{what} cannot be loaded back: {_first_line(error)}. Use tensors, numbers, strings and containers of them, or "
+            "allow the class by torch.serialization.add_safe_globals([...]), before saving and before loading"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    # What torch says first is advice; which object it is about stands behind the label.
+    told = [line.strip() for line in lines if "WeightsUnpickler error" in line]
+    return (told or lines or [type(error).__name__])[0]
 
 
 def write_latest(save_dir: str, tag: str) -> None:

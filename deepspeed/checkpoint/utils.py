@@ -19,10 +19,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return _clone(item, torch.device(device), {})
 
 
-def _clone(item: Any, device: torch.device, seen: dict[int, torch.Tensor]) -> Any:
+def _clone(item: Any, device: torch.device, seen: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         # Two state-dict entries of one parameter are different views with one address.
-        key = hash((item.data_ptr(), item.shape, item.stride(), item.dtype)) if item.numel() else id(item)
+        key = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
         if key not in seen:
             seen[key] = item.detach().clone().to(device)
         return seen[key]

@@ -22,8 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import (
     CheckpointError,
+    check_loadable,
     read_file,
     read_latest,
+    recover_folder,
     replace_folder,
     together,
     write_file,
@@ -32,6 +34,7 @@ from deepspeed.checkpoint.files import (
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
@@ -96,11 +99,7 @@ class CheckpointMixin:
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
         else:
-            # Saved with exclude_frozen_parameters: what is frozen may be missing, nothing else.
-            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
-            own = self.module.state_dict()
-            filled = {**{name: own[name] for name in frozen if name in own}, **state} if strict else state
-            self.module.load_state_dict(filled, strict=strict)
+            self.module.load_state_dict(state, strict=strict)
         if hasattr(self._sequence, "refresh_fp32_params"):
             self._sequence.refresh_fp32_params()
 
@@ -136,10 +135,16 @@ class CheckpointMixin:
         taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
         if taken:
             raise ValueError(f"client_state: {', '.join(taken)} are the engine's own keys; rename them")
+        check_loadable(client_state, "client_state")
         save_dir = os.path.abspath(save_dir)
         temporary = os.path.join(save_dir, f".{tag}.saving")
         together(lambda: self._make_folder(temporary), self.device, f"making {temporary}")
-        together(lambda: self._write_files(temporary, client_state, exclude_frozen_parameters), self.device, f"saving {tag}")
+        try:
+            together(lambda: self._write_files(temporary, client_state, exclude_frozen_parameters), self.device, f"saving {tag}")
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk is why most saves fail
+            raise
         together(lambda: self._publish(save_dir, temporary, tag, save_latest), self.device, f"saving {tag}")
         log_dist(f"saved checkpoint {os.path.join(save_dir, tag)}", ranks=[0])
         return True
@@ -314,6 +319,7 @@ class CheckpointMixin:
                 logger.warning(f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one")
                 return None, None
         folder = os.path.join(load_dir, str(tag))
+        together(lambda: recover_folder(folder) if dist.get_rank() == 0 else None, self.device, f"looking for {folder}")
         loaded: LoadedFiles = together(
             lambda: self._read(
                 load_dir, folder, load_module_only, load_module_strict and custom_load_fn is None, load_optimizer_states
@@ -331,7 +337,7 @@ class CheckpointMixin:
     def _read(self, load_dir: str, folder: str, module_only: bool, strict: bool, load_optimizer_states: bool) -> LoadedFiles:
         if not os.path.isdir(folder):
             tags = (
-                sorted(n for n in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, n)))
+                sorted(n for n in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, n)) and not n.startswith("."))
                 if os.path.isdir(load_dir)
                 else []
             )
@@ -363,8 +369,7 @@ class CheckpointMixin:
     def _check_module(self, saved: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict(strict=True)` would, before anything is changed."""
         own = self.module.state_dict()
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
-        problems = [f"{name} is missing" for name in own if name not in saved and name not in frozen]
+        problems = [f"{name} is missing" for name in own if name not in saved]
         problems += [f"{name} is not in this model" for name in saved if name not in own]
         problems += [
             f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
@@ -373,7 +378,10 @@ class CheckpointMixin:
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}")
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was saved without frozen parameters, "
+                "or only some of it is wanted, give load_module_strict=False"
+            )
 
     def _restore_training(self, loaded: LoadedFiles, load_optimizer_states: bool, load_lr_scheduler_states: bool) -> None:
         from_fp32 = self.zero_load_from_fp32_weights()  # type: ignore[attr-defined]  # from EngineSettings
@@ -386,11 +394,21 @@ class CheckpointMixin:
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if load_lr_scheduler_states and self.lr_scheduler is not None and scheduler is not None:
             self.lr_scheduler.load_state_dict(scheduler)
+            if not load_optimizer_states:
+                self._apply_schedule()
         self.global_steps = loaded.model[keys.GLOBAL_STEPS]
         self.global_samples = loaded.model[keys.GLOBAL_SAMPLES]
         self.skipped_steps = loaded.model[keys.SKIPPED_STEPS]
         if load_optimizer_states:
             self._restore_host(loaded.host)
+
+    def _apply_schedule(self) -> None:
+        """Set the rates that the schedule is at: without the optimizer's groups they would be its first ones until the next step."""
+        schedule = self.lr_scheduler
+        # Our schedules read their last rate from the groups; torch's keep it.
+        rates = schedule.get_lr() if type(schedule).__name__ in VALID_LR_SCHEDULES else schedule.get_last_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
 
     def _restore_host(self, host: dict[str, Any] | None) -> None:
         steps = self.gradient_accumulation_steps()  # type: ignore[attr-defined]  # from EngineSettings

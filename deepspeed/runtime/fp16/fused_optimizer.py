@@ -19,7 +19,7 @@ from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_fla
 from deepspeed.runtime.sharding.state import load_in_place
 
 FP32_GROUPS_FLAT = "fp32_groups_flat"
-SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 
 
 class FP16_Optimizer(MasterWeightOptimizer):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_PARAM_GROUPS,
     BASE_OPTIMIZER_STATE,
     BASE_OPTIMIZER_STATE_STEP,
     CLIP_GRAD,
@@ -45,6 +46,7 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
         PARAM_SLICE_MAPPINGS: [_slice_mapping(optimizer, g) for g in optimizer.groups],
     }
     if elastic:
+        state[BASE_OPTIMIZER_PARAM_GROUPS] = optimizer.optimizer.state_dict()["param_groups"]
         steps = [state.get("step") for state in optimizer.state.values()]
         state[BASE_OPTIMIZER_STATE_STEP] = next((step for step in steps if step is not None), None)
     return state
@@ -140,6 +142,8 @@ def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     if isinstance(base, dict):
         load_in_place(optimizer.optimizer, base)
         return
+    for param_group, kept in zip(optimizer.param_groups, saved.get(BASE_OPTIMIZER_PARAM_GROUPS, ()), strict=False):
+        param_group.update({key: value for key, value in kept.items() if key != "params"})
     for group, lean in zip(optimizer.groups, base, strict=True):
         if not lean:
             continue

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, loading, layout of the files, crashes."""

@@ -1,0 +1,145 @@
+"""A run that is saved and resumed equals, bit for bit, one that did not stop."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from unit.common import DistributedFixture, DistributedTest
+
+from .runs import config, differences, start, train
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}}
+ACCUMULATE = {"data_types": {"grad_accum_dtype": "fp32"}}
+TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 50, **keys}}
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+CASES: dict[str, dict[str, Any]] = {
+    "stage0-fp32": {},
+    "stage0-fp32-sgd": SGD,
+    "stage0-bf16": BF16,
+    "stage0-bf16-accumulate": {**BF16, **ACCUMULATE},
+    "stage0-fp16": FP16,
+    "stage0-fp16-per-parameter": {**FP16, **TORCH_ADAM},
+    "stage0-fp16-consecutive": {"fp16": {**FP16["fp16"], "consecutive_hysteresis": True}},
+    "stage0-fp16-static": {"fp16": {"enabled": True, "loss_scale": 64}},
+    "stage1-fp32": zero(1),
+    "stage1-bf16": {**BF16, **zero(1)},
+    "stage1-fp16": {**FP16, **zero(1)},
+    "stage1-bf16-accumulate": {**BF16, **ACCUMULATE, **zero(1)},
+    "stage1-bf16-immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}, **ACCUMULATE, **zero(1)},
+    "stage1-bf16-accumulate-offload": {**BF16, **ACCUMULATE, **zero(1, **CPU)},
+    "stage1-sgd": {**SGD, **zero(1)},
+    "stage2-fp32": zero(2),
+    "stage2-bf16": {**BF16, **zero(2)},
+    "stage2-fp16": {**FP16, **zero(2)},
+    "stage2-bf16-offload": {**BF16, **zero(2, **CPU)},
+    "stage2-fp16-offload": {**FP16, **zero(2, **CPU)},
+    "stage2-fp32-elastic": zero(2, elastic_checkpoint=True),
+    "stage2-bf16-elastic": {**BF16, **zero(2, elastic_checkpoint=True)},
+    "stage2-bf16-round-robin": {**BF16, **zero(2, round_robin_gradients=True)},
+    "stage2-lion": {**BF16, **LION, **zero(2)},
+}
+STEPS, SAVED_AT = 6, 3
+
+
+class TestResume(DistributedTest):
+    """Kills: any of weights, masters, moments, scale, schedule, counters, random states or data position not saved or not loaded."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", ["stage0", "stage1", "stage2"])
+    def test_bit_equal(self, tmpdir: Any, stage: str) -> None:
+        cases = [case for case in CASES if case.startswith(stage)]
+        wrong = {case: found for case in cases if (found := self.resume(Path(str(tmpdir)) / case, case))}
+        assert wrong == {}
+
+    def resume(self, folder: Path, case: str) -> list[str]:
+        """Where a resumed run differs from one that did not stop."""
+        configuration = config(**CASES[case])
+        engine = start(configuration)
+        train(engine, SAVED_AT)
+        assert engine.save_checkpoint(str(folder), client_state={"note": [1, "two"]})
+        straight = train(engine, STEPS - SAVED_AT)
+
+        resumed = start(configuration, seed=2)
+        train(resumed, 1)  # state that loading must replace
+        path, client_state = resumed.load_checkpoint(str(folder))
+        assert path == str(folder / f"global_step{SAVED_AT}")
+        assert client_state is not None and client_state["note"] == [1, "two"]
+        if "fp16" in case and "static" not in case:
+            assert straight[-1]["counters"][1] > 0, "the case has no skipped steps to remember"
+        return differences(straight, train(resumed, STEPS - SAVED_AT))
+
+    @pytest.mark.parametrize("case", ["stage0-fp16", "stage2-fp16"])
+    def test_after_every_step(self, tmpdir: Any, case: str) -> None:
+        """Whatever the scaler's, the schedule's and the epoch's state is when it is saved."""
+        configuration = config(**CASES[case])
+        engine = start(configuration)
+        for step in range(1, 6):
+            train(engine, 1)
+            engine.save_checkpoint(str(tmpdir), tag=f"at{step}")
+        last = train(engine, 1)
+        for step in range(1, 6):
+            resumed = start(configuration, seed=step + 1)
+            resumed.load_checkpoint(str(tmpdir), tag=f"at{step}")
+            assert differences(last[-1], train(resumed, 6 - step)[-1]) == [], step
+
+    def test_saving_changes_nothing(self, tmpdir: Any) -> None:
+        configuration = config(**CASES["stage2-bf16"])
+        plain = train(start(configuration), 4)
+        engine = start(configuration)
+        saved = train(engine, 2)
+        engine.save_checkpoint(str(tmpdir))
+        assert differences(plain, saved + train(engine, 2)) == []
+
+    def test_a_plain_loop_over_the_loader_goes_on_mid_epoch(self, tmpdir: Any) -> None:
+        configuration = config(**CASES["stage1-fp32"])
+        engine = start(configuration)
+        batches = iter(engine.training_dataloader)
+        for _ in range(2):
+            next(batches)
+        engine.save_checkpoint(str(tmpdir))
+        rest = [x for x, _ in batches]
+        resumed = start(configuration, seed=2)
+        resumed.load_checkpoint(str(tmpdir))
+        assert differences(rest, [x for x, _ in resumed.training_dataloader]) == []
+        assert len(rest) == 3
+
+
+class Saved(DistributedFixture):
+    """A run of six steps that was saved after the third, in processes that have ended."""
+
+    world_size = 2
+
+    def run(self, class_tmpdir: Any) -> None:
+        engine = start(config(**CASES["stage2-bf16"]))
+        train(engine, SAVED_AT)
+        engine.save_checkpoint(str(class_tmpdir))
+        torch.save(train(engine, STEPS - SAVED_AT), f"{class_tmpdir}/straight{dist.get_rank()}.pt")
+
+
+class TestNewProcesses(DistributedTest):
+    world_size = 2
+
+    def test_bit_equal(self, Saved: Any, class_tmpdir: Any) -> None:
+        straight = torch.load(f"{class_tmpdir}/straight{dist.get_rank()}.pt", weights_only=False)
+        random.seed(0)
+        numpy.random.seed(0)
+        resumed = start(config(**CASES["stage2-bf16"]), seed=7)
+        resumed.load_checkpoint(str(class_tmpdir))
+        assert differences(straight, train(resumed, STEPS - SAVED_AT)) == []
