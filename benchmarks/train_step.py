@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 NUM_RANKS = 2
+START_SECONDS = 300
 BASELINE = "ddp"
 FUSED = "ddp-fused"
 LAYERS = {"gpt": 6, "tiny": 400}
@@ -72,8 +75,15 @@ class Pair:
         """Return when both processes have built their system and trained a step.
 
         Raises:
-            RuntimeError: If one ended instead.
+            RuntimeError: If one ended instead, or takes too long.
         """
+        deadline = time.monotonic() + START_SECONDS
+        for process in self._processes:
+            if process.stdout and not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise RuntimeError(
+                    f"{self.name}: not ready after {START_SECONDS} s. Upstream builds kernels at its first start and waits forever "
+                    "for the lock of a build that was killed; set TORCH_EXTENSIONS_DIR to an empty folder"
+                )
         self.versions = self._replies()[0]
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -114,10 +124,10 @@ class Pair:
 
     def close(self) -> None:
         """End the processes; kills what does not end by itself."""
-        alive = all(process.poll() is None for process in self._processes)
+        healthy = bool(self.versions) and all(process.poll() is None for process in self._processes)
         for process in self._processes:
-            if not alive:
-                process.kill()  # its peer is gone: it would wait for it
+            if not healthy:
+                process.kill()  # it may wait for a peer that is gone, or for a lock
             if process.stdin:
                 process.stdin.close()
         for process in self._processes:
