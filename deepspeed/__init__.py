@@ -37,43 +37,7 @@ _NAMES = {
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",
 }
-# What later releases bring, and what this project leaves to others: entry points that say so.
-_LATER = {
-    "zero": "ZeRO-3 (deepspeed.zero)",
-    "pipe": "pipeline parallelism (deepspeed.pipe)",
-    "PipelineModule": "pipeline parallelism (deepspeed.PipelineModule)",
-    "PipelineEngine": "pipeline parallelism (deepspeed.PipelineEngine)",
-    "moe": "mixture of experts (deepspeed.moe)",
-    "sequence": "sequence parallelism (deepspeed.sequence)",
-    "checkpointing": "activation checkpointing (deepspeed.checkpointing)",
-    "tp_model_init": "tensor parallelism (deepspeed.tp_model_init)",
-}
-_OUT_OF_SCOPE = (
-    "InferenceEngine",
-    "DeepSpeedInferenceConfig",
-    "init_inference",
-    "default_inference_config",
-    "DeepSpeedHybridEngine",
-    "DeepSpeedTransformerLayer",
-    "DeepSpeedTransformerConfig",
-    "replace_transformer_layer",
-    "revert_transformer_layer",
-    "inference",
-    "module_inject",
-    "compression",
-    "autotuning",
-)
-_load = lazy_attributes(__name__, _NAMES, _SUBMODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        raise AttributeError(f"{_LATER[name]} is not in release {__version__}; it comes in a later one")
-    if name in _OUT_OF_SCOPE:
-        raise AttributeError(
-            f"deepspeed.{name}: this project is for training; inference, compression and autotuning are out of scope"
-        )
-    return _load(name)
+__getattr__ = lazy_attributes(__name__, _NAMES, _SUBMODULES)
 
 
 def initialize(

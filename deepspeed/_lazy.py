@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed._absent import reason
+
 
 def lazy_attributes(package: str, names: Mapping[str, str], submodules: tuple[str, ...] = ()) -> Callable[[str], Any]:
     """A module `__getattr__` for `package`.
@@ -21,6 +23,6 @@ def lazy_attributes(package: str, names: Mapping[str, str], submodules: tuple[st
             return getattr(importlib.import_module(names[name]), name)
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        raise AttributeError(reason(package, name) or f"module {package!r} has no attribute {name!r}")
 
     return __getattr__

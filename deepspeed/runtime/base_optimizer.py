@@ -67,6 +67,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.check_grad_overflow = check_grad_overflow
         self.overflow = False
         self._grad_norm: float | torch.Tensor | None = None
+        self._frozen = [p for group in init_optimizer.param_groups for p in group["params"] if not p.requires_grad]
         self.accumulation_divisor = 1.0  # set by the engine: what a plain loss.backward() has left undivided
 
     # Gradients: what a stage provides
@@ -109,6 +110,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         """
         if closure is not None:
             raise ValueError("step(closure) is not supported: run forward and backward through the engine, then call step()")
+        self._refuse_unfrozen()
         self.finish_gradients()
         step_factor = self.reduce_rule.step_factor / self._step_divisor
         norm = self.scaled_global_norm() * step_factor
@@ -124,6 +126,15 @@ class StepSequence(DeepSpeedOptimizer, ABC):
             clip = 1.0 if host_norm is None else clip_factor(host_norm / scale, self.clip_grad)
             self._update(step_factor * clip / scale)
         self.zero_grad()
+
+    def _refuse_unfrozen(self) -> None:
+        """A parameter unfrozen after construction is in no bucket: ranks would train it apart without a word."""
+        unfrozen = sum(param.requires_grad for param in self._frozen)
+        if unfrozen:
+            raise RuntimeError(
+                f"{unfrozen} parameters that were frozen when the engine was made require a gradient now; their gradients would "
+                "not be reduced. Make a new engine (deepspeed.initialize) after unfreezing, or freeze them again"
+            )
 
     def _used_scale(self) -> float:
         return float(self.loss_scaler.update_scale(self.overflow))

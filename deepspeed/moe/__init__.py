@@ -1,0 +1,5 @@
+"""Mixture of experts: not in this release; importing it says why."""
+
+from deepspeed._absent import reason
+
+raise ImportError(reason("deepspeed", "moe"))

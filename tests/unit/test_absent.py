@@ -1,0 +1,43 @@
+"""Entry points that this release does not have say so by name, and hasattr() on them is False."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import deepspeed
+import deepspeed.utils
+
+
+@pytest.mark.parametrize("name", ["pipe", "moe", "sequence"])
+def test_later_packages_name_their_feature(name: str) -> None:
+    # Kills: a bare ModuleNotFoundError, which reads like a broken installation.
+    with pytest.raises(ImportError, match=f"deepspeed.{name}: .* later"):
+        importlib.import_module(f"deepspeed.{name}")
+
+
+@pytest.mark.parametrize("name", ["inference", "compression", "module_inject", "autotuning"])
+def test_packages_out_of_scope_say_so(name: str) -> None:
+    with pytest.raises(ImportError, match=f"deepspeed.{name}: .* out of scope"):
+        importlib.import_module(f"deepspeed.{name}")
+
+
+@pytest.mark.parametrize("name", ["PipelineModule", "zero", "tp_model_init", "checkpointing", "init_inference"])
+def test_names_say_what_they_are(name: str) -> None:
+    assert not hasattr(deepspeed, name)
+    with pytest.raises(AttributeError, match=f"deepspeed.{name}: "):
+        getattr(deepspeed, name)
+
+
+def test_utilities_of_zero_3_are_named() -> None:
+    with pytest.raises(ImportError):
+        from deepspeed.utils import set_z3_leaf_modules  # noqa: F401
+    with pytest.raises(AttributeError, match="ZeRO-3"):
+        deepspeed.utils.set_z3_leaf_modules  # noqa: B018
+
+
+def test_unknown_names_are_plain_attribute_errors() -> None:
+    # Kills: answering every typo with a promise.
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        deepspeed.initialise  # noqa: B018
