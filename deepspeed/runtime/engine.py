@@ -87,7 +87,6 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             model.to(self.device)
         broadcast_model(model, self.data_parallel_group)
         self.timers = EngineTimers(self._config, self.train_batch_size())
-        self._backward_hooks_pending = False
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
         self._sequence: StepSequence | None = None
@@ -140,9 +139,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.enable_backward_allreduce = True
         self.tracker = AccumulationTracker(self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation)
         self._reduced_at_boundary = False
-        self._window_is_plain: bool | None = None
+        self._window_is_plain: bool | None = None  # how this accumulation window runs backward; None until it begins
+        self._unscaled_plain = False  # a plain backward is running that needed a loss scale
         self._step_applied = False
-        self._coalescing = False
         self._is_compiled = False
 
     def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
@@ -191,7 +190,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             model_parallel_group=groups._get_model_parallel_group() if several else None,
             counts_in_norm=norm_selection(groups._get_model_parallel_rank()) if several else None,
             model_dtype=self.model_dtype,
-            backward_started=self._enter_backward,
+            backward_started=self._on_parameter_gradient,
             comm_dtype_of=comm_dtype_lookup(self.module, self._config),
         )
 
@@ -302,6 +301,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.timers.start_backward()
         self._begin_window(plain=False)
         self.tracker.state = BackwardState.RUNNING
+        self._unscaled_plain = False
         sequence.accumulation_divisor = 1.0
         sequence.backward_prologue()
         loss = self._divided(loss, scale_wrt_gas)
@@ -345,14 +345,23 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.timers.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
 
+    def _on_parameter_gradient(self) -> None:
+        """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it off."""
+        self._enter_backward()
+        if self._unscaled_plain:
+            self._refuse_unscaled()
+
     def _finish_plain_backward(self) -> None:
         if self._unscaled_plain and any(param.grad is not None for param in self.module.parameters()):
-            self._abort_backward()
-            raise RuntimeError(
-                "loss.backward() under fp16 loss scaling: gradients were computed without the loss scale and would underflow. "
-                "Call engine.backward(loss), or engine.scale(loss).backward()"
-            )
+            self._refuse_unscaled()
         self._backward_epilogue()
+
+    def _refuse_unscaled(self) -> None:
+        self._abort_backward()
+        raise RuntimeError(
+            "loss.backward() under fp16 loss scaling: gradients were computed without the loss scale and would underflow. "
+            "Call engine.backward(loss), or engine.scale(loss).backward()"
+        )
 
     def _begin_window(self, plain: bool) -> None:
         """Micro-batches of one step are divided at different places, so they must all be managed or all be plain."""

@@ -180,7 +180,9 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     _check_accumulation(stage, model_dtype, accumulation)
     if stage > 0:
         _check_shardable(basic, context.config)
-    if model_dtype == torch.bfloat16 and accumulation == torch.float32 and stage < 2:
+    # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot take.
+    shards = stage == 1 or (stage == 0 and type(basic).__name__ in ELEMENTWISE)
+    if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:
         return _bf16(basic, context, accumulation)
     if stage > 0:
         return _zero(basic, context, stage, accumulation)

@@ -47,6 +47,9 @@ class ReplicatedOptimizer(StepSequence):
         self.reduce_bucket_size = reduce_bucket_size
         self.communication_data_type = communication_data_type
         self.gradients = self._flat_gradients()
+        for gradients in self.gradients:
+            for param in gradients.params:
+                param._ds_replicated_by = self  # type: ignore[attr-defined]  # how safe_get_full_grad finds what is left to divide
 
     def _flat_gradients(self) -> list[FlatGradients]:
         families: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
@@ -61,6 +64,11 @@ class ReplicatedOptimizer(StepSequence):
     @property
     def _step_divisor(self) -> float:
         return self.accumulation_divisor
+
+    @property
+    def read_factor(self) -> float:
+        """By what `param.grad` is multiplied to be what the optimizer will see (before clipping)."""
+        return self.reduce_rule.step_factor / self._step_divisor
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
@@ -94,3 +102,12 @@ class ReplicatedOptimizer(StepSequence):
         for gradients in self.gradients:
             for param in gradients.params:
                 param.grad = None
+
+    def destroy(self) -> None:
+        """See base class: the client's optimizer and parameters stay, without gradients and without a way back to here."""
+        for gradients in self.gradients:
+            for param in gradients.params:
+                param.grad = None
+                if hasattr(param, "_ds_replicated_by"):
+                    del param._ds_replicated_by
+        self.gradients = []

@@ -32,6 +32,12 @@ def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
     return getattr(param, "_hp_mapping", None)
 
 
+def _replicated_factor(param: nn.Parameter) -> float:
+    """What the step multiplies `param.grad` by where there are no masters: a plain backward leaves a division to it."""
+    optimizer = getattr(param, "_ds_replicated_by", None)
+    return 1.0 if optimizer is None else float(optimizer.read_factor)
+
+
 def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer, int, int]:
     link = _link(param)
     if link is None:
@@ -133,7 +139,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The averaged gradient of `param`, fp32 in its shape, on every rank; None if there is none now."""
     if _link(param) is None:
-        return param.grad
+        factor = _replicated_factor(param)
+        return param.grad if factor == 1.0 or param.grad is None else param.grad * factor
     values = _full([param], _grad_shards)
     return values[0] if values else None
 
@@ -175,7 +182,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the averaged gradient of `param`; `value` is the same on all ranks."""
     if _link(param) is None:
-        param.grad = value.to(param.dtype)
+        # In place: norm and clipping read this buffer, and would not see another one.
+        param.grad = param.grad if param.grad is not None else torch.zeros_like(param)
+        param.grad.copy_(value.detach() / _replicated_factor(param))
         return
     optimizer, _, _ = _require_link(param, "safe_set_full_grad")
     optimizer.finish_gradients()

@@ -215,10 +215,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.readiness.reset()
 
     def _refuse_unused(self) -> None:
-        sources = ((param, self._source(index, param)) for index, param in self._slots)
-        unused = [self.param_names.get(param, "?") for param, grad in sources if grad is None]
-        sent = self._hook_handles and self.partition_gradients
-        if unused and not sent:
+        # A gradient that was sent from its hook is gone by now, but its firing was counted.
+        slots = enumerate(self._slots)
+        silent = (self._slots[s][1] for s, (i, p) in slots if not self.readiness.fired[s] and self._source(i, p) is None)
+        unused = [self.param_names.get(param, "?") for param in silent]
+        if unused:
             raise RuntimeError(
                 f"no gradient reached {', '.join(unused)}; zero_optimization.ignore_unused_parameters is false. "
                 "Set it to true to count them as zero, or let every trainable parameter take part in the loss"

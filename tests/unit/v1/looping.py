@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test method: call it for every combination, stop at the first failure and name the combination."""
@@ -22,7 +24,7 @@ def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..
                 chosen = dict(zip(values, combination, strict=True))
                 try:
                     method(self, **chosen, **fixtures)
-                except Exception as error:
+                except (Exception, pytest.fail.Exception) as error:
                     raise AssertionError(f"for {chosen}: {type(error).__name__}: {error}") from error
 
         parameters = inspect.signature(method).parameters

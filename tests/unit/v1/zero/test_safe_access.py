@@ -140,7 +140,7 @@ class TestFullAccess(DistributedTest):
 
     @each(name=CONFIGS)
     def test_what_is_set_is_used(self, name: str) -> None:
-        # Kills: a value written to the master but not the model or the other way round, a gradient or state that the step overwrites.
+        # Kills: a value written to the master but not the model or the other way round, a gradient that the step overwrites.
         engine = make_engine(name)
         param = engine.module.second
         value = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
@@ -259,3 +259,16 @@ class TestWithoutMasters(DistributedTest):
         assert torch.equal(param.detach(), Net().second.detach() - LR)
         with pytest.raises(ValueError, match="stage 0 in fp32"):
             safe_set_full_fp32_param(param, torch.zeros(5))
+
+    def test_a_gradient_that_was_set_is_clipped(self) -> None:
+        # Kills: putting another tensor into param.grad: norm and clipping read the buffer, and the update would not be clipped.
+        CONFIGS["stage0-clipped"] = {"gradient_clipping": 1.0}
+        engine = make_engine("stage0-clipped")
+        backward(engine)
+        for param in trainable(engine).values():
+            safe_set_full_grad(param, torch.full(param.shape, 3.0))
+        engine.step()
+        norm = 3.0 * 13**0.5
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+        wanted = Net().second.detach() - LR * 3.0 / norm
+        torch.testing.assert_close(engine.module.second.detach(), wanted)
