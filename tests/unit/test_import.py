@@ -1,0 +1,159 @@
+"""`import deepspeed` is quick, starts nothing, and leaves everything within reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The aim is 0.25 s on a quiet machine; this must not fail on a busy one.
+LIMIT_S = 0.6
+
+
+def python(code: str) -> str:
+    """Run `code` in a new interpreter; returns what it printed."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+TIMED = """
+import time, torch
+started, cpu = time.perf_counter(), time.process_time()
+import deepspeed
+print(time.perf_counter() - started, time.process_time() - cpu)
+"""
+
+
+def test_the_time_it_adds_to_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a heavy import at module level."""
+    runs = [[float(word) for word in python(TIMED).split()] for _ in range(3)]
+    wall, cpu = (statistics.median(column) for column in zip(*runs, strict=True))
+    with capsys.disabled():
+        print(f"\nimport deepspeed adds {wall:.3f} s ({cpu:.3f} s of processor time) to import torch")
+    assert cpu < LIMIT_S
+
+
+QUIET = """
+import json, os, socket, subprocess, sys, threading
+import torch
+calls = []
+
+def watched(name):
+    def call(*args, **kwargs):
+        calls.append(name)
+        raise RuntimeError(f"{name} at import")
+    return call
+
+subprocess.Popen.__init__ = watched("a process")
+os.system = watched("a process")
+os.fork = watched("a process")
+socket.socket.connect = watched("the network")
+socket.getaddrinfo = watched("the network")
+torch.cuda.init = torch.cuda._lazy_init = watched("CUDA")
+threads = threading.active_count()
+import deepspeed
+print(json.dumps({
+    "calls": calls,
+    "cuda": torch.cuda.is_initialized(),
+    "distributed": torch.distributed.is_initialized(),
+    "threads": threading.active_count() - threads,
+    "engine": "deepspeed.runtime.engine" in sys.modules,
+}))
+"""
+
+
+def test_it_starts_nothing() -> None:
+    """Kills: a device, compiler, network or thread at import."""
+    quiet = {"calls": [], "cuda": False, "distributed": False, "threads": 0, "engine": False}
+    assert json.loads(python(QUIET)) == quiet
+
+
+NAMES = [
+    "DeepSpeedEngine",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedOptimizer",
+    "OnDevice",
+    "__version__",
+    "__version_major__",
+    "add_config_arguments",
+    "comm.ReduceOp",
+    "comm.all_reduce",
+    "comm.get_rank",
+    "comm.is_initialized",
+    "accelerator.get_accelerator",
+    "checkpoint.utils.clone_tensors_for_torch_save",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops.adam.DeepSpeedCPUAdam",
+    "ops.adam.FusedAdam",
+    "ops.adagrad.DeepSpeedCPUAdagrad",
+    "ops.lion.DeepSpeedCPULion",
+    "runtime.base_optimizer.DeepSpeedOptimizer",
+    "runtime.bf16_optimizer.BF16_Optimizer",
+    "runtime.config.DeepSpeedConfig",
+    "runtime.engine.DeepSpeedEngine",
+    "runtime.fp16.loss_scaler.DynamicLossScaler",
+    "runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "runtime.lr_schedules.WarmupLR",
+    "runtime.utils.move_to_device",
+    "runtime.zero.config.ZeroStageEnum",
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
+    "utils.RepeatingLoader",
+    "utils.groups._get_data_parallel_group",
+    "utils.groups._get_sequence_parallel_group",
+    "utils.logger.setLevel",
+    "utils.logging.logger",
+    "utils.nvtx.instrument_w_nvtx",
+    "utils.safe_get_full_fp32_param",
+    "utils.safe_get_full_grad",
+    "utils.tensor_fragment.fragment_address",
+    "utils.timer.SynchronizedWallClockTimer",
+]
+
+
+def test_names_are_reached_from_the_plain_import() -> None:
+    """Kills: a submodule that has to be imported by hand where upstream's users need not."""
+    code = f"""
+import deepspeed, functools, json
+missing = []
+for name in {NAMES!r}:
+    try:
+        functools.reduce(getattr, name.split("."), deepspeed)
+    except AttributeError as error:
+        missing.append(f"{{name}}: {{error}}")
+print(json.dumps(missing))
+"""
+    assert json.loads(python(code)) == []
+
+
+def test_one_class_under_both_names() -> None:
+    code = "import deepspeed; from deepspeed.runtime import engine; print(deepspeed.DeepSpeedEngine is engine.DeepSpeedEngine)"
+    assert python(code).strip() == "True"
+
+
+def test_the_distribution_has_its_name() -> None:
+    """Client libraries look at the metadata before they import."""
+    import importlib.metadata
+
+    try:
+        found = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("run from a checkout that is not installed (make test installs it)")
+    assert tuple(int(part) for part in found.split(".")[:2]) >= (0, 19)
