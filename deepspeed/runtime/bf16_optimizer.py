@@ -58,6 +58,7 @@ class BF16_Optimizer(ZeROOptimizer):
             if not self.cpu_offload:
                 group.use_grad(flat[start:end])
         self._reduced = False
+        self._on_host = False
         self._hook_handles: list[Any] = []
         if immediate_grad_update:
             self.create_grad_acc_hooks()
@@ -120,11 +121,16 @@ class BF16_Optimizer(ZeROOptimizer):
             self.communication_data_type,
         )
         self._reduced = True
+        self._on_host = False
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """See base class: with offload, the owned part moves to the host."""
-        if self.cpu_offload:
+        """See base class: with offload, the owned part moves to the host.
+
+        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the step.
+        """
+        if self.cpu_offload and not self._on_host:
+            self._on_host = True
             for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
                 start, end = group.table.shard_range(self.shard_rank)
                 group.grad.copy_(flat[start:end])
@@ -135,6 +141,7 @@ class BF16_Optimizer(ZeROOptimizer):
         """Forget the accumulated gradients."""
         self.accumulator.clear()
         self._reduced = False
+        self._on_host = False
 
     def clear_lp_grads(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not joined yet."""

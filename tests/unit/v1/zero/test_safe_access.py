@@ -45,6 +45,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
+    "bf16-optimizer-offload": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
     "stage0-fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
     "stage0-bf16": {"bf16": {"enabled": True}},
 }
