@@ -1,8 +1,8 @@
 """One rank of one system: builds it, then trains blocks of steps when told to, and reports how long each step took.
 
-Started by `train_step.py`, under the interpreter of the deepspeed that it measures. Protocol: one JSON line on stdout when ready;
-then for each line `N` on stdin, N steps and one JSON line with a list of seconds; `profile N` writes a cProfile report to stderr;
-end of input ends the process. While it waits it uses no processor time.
+Started by `train_step.py`, under the interpreter of the deepspeed that it measures. Protocol: one JSON line on stdout when
+ready; then for each line `N` on stdin, N steps and one JSON line with a list of (seconds, processor seconds); `profile N` writes a
+cProfile report to stderr; end of input ends the process. While it waits it uses no processor time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def start_distributed(variant: str) -> dict[str, Any]:
     return versions
 
 
-def time_steps(step: Step, count: int) -> list[float]:
-    """Seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within."""
+def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
+    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within."""
     gc.collect()
     dist.barrier()
-    seconds = []
+    times = []
     for _ in range(count):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        times.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    return times
 
 
 def profile_steps(step: Step, count: int) -> None:

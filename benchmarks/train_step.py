@@ -37,6 +37,8 @@ SYSTEMS = {
 }
 UPSTREAM_SYSTEMS = {"fp32": ("zero0", "zero1", "zero2"), "bf16": ("zero0", "zero1", "zero2", "zero1-fp32acc")}
 UPSTREAM_PREFIX = "upstream-"
+# For each round, for each step, seconds.
+Rounds = list[list[float]]
 
 
 class Pair:
@@ -52,7 +54,8 @@ class Pair:
 
     def __init__(self, name: str, python: str, workload: dict[str, Any], torch_adam: bool, stderr: IO[str]) -> None:
         self.name = name
-        self.rounds: list[list[float]] = []
+        self.rounds: Rounds = []
+        self.cpu_rounds: Rounds = []
         system = name.removeprefix(UPSTREAM_PREFIX)
         command = [python, str(HERE / "step_worker.py"), "--system", system, "--workload", json.dumps(workload)]
         command += ["--torch-adam"] if torch_adam else []
@@ -119,8 +122,10 @@ class Pair:
         return self._replies()
 
     def run_block(self, steps: int, warmup: int) -> None:
-        """Train a block and keep the time of each step after the first ones: of two ranks the slower."""
-        self.rounds.append([max(seconds) for seconds in zip(*self.tell(str(warmup + steps)), strict=True)][warmup:])
+        """Train a block; keep, of each step after the first ones, the slower rank's time and the mean processor time."""
+        of_steps = list(zip(*self.tell(str(warmup + steps)), strict=True))[warmup:]
+        self.rounds.append([max(wall for wall, _ in ranks) for ranks in of_steps])
+        self.cpu_rounds.append([statistics.mean(cpu for _, cpu in ranks) for ranks in of_steps])
 
     def close(self) -> None:
         """End the processes; kills what does not end by itself."""
@@ -148,6 +153,8 @@ class Result:
         ratio: Median over rounds of the ratio to the baseline.
         low, high: What the middle half of the rounds' ratios lies between.
         ratio_fused: As `ratio`, to DDP with fused AdamW; None if that was not run.
+        cpu_ms, cpu_ratio: As `median_ms` and `ratio`, of processor time per rank: no waiting, so other work on the machine hardly
+            shows in it.
     """
 
     system: str
@@ -156,6 +163,8 @@ class Result:
     low: float
     high: float
     ratio_fused: float | None
+    cpu_ms: float
+    cpu_ratio: float
 
 
 def free_port() -> int:
@@ -165,35 +174,48 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def paired_ratios(rounds: list[list[float]], base: list[list[float]]) -> list[float]:
+def paired_ratios(rounds: Rounds, base: Rounds) -> list[float]:
     """For each round, this system's median step over the other's."""
     return [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, base, strict=True)]
 
 
-def summarize(seconds: dict[str, list[list[float]]]) -> list[Result]:
-    """Results of all systems, of which one is the baseline.
+def median_ms(rounds: Rounds) -> float:
+    """Median step over all rounds, in milliseconds."""
+    return statistics.median(value for block in rounds for value in block) * 1e3
 
-    Args:
-        seconds: For each system, for each round, the time of each step.
-    """
+
+def summarize(wall: dict[str, Rounds], cpu: dict[str, Rounds]) -> list[Result]:
+    """Results of all systems, of which one is the baseline; `cpu` are processor times."""
     results = []
-    fused = seconds.get(FUSED)
-    for name, rounds in seconds.items():
-        ratios = paired_ratios(rounds, seconds[BASELINE])
+    for name, rounds in wall.items():
+        ratios = paired_ratios(rounds, wall[BASELINE])
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-        median_ms = statistics.median(value for block in rounds for value in block) * 1e3
-        against_fused = statistics.median(paired_ratios(rounds, fused)) if fused else None
-        results.append(Result(name, median_ms, statistics.median(ratios), low, high, against_fused))
+        fused = statistics.median(paired_ratios(rounds, wall[FUSED])) if FUSED in wall else None
+        cpu_ratio = statistics.median(paired_ratios(cpu[name], cpu[BASELINE]))
+        results.append(
+            Result(name, median_ms(rounds), statistics.median(ratios), low, high, fused, median_ms(cpu[name]), cpu_ratio)
+        )
     return results
 
 
 def table(results: list[Result]) -> str:
     """The results as a Markdown table."""
-    lines = ["| system | median step (ms) | x DDP | middle half | x DDP fused |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| system | median step (ms) | x DDP | middle half | x DDP fused | processor (ms) | x DDP |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for result in results:
-        against = "-" if result.ratio_fused is None else f"{result.ratio_fused:.2f}"
-        middle = f"{result.low:.2f}-{result.high:.2f}"
-        lines.append(f"| {result.system} | {result.median_ms:.2f} | {result.ratio:.2f} | {middle} | {against} |")
+        fused = "-" if result.ratio_fused is None else f"{result.ratio_fused:.2f}"
+        cells = (
+            result.system,
+            f"{result.median_ms:.2f}",
+            f"{result.ratio:.2f}",
+            f"{result.low:.2f}-{result.high:.2f}",
+            fused,
+            f"{result.cpu_ms:.2f}",
+            f"{result.cpu_ratio:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -299,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
             stderr.seek(0)
             print("".join(stderr.readlines()[-60:]) + f"\n{error}", file=sys.stderr)
             return 1
-    results = summarize({name: pair.rounds for name, pair in pairs.items()})
+    wall, cpu = ({n: p.rounds for n, p in pairs.items()}, {n: p.cpu_rounds for n, p in pairs.items()})
+    results = summarize(wall, cpu)
     print(f"{json.dumps(workload(arguments))}, {NUM_RANKS} ranks, {arguments.rounds} rounds of {arguments.steps} steps\n")
     print(table(results))
     if arguments.json:
@@ -307,7 +330,8 @@ def main(argv: list[str] | None = None) -> int:
             "workload": workload(arguments),
             "versions": {name: pair.versions for name, pair in pairs.items()},
             "results": [asdict(result) for result in results],
-            "seconds": {name: pair.rounds for name, pair in pairs.items()},
+            "seconds": wall,
+            "processor_seconds": cpu,
         }
         Path(arguments.json).write_text(json.dumps(record) + "\n")
     return 0

@@ -10,12 +10,12 @@ import train_step
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine is three times slower in the second round; that must not show in a ratio.
-    results = train_step.summarize(
-        {"ddp": [[1.0, 1.0], [3.0, 3.0]], "ddp-fused": [[0.5, 0.5], [1.5, 1.5]], "zero1": [[2.0, 2.0], [6.0, 6.0]]}
-    )
+    wall = {"ddp": [[1.0, 1.0], [3.0, 3.0]], "ddp-fused": [[0.5, 0.5], [1.5, 1.5]], "zero1": [[2.0, 2.0], [6.0, 6.0]]}
+    cpu = {"ddp": [[1.0], [1.0]], "ddp-fused": [[1.0], [1.0]], "zero1": [[0.5], [0.5]]}
+    results = train_step.summarize(wall, cpu)
     ratios = {result.system: (result.ratio, result.ratio_fused) for result in results}
     assert ratios == {"ddp": (1.0, 2.0), "ddp-fused": (0.5, 1.0), "zero1": (2.0, 4.0)}
-    assert "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 |" in train_step.table(results)
+    assert "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 | 500.00 | 0.50 |" in train_step.table(results)
 
 
 def test_upstream_needs_its_interpreter() -> None:
