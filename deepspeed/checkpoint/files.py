@@ -57,8 +57,8 @@ def read_file(path: str, map_location: Any = "cpu") -> Any:
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(
-            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, damaged, or holds objects that are not data; "
-            "load another tag, or restore the file"
+            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, damaged, or holds objects that are not "
+            "data; load another tag, or restore the file"
         ) from error
 
 
@@ -83,7 +83,7 @@ def replace_folder(temporary: str, final: str) -> None:
 
 
 def recover_folder(final: str) -> None:
-    """Put the older folder back, if `replace_folder` was killed after it had put that one aside and before the new one was there."""
+    """Put the older folder back, if `replace_folder` was killed between its two renames."""
     aside = _aside(final)
     if not os.path.isdir(final) and os.path.isdir(aside):
         os.rename(aside, final)

@@ -403,7 +403,7 @@ class CheckpointMixin:
             self._restore_host(loaded.host)
 
     def _apply_schedule(self) -> None:
-        """Set the rates that the schedule is at: without the optimizer's groups they would be its first ones until the next step."""
+        """Set the rates that the schedule is at; without the optimizer's groups they would be its first until the next step."""
         schedule = self.lr_scheduler
         # Our schedules read their last rate from the groups; torch's keep it.
         rates = schedule.get_lr() if type(schedule).__name__ in VALID_LR_SCHEDULES else schedule.get_last_lr()

@@ -19,6 +19,8 @@ SAMPLES = 20  # 5 micro-batches of 2 per rank and epoch: with 2 accumulation ste
 class Net(nn.Module):
     """Tied weights, a frozen layer, dropout, a buffer, and sizes that do not divide by two ranks."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, 7)
@@ -96,13 +98,14 @@ def look(engine: Any) -> dict[str, Any]:
         state[f"master.{index}"] = tensor.detach().clone()
     for position, entry in enumerate(optimizer.state.values()):
         state.update({f"state.{position}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()})
+    host: Any = numpy.random.get_state()
     scaler = vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}
     return {
         **state,
         "scaler": dict(scaler),
         "counters": (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps),
         "schedule": engine.lr_scheduler.state_dict(),
-        "random": (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]),
+        "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
         "data": engine.training_dataloader.state_dict(),
     }
 

@@ -58,7 +58,7 @@ STEPS, SAVED_AT = 6, 3
 
 
 class TestResume(DistributedTest):
-    """Kills: any of weights, masters, moments, scale, schedule, counters, random states or data position not saved or not loaded."""
+    """Kills: weights, masters, moments, scale, schedule, counters, random states or data position not saved or not loaded."""
 
     world_size = 2
 

@@ -1,0 +1,210 @@
+"""What a user gets told who gives `deepspeed.initialize` something wrong, and what becomes of the other ranks when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from unit.common import DistributedTest, get_master_port
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def give(*drop: str, **keys: Any) -> Callable[[], Any]:
+    """Initialize with the good configuration, less some keys, plus others."""
+    configuration = {key: value for key, value in {**GOOD, **keys}.items() if key not in drop}
+    return lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config=configuration)
+
+
+def zero(stage: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}}
+
+
+def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
+    return lambda: deepspeed.initialize(model=model, config={**GOOD, **keys})
+
+
+# What is wrong -> what is done, and what its message must say.
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown key": (give(gradient_cliping=1.0), r"gradient_cliping.*gradient_clipping"),
+    "unknown nested key": (give(zero_optimization={"stage": 1, "overlap_com": True}), r"overlap_com.*overlap_comm"),
+    "wrong type": (give(gradient_clipping="a lot"), r"gradient_clipping.*a lot"),
+    "wrong nested type": (give(zero_optimization={"stage": "two"}), r"zero_optimization\.stage.*two"),
+    "inconsistent batch sizes": (
+        give(train_batch_size=7, gradient_accumulation_steps=2),
+        r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*gradient_accumulation_steps = 2.*world size = 1",
+    ),
+    "no batch size": (give("train_micro_batch_size_per_gpu"), r"train_batch_size|train_micro_batch_size_per_gpu"),
+    "auto left over": (
+        give(train_micro_batch_size_per_gpu="auto"),
+        r"train_micro_batch_size_per_gpu.*auto|auto.*train_micro_batch",
+    ),
+    "stage 4": (give(**zero(4)), r"zero_optimization\.stage.*4"),
+    "stage 3": (give(**zero(3)), r"zero_optimization\.stage.*3.*later"),
+    "fp16 and bf16": (give(fp16={"enabled": True}, **BF16), r"fp16.*bf16|bf16.*fp16"),
+    "missing configuration file": (
+        lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config="no/such/file.json"),
+        r"no/such/file\.json",
+    ),
+    "no configuration": (lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4)), r"no configuration; give config="),
+    "two configurations": (
+        lambda: deepspeed.initialize(Namespace(deepspeed_config="a.json"), torch.nn.Linear(4, 4), config=GOOD),
+        r"given 2 times \(config, args\.deepspeed_config\); give it once",
+    ),
+    "no model": (lambda: deepspeed.initialize(config=GOOD), "model is required"),
+    "not a model": (of_model(lambda x: x), "model: expected a torch.nn.Module, got function"),
+    "no optimizer at stage 1": (give("optimizer", **zero(1)), "zero stage 1 requires an optimizer.*'optimizer'"),
+    "unknown optimizer": (give(optimizer={"type": "Adamw2"}), r"optimizer\.type.*'Adamw2'.*AdamW"),
+    "unknown optimizer argument": (
+        give(optimizer={"type": "AdamW", "params": {"learning_rate": 1}}),
+        r"optimizer\.params\.learning_rate.*lr",
+    ),
+    "unknown scheduler": (give(scheduler={"type": "Warmup"}), r"scheduler.*'?Warmup'?.*WarmupLR"),
+    "half-precision model without bf16": (
+        of_model(torch.nn.Linear(4, 4).bfloat16()),
+        r'trainable parameters are in half precision \(weight.*"bf16": \{"enabled": true\}',
+    ),
+    "Lamb under ZeRO": (
+        give(optimizer={"type": "Lamb", "params": {"lr": 1e-3}}, **zero(1)),
+        r"Lamb updates a parameter from the whole of it.*zero_optimization\.stage 0",
+    ),
+    "untested client optimizer under ZeRO": (
+        lambda: deepspeed.initialize(
+            model=(m := torch.nn.Linear(4, 4)), optimizer=Exotic(m.parameters(), lr=1.0), config={**GOOD, **zero(2)}
+        ),
+        'Exotic is not known to work on shards.*"zero_allow_untested_optimizer": true',
+    ),
+    "nothing to train": (of_model(torch.nn.Linear(4, 4).requires_grad_(False)), r"no trainable parameter|empty parameter list"),
+}
+
+
+class Exotic(torch.optim.SGD):
+    """An optimizer that nobody knows."""
+
+
+class TestMistakes(DistributedTest):
+    """Kills: an option that is accepted and ignored, an error that does not say what to change."""
+
+    world_size = 1
+
+    def test_each_is_named(self) -> None:
+        wrong = {}
+        for name, (mistake, pattern) in MISTAKES.items():
+            try:
+                mistake()
+            except (ValueError, FileNotFoundError, NotImplementedError) as error:
+                if not re.search(pattern, str(error), re.DOTALL):
+                    wrong[name] = f"{type(error).__name__}: {error}"
+            else:
+                wrong[name] = "was accepted"
+        assert wrong == {}
+
+    def test_the_engine_still_starts_after_them(self) -> None:
+        for mistake, _ in MISTAKES.values():
+            with pytest.raises((ValueError, FileNotFoundError, NotImplementedError)):
+                mistake()
+        engine = give(**zero(2))()[0]
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        assert engine.global_steps == 1
+
+
+SCRIPT = """
+import json, sys
+import torch, deepspeed
+deepspeed.initialize(model=torch.nn.Linear(4, 4), config=json.loads(sys.argv[1]))
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without a process group's variables, plus some."""
+    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in group}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**kept, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK.*MASTER_ADDR.*MASTER_PORT|RANK"),
+    ],
+)
+def test_a_half_set_environment_names_what_is_missing(given: dict[str, str], missing: str) -> None:
+    """Kills: waiting for ranks that never come, or training alone by mistake."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(GOOD)],
+        env=environment(**given),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode != 0
+    last = run.stderr.strip().splitlines()[-1]
+    assert re.search(missing, last) and "torchrun" in last, run.stderr[-2000:]
+
+
+DYING = """
+import datetime, os, signal, sys, time
+import torch, deepspeed
+deepspeed.init_distributed(timeout=datetime.timedelta(seconds=float(sys.argv[2])))
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": int(sys.argv[3])},
+}
+engine = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+for step in range(3):
+    loss = engine(torch.ones(2, 64)).sum()
+    if step == 1 and deepspeed.comm.get_rank() == 1:
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    engine.backward(loss)
+    engine.step()
+    print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "stage"), [("killed", "0"), ("killed", "2"), ("stuck", "1")])
+def test_the_others_end_when_a_rank_dies(how: str, stage: str) -> None:
+    """Kills: a collective without timeout, an error that is swallowed; no launcher is there to end the survivors."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
+    timeout = "4" if how == "stuck" else "60"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DYING, how, timeout, stage],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, err = ranks[0].communicate(timeout=45)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode not in (0, -9)
+    assert out.split() == ["step", "0"]
+    assert "Error" in err

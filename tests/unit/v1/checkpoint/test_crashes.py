@@ -1,0 +1,194 @@
+"""A save that fails or is killed, and files that are damaged, never cost a good checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import files
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime import checkpointing
+from unit.common import DistributedFixture, DistributedTest
+
+from .runs import config, differences, look, start, train
+
+KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestFailedSaves(DistributedTest):
+    """Kills: writing in place, updating `latest` before the files are there, one rank going on alone."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("tag", ["good", "next"])
+    def test_a_full_disk_on_one_rank(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="good")
+        before = contents(Path(str(tmpdir)))
+        dist.barrier()
+        train(engine, 1)
+        write = files.write_file
+
+        def full(path: str, content: Any) -> None:
+            write(path, content)
+            if dist.get_rank() == 1:
+                raise OSError(28, "No space left on device", path)
+
+        monkeypatch.setattr(checkpointing, "write_file", full)
+        with pytest.raises(CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"):
+            engine.save_checkpoint(str(tmpdir), tag=tag)
+        dist.barrier()
+        assert contents(Path(str(tmpdir))) == before  # `latest`, the older checkpoint of that tag, and nothing half-written
+        monkeypatch.undo()
+        engine.save_checkpoint(str(tmpdir), tag=tag)
+        assert Path(str(tmpdir), "latest").read_text() == tag
+
+    def test_a_kill_between_the_two_renames(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="same")
+        first = look(engine)
+        train(engine, 1)
+        rename = os.rename
+
+        def killed(source: str, target: str) -> None:
+            if source.endswith(".saving"):
+                raise KeyboardInterrupt
+            rename(source, target)
+
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(os, "rename", killed)
+            with pytest.raises(KeyboardInterrupt):
+                files.replace_folder(str(tmpdir.join(".same.saving")), str(tmpdir.join("same")))
+            monkeypatch.undo()
+        dist.barrier()
+        other = start(config(**KEYS), seed=2)
+        path, _ = other.load_checkpoint(str(tmpdir))
+        assert path == str(tmpdir.join("same"))
+        assert differences(first, look(other)) == []
+
+
+class Killed(DistributedFixture):
+    """A run that was killed while both ranks wrote their second checkpoint."""
+
+    world_size = 1
+
+    def run(self, class_tmpdir: Any) -> None:
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        engine.save_checkpoint(str(class_tmpdir))
+        train(engine, 1)
+        pid = os.fork()
+        if pid == 0:
+            files_written = iter(range(10))
+            write = files.write_file
+
+            def dying(path: str, content: Any) -> None:
+                write(path, content)
+                if next(files_written) == 1:
+                    os._exit(9)
+
+            checkpointing.write_file = dying  # in the forked process only
+            engine.save_checkpoint(str(class_tmpdir))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+class TestAfterAKill(DistributedTest):
+    world_size = 1
+
+    def test_the_older_checkpoint_is_whole(self, Killed: Any, class_tmpdir: Any) -> None:
+        folder = Path(str(class_tmpdir))
+        assert (folder / "latest").read_text() == "global_step1"
+        assert not (folder / "global_step2").exists()
+        engine = start(config(**KEYS), seed=2)
+        assert engine.load_checkpoint(str(folder))[0] == str(folder / "global_step1")
+        train(engine, 1)
+        engine.save_checkpoint(str(folder))  # over what the killed one left
+        assert (folder / "latest").read_text() == "global_step2"
+        assert not list(folder.glob(".*"))
+
+
+class TestBadFiles(DistributedTest):
+    """Kills: loading half of a checkpoint, one rank raising while the others wait."""
+
+    world_size = 2
+
+    def saved(self, folder: Any) -> Any:
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        engine.save_checkpoint(str(folder), tag="good")
+        return engine
+
+    def test_a_damaged_file_is_named_on_every_rank_and_nothing_changes(self, tmpdir: Any) -> None:
+        engine = self.saved(tmpdir)
+        train(engine, 1)
+        before = look(engine)
+        for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+            path = Path(str(tmpdir), "good", name)
+            whole = path.read_bytes()
+            damages = {"truncated": whole[: len(whole) // 2], "empty": b"", "noise": b"x" * 999, "missing": None}
+            for damage, left in damages.items():
+                self.replace(path, left)
+                reason = "does not exist" if left is None else "cannot be read.*truncated, damaged"
+                with pytest.raises(CheckpointError, match=rf"(?s){name}.*{reason}"):
+                    engine.load_checkpoint(str(tmpdir))
+                assert differences(before, look(engine)) == [], damage
+            self.replace(path, whole)
+        engine.load_checkpoint(str(tmpdir))
+        assert engine.global_steps == 1
+
+    @staticmethod
+    def replace(path: Path, content: bytes | None) -> None:
+        """Rank 0 writes other content, or removes the file, between two barriers."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+        dist.barrier()
+
+    def test_a_wrong_tag_and_code_in_a_file(self, tmpdir: Any) -> None:
+        engine = self.saved(tmpdir)
+        with pytest.raises(CheckpointError, match=r"tag 'bad' is not in .*; there are: good"):
+            engine.load_checkpoint(str(tmpdir), tag="bad")
+        marker = Path(str(tmpdir), "ran")
+        if dist.get_rank() == 0:
+            torch.save({"module": Evil(str(marker))}, Path(str(tmpdir), "good", "mp_rank_00_model_states.pt"))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            engine.load_checkpoint(str(tmpdir))
+        assert not marker.exists()
+
+    def test_another_model_and_another_number_of_ranks(self, tmpdir: Any) -> None:
+        engine = self.saved(tmpdir)
+        path = Path(str(tmpdir), "good", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt")
+        content = torch.load(path, weights_only=False)
+        content["optimizer_state_dict"]["partition_count"] = [4, 4]
+        torch.save(content, path)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="saved with 4 data-parallel ranks and 2 parameter groups, this run has 2 and 2"):
+            engine.load_checkpoint(str(tmpdir))
+        engine.module.last = torch.nn.Linear(7, 4).bfloat16()
+        with pytest.raises(CheckpointError, match=r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)"):
+            engine.load_checkpoint(str(tmpdir), load_module_only=True)
+
+
+class Evil:
+    """Pickles into a call that makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))

@@ -1,0 +1,196 @@
+"""File names, keys and types in checkpoint files equal upstream's, and no file holds more than it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from unit.common import DistributedTest
+
+from .runs import config, start, train
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 1000000,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+}
+ADAM_GROUP = [
+    "lr float",
+    "betas tuple",
+    "eps float",
+    "weight_decay float",
+    "amsgrad bool",
+    "maximize bool",
+    "foreach NoneType",
+    "capturable bool",
+    "differentiable bool",
+    "fused NoneType",
+    "decoupled_weight_decay bool",
+    "params list",
+]
+# Read off files that upstream 0.19.6 wrote with this model and configuration (rank 0 of 2).
+MODEL_FILE = [
+    "module OrderedDict",
+    "buffer_names list",
+    "optimizer NoneType",
+    "param_shapes list",
+    "frozen_param_shapes OrderedDict",
+    "shared_params dict",
+    "frozen_param_fragments OrderedDict",
+    "lr_scheduler dict",
+    "data_sampler NoneType",
+    "random_ltd NoneType",
+    "sparse_tensor_module_names set",
+    "skipped_steps int",
+    "global_steps int",
+    "global_samples int",
+    "dp_world_size int",
+    "mp_world_size int",
+    "checkpoint_parallel_dimensions dict",
+    "ds_config dict",
+    "ds_version str",
+    "note str",
+]
+WEIGHTS = {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (16, 32), "2.bias": (16,)}
+SHARD = [
+    "clip_grad float",
+    "base_optimizer_state dict",
+    "single_partition_of_fp32_groups list",
+    "group_paddings list",
+    "partition_count list",
+    "ds_version str",
+    "param_slice_mappings list",
+]
+SCALED = ["loss_scaler LossScaler", "dynamic_loss_scale bool", "overflow bool", "zero_stage ZeroStageEnum"]
+
+
+def keys_of(value: dict[str, Any]) -> list[str]:
+    return [f"{key} {type(item).__name__}" for key, item in value.items()]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+def save(folder: str, **keys: Any) -> dict[str, Any]:
+    """A step of the model that the golden lists were read off; returns the files' contents by name."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    engine = deepspeed.initialize(model=model, config={**CONFIG, **keys})[0]
+    for _ in range(2):
+        x = torch.randn(4, 16, dtype=next(model.parameters()).dtype)
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+    engine.save_checkpoint(folder, tag="step1", client_state={"note": "ours"})
+    assert Path(folder, "latest").read_text() == "step1"
+    read = {path.name: torch.load(path, weights_only=False) for path in Path(folder, "step1").iterdir()}
+    dist.barrier()
+    return read
+
+
+def check_shard(state: dict[str, Any]) -> None:
+    """The part that all sharded optimizers share."""
+    base = state["base_optimizer_state"]
+    assert keys_of(base) == ["state dict", "param_groups list"]
+    assert list(base["state"]) == [0]
+    assert {key: (tuple(t.shape), t.dtype) for key, t in base["state"][0].items()} == {
+        "step": ((), torch.float32),
+        "exp_avg": ((536,), torch.float32),
+        "exp_avg_sq": ((536,), torch.float32),
+    }
+    assert sorted(keys_of(base["param_groups"][0])) == sorted(ADAM_GROUP)
+    assert [(tuple(t.shape), t.dtype) for t in state["single_partition_of_fp32_groups"]] == [((536,), torch.float32)]
+    assert (state["group_paddings"], state["partition_count"]) == ([0], [2])
+    mapping = state["param_slice_mappings"][0]
+    assert {name: (a.numel, a.start) for name, a in mapping.items()} == {"0.weight": (512, 0), "0.bias": (24, 512)}
+    assert f"{type(mapping['0.bias']).__module__}.{type(mapping['0.bias']).__name__}" == (
+        "deepspeed.utils.tensor_fragment.fragment_address"
+    )
+
+
+class TestLayout(DistributedTest):
+    """Kills: a renamed file or key, a padded master, whole buffers in files."""
+
+    world_size = 2
+
+    def check_model(self, model: dict[str, Any], dtype: torch.dtype, **types: str) -> None:
+        expected = [f"{key} {types.get(key, kind)}" for key, kind in (entry.split() for entry in MODEL_FILE)]
+        assert sorted(keys_of(model)) == sorted(expected)
+        assert {name: tuple(t.shape) for name, t in model["module"].items()} == WEIGHTS
+        assert {t.dtype for t in model["module"].values()} == {dtype}
+        counts = ("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
+        assert [model[key] for key in counts] == [0, 1, 16, 2, 1]
+        assert model["lr_scheduler"] == {"last_batch_iteration": 0}
+        assert model["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": 1}
+        assert model["note"] == "ours"
+
+    def test_zero2_fp32(self, tmpdir: Any) -> None:
+        files = save(str(tmpdir), zero_optimization={"stage": 2})
+        shards = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
+        assert sorted(files) == sorted(["mp_rank_00_model_states.pt", *shards, *hosts])
+        model, shard = files["mp_rank_00_model_states.pt"], files[shards[0]]
+        self.check_model(model, torch.float32)
+        assert [dict(group) for group in model["param_shapes"]] == [{name: torch.Size(s) for name, s in WEIGHTS.items()}]
+        assert keys_of(shard) == ["optimizer_state_dict dict", "ds_config dict", "ds_version str"]
+        state = shard["optimizer_state_dict"]
+        assert sorted(keys_of(state)) == sorted(SHARD + SCALED)
+        assert type(state["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
+        assert (state["zero_stage"], type(state["zero_stage"]).__module__) == (2, "deepspeed.runtime.zero.config")
+        check_shard(state)
+
+    def test_zero1_bf16_with_fp32_accumulation(self, tmpdir: Any) -> None:
+        more = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        files = save(str(tmpdir), zero_optimization={"stage": 1}, **more)
+        shard = files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+        absent = {"frozen_param_shapes": "NoneType", "frozen_param_fragments": "NoneType"}
+        self.check_model(files["mp_rank_00_model_states.pt"], torch.bfloat16, **absent)
+        assert sorted(keys_of(shard["optimizer_state_dict"])) == sorted(SHARD)
+        check_shard(shard["optimizer_state_dict"])
+
+    def test_zero0_fp32(self, tmpdir: Any) -> None:
+        files = save(str(tmpdir))
+        assert sorted(files) == ["host_state_rank_0.pt", "host_state_rank_1.pt", "mp_rank_00_model_states.pt"]
+        model = files["mp_rank_00_model_states.pt"]
+        absent = ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
+        self.check_model(model, torch.float32, optimizer="dict", **dict.fromkeys(absent, "NoneType"))
+        assert list(model["optimizer"]["state"]) == [0, 1, 2, 3]
+        assert [tuple(s["exp_avg"].shape) for s in model["optimizer"]["state"].values()] == list(WEIGHTS.values())
+        assert sorted(keys_of(model["optimizer"]["param_groups"][0])) == sorted(ADAM_GROUP)
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_files_hold_no_more_than_they_need(self, tmpdir: Any, stage: int) -> None:
+        precision = {"fp16": {"enabled": True, "initial_scale_power": 4}} if stage == 0 else {"bf16": {"enabled": True}}
+        engine = start(config(zero_optimization={"stage": stage}, **precision))
+        train(engine, 2)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        for path in Path(str(tmpdir), "t").iterdir():
+            found = list(tensors(torch.load(path, weights_only=False)))
+            assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found), path.name
+            # Tied weights once, and a stage-2 file only this rank's part: a whole buffer per view would be many times this.
+            once = {t.data_ptr(): t.numel() * t.element_size() for t in found if t.numel()}
+            assert path.stat().st_size < sum(once.values()) + 400 * len(found) + 25000, path.name
+        dist.barrier()
+        model = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=False)
+        assert model["module"]["tied.weight"].data_ptr() == model["module"]["again.weight"].data_ptr()
+        if stage:
+            assert model["shared_params"] == {"again.weight": "tied.weight"}
+            assert set(model["frozen_param_shapes"]) == {"frozen.weight", "frozen.bias"}
+        assert model["buffer_names"] == ["calls"]

@@ -1,0 +1,128 @@
+"""Arguments of save_checkpoint, load_checkpoint and save_16bit_model."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
+from unit.common import DistributedTest
+
+from .runs import config, differences, look, start, train
+
+ZERO2 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+STAGES = pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, ZERO2], ids=["stage0", "stage0-bf16", "stage2"])
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+class TestOptions(DistributedTest):
+    world_size = 2
+
+    @STAGES
+    def test_partial_loads(self, tmpdir: Any, keys: dict[str, Any]) -> None:
+        """Kills: weights loaded without their masters following, a schedule whose rate nobody applies."""
+        engine = start(config(**keys))
+        train(engine, 3)
+        saved, rates = weights(engine), engine.get_lr()
+        engine.save_checkpoint(str(tmpdir))
+
+        module_only = start(config(**keys), seed=2)
+        train(module_only, 1)
+        before = look(module_only)
+        module_only.load_checkpoint(str(tmpdir), load_module_only=True)
+        assert differences(saved, weights(module_only)) == []
+        after = look(module_only)
+        kept = [key for key in before if key.startswith("state.")] + ["counters", "schedule", "random", "data"]
+        assert differences({key: before[key] for key in kept}, {key: after[key] for key in kept}) == []
+        train(module_only, 1)  # steps from the loaded weights: masters followed
+        moved = [name for name in saved if not torch.allclose(weights(module_only)[name], saved[name], atol=0.05)]
+        assert moved in ([], ["calls"])
+
+        fresh = start(config(**keys), seed=3)
+        moments = {key: value for key, value in look(fresh).items() if key.startswith("state.")}
+        fresh.load_checkpoint(str(tmpdir), load_optimizer_states=False)
+        assert differences(saved, weights(fresh)) == []
+        assert differences(moments, {key: value for key, value in look(fresh).items() if key.startswith("state.")}) == []
+        assert (fresh.global_steps, fresh.get_lr()) == (3, rates)
+
+        unscheduled = start(config(**keys), seed=4)
+        unscheduled.load_checkpoint(str(tmpdir), load_lr_scheduler_states=False)
+        assert unscheduled.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict()
+
+    def test_custom_load_fn(self, tmpdir: Any) -> None:
+        engine = start(config(**ZERO2))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir))
+        other, calls = start(config(**ZERO2), seed=2), []
+
+        def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+            calls.append(sorted(src))
+            dst.load_state_dict(src)
+
+        other.load_checkpoint(str(tmpdir), custom_load_fn=load)
+        assert calls == [sorted(engine.module.state_dict())]
+        assert differences(weights(engine), weights(other)) == []
+
+    @STAGES
+    def test_exclude_frozen_parameters(self, tmpdir: Any, keys: dict[str, Any]) -> None:
+        engine = start(config(**keys))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), exclude_frozen_parameters=True)
+        model = torch.load(next(Path(str(tmpdir)).rglob("mp_rank_00_model_states.pt")), weights_only=False)
+        assert not [name for name in model["module"] if name.startswith("frozen")]
+        assert not model["frozen_param_shapes"]
+        other = start(config(**keys), seed=2)
+        before = weights(other)
+        with pytest.raises(CheckpointError, match=r"frozen\.\w+ is missing.*load_module_strict=False"):
+            other.load_checkpoint(str(tmpdir))
+        assert differences(before, weights(other)) == []  # refused before anything was changed
+        other.load_checkpoint(str(tmpdir), load_module_strict=False)
+        expected = {name: before[name] if name.startswith("frozen") else value for name, value in weights(engine).items()}
+        assert differences(expected, weights(other)) == []
+
+    def test_client_state_and_tags(self, tmpdir: Any) -> None:
+        engine = start(config(**ZERO2))
+        train(engine, 1)
+        mine = {"epoch": 3, "best": torch.tensor([1.5]), "nested": {"names": ("a", None, True)}, "ds_version": "mine"}
+        engine.save_checkpoint(str(tmpdir), tag="a", client_state=mine)
+        engine.save_checkpoint(str(tmpdir), tag="b", save_latest=False)
+        assert Path(str(tmpdir), "latest").read_text() == "a"
+        path, found = engine.load_checkpoint(str(tmpdir))
+        assert path == str(Path(str(tmpdir), "a"))
+        assert differences(found, mine) == []
+        path, found = engine.load_checkpoint(str(tmpdir), tag="b")
+        assert path == str(Path(str(tmpdir), "b")) and set(found) == {"ds_version"}
+        with pytest.raises(ValueError, match="client_state: module are the engine's own keys"):
+            engine.save_checkpoint(str(tmpdir), client_state={"module": 1})
+        with pytest.raises(ValueError, match=r"client_state cannot be loaded back: .*add_safe_globals"):
+            engine.save_checkpoint(str(tmpdir), client_state={"odd": Fraction(1, 3)})
+        with pytest.raises(ValueError, match=r"tag: 'a/b' is no name of a folder"):
+            engine.save_checkpoint(str(tmpdir), tag="a/b")
+
+    def test_ranks_must_agree_on_the_tag(self, tmpdir: Any) -> None:
+        engine = start(config(**ZERO2))
+        with pytest.raises(CheckpointError, match=r"tag: ranks save under different tags \['r0', 'r1'\]"):
+            engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
+
+    def test_nothing_there_to_load(self, tmpdir: Any) -> None:
+        engine = start(config(**ZERO2))
+        assert engine.load_checkpoint(str(tmpdir)) == (None, None)
+        assert engine.load_checkpoint(str(tmpdir.join("nowhere"))) == (None, None)
+
+    def test_save_16bit_model(self, tmpdir: Any) -> None:
+        engine = start(config(**ZERO2))
+        train(engine, 1)
+        assert engine.save_16bit_model(str(tmpdir.join("out")), "weights.bin")
+        assert engine.save_16bit_model(str(tmpdir.join("trained")), exclude_frozen_parameters=True)
+        saved = torch.load(Path(str(tmpdir), "out", "weights.bin"), weights_only=True)
+        assert differences(dict(saved), weights(engine)) == []
+        trained = torch.load(Path(str(tmpdir), "trained", "pytorch_model.bin"), weights_only=True)
+        assert saved.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
