@@ -231,6 +231,10 @@ class ParamLink(NamedTuple):
     group: int
     param_index: int
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled as None: a saved module does not take the optimizer and its process groups along."""
+        return type(None), ()
+
 
 class MasterWeightOptimizer(StepSequence):
     """fp32 master weights in flat groups around a torch optimizer.

@@ -463,6 +463,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sequence = self._require_optimizer("step")
+        if self._window_is_plain is None:
+            self._adopt_unnoticed_gradients()
         if not self._reduced_at_boundary:
             # The boundary was set after backward, or no gradient passed a hook on this rank: reduce now, as the others do.
             sequence.backward_epilogue()
@@ -481,6 +483,13 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             self._report_progress()
+
+    def _adopt_unnoticed_gradients(self) -> None:
+        """No backward of this window was noticed: the model itself was called, not the engine, so nobody has divided or scaled."""
+        sequence = self._require_optimizer("step")
+        sequence.accumulation_divisor = float(self.tracker.divisor)
+        if sequence.needs_scaler() and any(param.grad is not None for param in self.module.parameters()):
+            self._refuse_unscaled()
 
     def _report_progress(self) -> None:
         # Asked for by steps_per_print, so it is shown whatever the log level.

@@ -6,7 +6,7 @@ average, norm, non-finite check, clip, step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,16 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+
+
+class ReplicatedLink(NamedTuple):
+    """How `deepspeed.utils.safe_get_full_grad` finds what is left to be divided; set as `param._ds_replicated_by`."""
+
+    optimizer: ReplicatedOptimizer
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled as None: a saved module does not take the optimizer and its process groups along."""
+        return type(None), ()
 
 
 class ReplicatedOptimizer(StepSequence):
@@ -49,7 +59,7 @@ class ReplicatedOptimizer(StepSequence):
         self.gradients = self._flat_gradients()
         for gradients in self.gradients:
             for param in gradients.params:
-                param._ds_replicated_by = self  # type: ignore[attr-defined]  # how safe_get_full_grad finds what is left to divide
+                param._ds_replicated_by = ReplicatedLink(self)  # type: ignore[attr-defined]  # the link is dynamic
 
     def _flat_gradients(self) -> list[FlatGradients]:
         families: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}

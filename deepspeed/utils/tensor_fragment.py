@@ -34,8 +34,8 @@ def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
 
 def _replicated_factor(param: nn.Parameter) -> float:
     """What the step multiplies `param.grad` by where there are no masters: a plain backward leaves a division to it."""
-    optimizer = getattr(param, "_ds_replicated_by", None)
-    return 1.0 if optimizer is None else float(optimizer.read_factor)
+    link = getattr(param, "_ds_replicated_by", None)
+    return 1.0 if link is None else float(link.optimizer.read_factor)
 
 
 def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer, int, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import io
 import itertools
 import json
 from collections.abc import Callable
@@ -145,6 +147,20 @@ class TestBackwardForms(DistributedTest):
         engine.scale(loss_of(engine(inputs(engine, 0)))).backward()
         engine.step()
         assert_close(engine, reference_params([[0]]), TOLERANCE["fp16"])
+        with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
+            loss_of(engine.module(inputs(engine, 0))).backward()
+            engine.step()
+
+    @each(stage=STAGES, accumulation=(1, 2), precision=("fp32", "bf16+fp32"), bucket=(20, 10**6))
+    def test_the_model_called_directly(self, stage: int, accumulation: int, precision: str, bucket: int) -> None:
+        # Kills: a sum over micro-batches where the mean is wanted, because no forward of the engine noticed the backward.
+        engine = make_engine(stage, accumulation, precision, zero={"reduce_bucket_size": bucket})
+        windows = [[step * accumulation + micro for micro in range(accumulation)] for step in range(2)]
+        for index in itertools.chain(*windows):
+            loss_of(engine.module(inputs(engine, index))).backward()
+            engine.step()
+        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        engine.destroy()
 
     @each(stage=STAGES)
     def test_one_window_is_managed_or_plain(self, stage: int) -> None:
@@ -400,6 +416,17 @@ class TestLifetime(DistributedTest):
                 call()
         with pytest.raises(deepspeed.DeepSpeedConfigError, match="requires an optimizer"):
             deepspeed.initialize(model=make_net(), config=config_of(2))
+
+    @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
+    def test_the_module_can_be_copied_and_saved_whole(self, stage: int, precision: str) -> None:
+        # Kills: links on parameters that drag the optimizer, and process groups that can't be pickled, into the file.
+        engine = make_engine(stage, precision=precision)
+        file = io.BytesIO()
+        torch.save(engine.module, file)
+        file.seek(0)
+        for twin in (torch.load(file, weights_only=False), copy.deepcopy(engine.module)):
+            assert safe_get_full_grad(twin.first.weight) is None
+            assert torch.equal(twin.first.weight, engine.module.first.weight)
 
     @each(stage=STAGES)
     def test_two_engines_on_two_models(self, stage: int) -> None:
