@@ -1,0 +1,253 @@
+"""Faults to put into the package, each with the test that has to notice.
+
+`UNDO_FIXES` takes the fixes of docs/fixes/ out again; `FAULTS` breaks single lines of them and of other guards. Texts are exact and
+must occur once, so that a fault that no longer fits the code is an error and not a test of nothing.
+
+    python -m unit.mutation.table fix1        prints the fault as a patch (run in tests/, needs no torch)
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+ZERO = "deepspeed/runtime/zero/stage_1_and_2.py"
+DIST_IMPORT = "from deepspeed import comm as dist\n"
+ACCELERATOR_IMPORT = "from deepspeed.accelerator import get_accelerator\n"
+BF16 = "deepspeed/runtime/bf16_optimizer.py"
+ENGINE = "deepspeed/runtime/engine.py"
+SEQUENCE = "deepspeed/runtime/base_optimizer.py"
+SINK = "deepspeed/runtime/gradients/sink.py"
+READINESS = "deepspeed/runtime/gradients/readiness.py"
+
+FIX1 = "tests/unit/v1/zero/test_fix1_ipg_bucket_streams.py"
+FIX2 = "tests/unit/v1/zero/test_fix2_hook_stream.py"
+FIX3 = "tests/unit/v1/zero/test_fix3_grad_norm_one_collective.py"
+FIX4 = "tests/unit/v1/bf16/test_fix4_boundary_microbatch.py"
+SCALING = "tests/unit/v1/fp16/test_dynamic_scaling.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the package's text that one test must notice.
+
+    Attributes:
+        name: What goes wrong.
+        file: Which file is changed, relative to the repository.
+        changes: Pairs of the exact text, which occurs once in the file, and its replacement.
+        test: Test file that must fail.
+        select: pytest's `-k` expression; empty is the whole file.
+    """
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    test: str
+    select: str = ""
+
+    def apply(self, root: Path) -> tuple[str, str]:
+        """The text of `file` below `root` before and after.
+
+        Raises:
+            ValueError: If a text doesn't occur exactly once.
+        """
+        before = (root / self.file).read_text(encoding="utf-8")
+        after = before
+        for old, new in self.changes:
+            if after.count(old) != 1:
+                raise ValueError(f"{self.name}: {self.file} has this text {after.count(old)} times, not once:\n{old}")
+            after = after.replace(old, new)
+        return before, after
+
+    def patch(self, root: Path) -> str:
+        """The change as a unified diff."""
+        before, after = (text.splitlines(keepends=True) for text in self.apply(root))
+        return "".join(difflib.unified_diff(before, after, f"a/{self.file}", f"b/{self.file}"))
+
+
+RECORD_AND_COMMENT = """\
+        if self.comm_context.has_streams:
+            # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
+            # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
+            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
+"""
+WAIT = "        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})\n"
+WAIT_COMMENT = """\
+        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
+        # work of *all* of these streams; the one current now is right only if no hook recorded any.
+"""
+NORM_LOOP = """\
+            total += local(group_index)
+        # [fix 3] One reduction of one scalar after all groups: ranks may own different numbers of groups (pipeline stages do), and
+        # a collective per group would then never match. fp32 whatever the model's dtype.
+        if self.norm_group is not None:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)
+"""
+NORM_LOOP_PER_GROUP = """\
+            squared = local(group_index)
+            if self.norm_group is not None:
+                dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self.norm_group)
+            total += squared
+"""
+EPILOGUE = """\
+        sequence.backward_epilogue()
+        if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
+            self.allreduce_gradients()
+        sequence.exit_backward()
+"""
+EPILOGUE_REDUCES_FIRST = """\
+        if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
+            self.allreduce_gradients()
+        sequence.backward_epilogue()
+        sequence.exit_backward()
+"""
+ABSORB = "            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)\n"
+ABSORB_ELSEWHERE = """\
+            from deepspeed.accelerator import get_accelerator
+
+            with get_accelerator().stream(get_accelerator().default_stream()):
+                self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)
+"""
+
+UNDO_FIXES = (
+    Fault(
+        "fix1",
+        ZERO,
+        (
+            ("        copy_streams: Streams that the gradients were produced on.\n", ""),
+            ("    copy_streams: set[Any] = field(default_factory=set)\n", ""),
+            (" The streams too [fix 1]: a stale one would order the next reduction after unrelated work.", ""),
+            ("        self.copy_streams.clear()\n", ""),
+            (RECORD_AND_COMMENT, ""),
+            (WAIT_COMMENT, ""),
+            (WAIT, "        self.comm_context.wait_for({self.comm_context.current_stream()})\n"),
+        ),
+        FIX1,
+    ),
+    Fault(
+        "fix2",
+        ZERO,
+        (
+            (
+                "copy_streams.add(self.comm_context.current_stream())",
+                "copy_streams.add(get_accelerator().default_stream())",
+            ),
+            (DIST_IMPORT, DIST_IMPORT + ACCELERATOR_IMPORT),
+        ),
+        FIX2,
+        "TestZero",
+    ),
+    Fault("fix3", ZERO, ((NORM_LOOP, NORM_LOOP_PER_GROUP),), FIX3),
+    Fault("fix4", ENGINE, ((EPILOGUE, EPILOGUE_REDUCES_FIRST),), FIX4),
+)
+FAULTS = (
+    Fault("no stream is recorded", ZERO, ((RECORD_AND_COMMENT, ""),), FIX1, "TestProducerStreams"),
+    Fault(
+        "no fallback to the current stream",
+        ZERO,
+        (("wait_for(bucket.copy_streams or {self.comm_context.current_stream()})", "wait_for(bucket.copy_streams)"),),
+        FIX1,
+        "TestFallback",
+    ),
+    Fault("clear keeps the streams", ZERO, (("        self.copy_streams.clear()\n", ""),), FIX1, "clear"),
+    Fault("a bf16 hook works on another stream", BF16, ((ABSORB, ABSORB_ELSEWHERE),), FIX2, "TestBF16Optimizer"),
+    Fault(
+        "the offloaded norm is reduced per group",
+        ZERO,
+        (
+            (
+                'local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device)',
+                'self._reduced(local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device))\n\n'
+                "    def _reduced(self, squared: torch.Tensor) -> torch.Tensor:\n"
+                "        dist.all_reduce(squared, group=self.norm_group)\n"
+                "        return squared",
+            ),
+        ),
+        FIX3,
+        "TestOneCollective and True",
+    ),
+    Fault(
+        "squares are summed in bf16",
+        ZERO,
+        (("total = torch.zeros(1, dtype=torch.float32,", "total = torch.zeros(1, dtype=torch.bfloat16,"),),
+        FIX3,
+        "TestPrecision",
+    ),
+    Fault(
+        "the norm stays local",
+        ZERO,
+        (("            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)\n", "            pass\n"),),
+        FIX3,
+        "TestOneCollective",
+    ),
+    Fault("the last micro-batch never joins", BF16, (("        self.update_hp_grads()\n", ""),), FIX4),
+    Fault(
+        "the accumulator that is reduced is a copy",
+        BF16,
+        (
+            (
+                "            self.get_grads_for_reduction(),\n",
+                "            [flat.clone() for flat in self.get_grads_for_reduction()],\n",
+            ),
+        ),
+        FIX4,
+    ),
+    Fault(
+        "unscaled with the next scale",
+        SEQUENCE,
+        (
+            (
+                "        return float(self.loss_scaler.update_scale(self.overflow))\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n        return float(self.loss_scaler.loss_scale)\n",
+            ),
+        ),
+        SCALING,
+        "growth",
+    ),
+    Fault(
+        "steps with a gradient that is not finite",
+        SEQUENCE,
+        (("        if self.overflow:\n            self._report_skip(scale)\n        else:\n", "        if True:\n"),),
+        SCALING,
+        "test_overflow_on_one_rank_skips_on_both",
+    ),
+    Fault(
+        "the first write adds to what was left",
+        SINK,
+        (("first = bucket not in self._written", "first = False"),),
+        "tests/unit/runtime/test_sink.py",
+    ),
+    Fault(
+        "buckets leave as they are ready",
+        READINESS,
+        (
+            (
+                "        return range(first, self._next)\n\n    def remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def remaining",
+            ),
+        ),
+        "tests/unit/runtime/test_readiness.py",
+    ),
+    Fault(
+        "a late gradient is forgotten",
+        READINESS,
+        (("            self.late.add(slot)\n", ""),),
+        "tests/unit/runtime/test_readiness.py",
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    """Print faults as patches."""
+    known = {fault.name: fault for fault in (*UNDO_FIXES, *FAULTS)}
+    for name in names:
+        sys.stdout.write(known[name].patch(REPOSITORY))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

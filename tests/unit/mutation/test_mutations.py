@@ -1,0 +1,82 @@
+"""Every guard guards: a copy of the package with one fault in it must fail the test that the table names.
+
+By default the fixes of docs/fixes/ are undone, each as a whole; `make contract` runs the single faults too.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unit.mutation.table import FAULTS, REPOSITORY, UNDO_FIXES, Fault
+
+# pytest's exit status when tests ran and some failed; a mutant that cannot even be imported ends otherwise or shows as such.
+TESTS_FAILED = 1
+LIMIT_S = 240
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A directory with a copy of the package."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(REPOSITORY / "deepspeed", tmp_path / "deepspeed", ignore=ignore)
+    shutil.copytree(REPOSITORY / "op_builder", tmp_path / "op_builder", ignore=ignore)
+    shutil.copy(REPOSITORY / "version.txt", tmp_path)
+    return tmp_path
+
+
+def run_tests(root: Path, targets: list[str], select: str) -> subprocess.CompletedProcess[str]:
+    """Run test files of the repository against the package below `root`."""
+    path = os.pathsep.join([str(root), str(REPOSITORY / "tests")])
+    # A rank that waits for a collective that a fault removed is given up early.
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_UNITTEST_TIMEOUT": "30"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
+    command += ["-c", str(REPOSITORY / "pyproject.toml"), *(str(REPOSITORY / target) for target in targets)]
+    if select:
+        command += ["-k", select]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def check(fault: Fault, package: Path) -> None:
+    _, mutated = fault.apply(package)
+    ast.parse(mutated, fault.file)
+    (package / fault.file).write_text(mutated, encoding="utf-8")
+    run = run_tests(package, [fault.test], fault.select)
+    assert run.returncode == TESTS_FAILED, f"{fault.name}: {fault.test} did not notice\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
+    assert "ImportError" not in run.stdout and "NameError" not in run.stdout, run.stdout[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", UNDO_FIXES, ids=lambda fault: fault.name)
+def test_undoing_a_fix_is_noticed(fault: Fault, package: Path) -> None:
+    """The regression test of the fix fails without it."""
+    check(fault, package)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_fault_is_noticed(fault: Fault, package: Path) -> None:
+    """The named test fails with the fault."""
+    check(fault, package)
+
+
+@pytest.mark.contract
+def test_a_copy_without_fault_passes(package: Path) -> None:
+    """The control: it is the fault that fails, not the copy."""
+    targets = sorted({fault.test for fault in (*UNDO_FIXES, *FAULTS)})
+    run = run_tests(package, targets, "")
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_every_fault_fits_the_code() -> None:
+    """Its text occurs exactly once, and what it makes of the file is Python."""
+    for fault in (*UNDO_FIXES, *FAULTS):
+        before, after = fault.apply(REPOSITORY)
+        assert before != after
+        ast.parse(after, fault.file)
