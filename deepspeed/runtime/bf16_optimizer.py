@@ -91,6 +91,8 @@ class BF16_Optimizer(ZeROOptimizer):
         def on_gradient(param: torch.Tensor) -> None:
             if self._backward_started is not None:
                 self._backward_started()
+            # [fix 2] Runs on the stream current inside the hook, the one that produced the gradient. The all-reduce is issued after
+            # backward, when autograd has made the caller's stream wait for all of them.
             self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)
 
         return on_gradient

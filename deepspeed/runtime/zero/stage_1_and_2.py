@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
@@ -278,7 +277,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             grads: Gradient of each of its parameters, None where there is none.
         """
         plan, bucket = self.plans[index], self.ipg_buckets[index]
-        self.comm_context.wait_for({get_accelerator().default_stream()})
+        # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
+        # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
+        self.comm_context.wait_for({self.comm_context.current_stream()})
         with self.comm_context.on_reduction_stream():
             buffer = self._acquire_buffer(plan)
             bucket.buffer = [buffer]
