@@ -62,6 +62,7 @@ class IPGBucket:
         grads: Gradients being copied; referenced until the copy is done.
         elements: Elements of `grads`.
         index: Which plan.
+        copy_streams: Streams that the gradients were produced on.
     """
 
     buffer: list[BucketBuffer] = field(default_factory=list)
@@ -70,12 +71,14 @@ class IPGBucket:
     elements: int = 0
     index: int = 0
     has_moe_params: bool = False
+    copy_streams: set[Any] = field(default_factory=set)
 
     def clear(self) -> None:
-        """Forget the contributions."""
+        """Forget the contributions. The streams too [fix 1]: a stale one would order the next reduction after unrelated work."""
         self.buffer.clear()
         self.grads.clear()
         self.elements = 0
+        self.copy_streams.clear()
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -185,6 +188,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self._backward_started()
         if not self._reducing:
             return
+        if self.comm_context.has_streams:
+            # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
+            # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
+            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
         for index in self.readiness.mark(i):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
@@ -277,9 +284,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             grads: Gradient of each of its parameters, None where there is none.
         """
         plan, bucket = self.plans[index], self.ipg_buckets[index]
-        # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
-        # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
-        self.comm_context.wait_for({self.comm_context.current_stream()})
+        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
+        # work of *all* of these streams; the one current now is right only if no hook recorded any.
+        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
         with self.comm_context.on_reduction_stream():
             buffer = self._acquire_buffer(plan)
             bucket.buffer = [buffer]
