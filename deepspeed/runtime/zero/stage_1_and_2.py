@@ -361,10 +361,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         local = self.complete_grad_norm_calculation_for_cpu_offload if self.cpu_offload else self.get_grad_norm_direct
         total = torch.zeros(1, dtype=torch.float32, device=self.device)
         for group_index in range(len(self.groups)):
-            squared = local(group_index)
-            if self.norm_group is not None:
-                dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self.norm_group)
-            total += squared
+            total += local(group_index)
+        # [fix 3] One reduction of one scalar after all groups: ranks may own different numbers of groups (pipeline stages do), and
+        # a collective per group would then never match. fp32 whatever the model's dtype.
+        if self.norm_group is not None:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)
         return total.sqrt_()
 
     # Clearing and state

@@ -1,0 +1,204 @@
+"""Fix 3, norm half: one collective of one scalar gives the global norm, however many parameter groups a rank has.
+
+See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepspeed
+import deepspeed.comm as dist
+from unit.common import DistributedTest
+
+WIDTH = 6
+LAYERS = 5
+MICRO_BATCH = 4
+LR = 0.01
+
+
+class ScalarCollectives(TorchDispatchMode):
+    """Counts collectives of one floating-point number: those of the norm. (Flags are integers.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            payload = [leaf for leaf in torch.utils._pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+            scalars = [tensor.dtype for tensor in payload if tensor.numel() == 1 and tensor.is_floating_point()]
+            self.seen += scalars[:1]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[torch.dtype]]:
+    counter = ScalarCollectives()
+    with counter:
+        yield counter.seen
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(23)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def grouped(model: nn.Sequential, num_groups: int) -> list[dict[str, Any]]:
+    """The layers, dealt to parameter groups in turn."""
+    layers = list(model)
+    return [{"params": [p for layer in layers[i::num_groups] for p in layer.parameters()]} for i in range(num_groups)]
+
+
+def config(stage: int, offload: bool, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def start(model: nn.Module, groups: list[dict[str, Any]], configuration: dict[str, Any], mpu: Any = None) -> Any:
+    optimizer = torch.optim.SGD(groups, lr=LR)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration, mpu=mpu)
+    return engine
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def norm_of_one_process(data: torch.Tensor) -> float:
+    """With the batches of all ranks, shape [world, micro-batch, width]."""
+    model = make_model()
+    loss_of(model, data.reshape(-1, WIDTH)).backward()
+    return math.sqrt(sum(float(param.grad.double().square().sum()) for param in model.parameters()))
+
+
+def batches() -> torch.Tensor:
+    torch.manual_seed(29)
+    return torch.randn(dist.get_world_size(), MICRO_BATCH, WIDTH)
+
+
+class TestOneCollective(DistributedTest):
+    """The number of scalar collectives in a step, and what they compute."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("offload", [False, True])
+    @pytest.mark.parametrize("num_groups", [1, 3, 5])
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_count_and_value(self, stage: int, num_groups: int, offload: bool) -> None:
+        """One, in fp32, for every number of groups; the norm is that of one process."""
+        model = make_model()
+        engine = start(model, grouped(model, num_groups), config(stage, offload))
+        data = batches()
+        engine.backward(loss_of(engine, data[dist.get_rank()]))
+        with counted() as seen:
+            engine.step()
+        assert seen == [torch.float32], f"{len(seen)} scalar collectives for {num_groups} parameter groups: {seen}"
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm_of_one_process(data), rel=1e-5)
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_clipping_uses_the_same_norm(self, offload: bool) -> None:
+        """Clipping adds no collective, and scales by the global norm."""
+        model = make_model()
+        before = [param.detach().clone() for param in model.parameters()]
+        max_norm = 1e-3
+        engine = start(model, grouped(model, 3), config(1, offload, gradient_clipping=max_norm))
+        engine.backward(loss_of(engine, batches()[dist.get_rank()]))
+        with counted() as seen:
+            engine.step()
+        assert len(seen) == 1
+        moved = math.sqrt(
+            sum(
+                float((old - param.detach()).double().square().sum()) for old, param in zip(before, model.parameters(), strict=True)
+            )
+        )
+        assert moved == pytest.approx(LR * max_norm, rel=1e-2)
+
+
+class TestPrecision(DistributedTest):
+    """Squares are summed in fp32 whatever the gradients' dtype."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_bf16_norm_is_not_rounded_to_bf16(self, stage: int) -> None:
+        """The norm of n gradients of 1 is sqrt(n), which eight mantissa bits cannot hold."""
+        numel = 40_401  # 201 squared: 201 rounds to 201 in bf16, its square and partial sums do not
+        model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(numel)), "bias": nn.Parameter(torch.zeros(601))})
+        groups = [{"params": [model["weight"]]}, {"params": [model["bias"]]}]
+        engine = start(model, groups, config(stage, False, bf16={"enabled": True}))
+        engine.backward(sum(param.float().sum() for param in engine.module.parameters()))
+        with counted() as seen:
+            engine.step()
+        assert seen == [torch.float32]
+        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(numel + 601), rel=1e-5)
+
+
+class Stages:
+    """An mpu whose every rank is a pipeline stage: model parallel over the world, data parallel alone."""
+
+    def __init__(self) -> None:
+        rank = dist.get_rank()
+        alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
+        self._data = alone[rank]
+        self._model = dist.new_group(list(range(dist.get_world_size())))
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self._data
+
+
+class TestStagesWithDifferentGroups(DistributedTest):
+    """Ranks hold different parts of a model, with different numbers of parameter groups."""
+
+    world_size = 2
+    exec_timeout = 30
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_no_deadlock_and_the_norm_of_the_whole(self, offload: bool) -> None:
+        """One group on rank 0, three on rank 1: with a collective per group, rank 1 would wait for ever."""
+        rank = dist.get_rank()
+        model = make_model()
+        for param in model.parameters():
+            param.model_parallel = True  # this rank's own part: every rank counts its parameters
+        engine = start(model, grouped(model, (1, 3)[rank]), config(1, offload), mpu=Stages())
+        data = batches()
+        engine.backward(loss_of(engine, data[rank]))
+        with counted() as seen:
+            engine.step()
+        squares = [norm_of_one_process(part[None]) ** 2 for part in data]
+        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+        assert len(seen) == 1, f"{len(seen)} scalar collectives"
