@@ -98,7 +98,11 @@ class BF16_Optimizer(ZeROOptimizer):
         return on_gradient
 
     def backward_epilogue(self) -> None:
-        """The micro-batch at hand joins the accumulator."""
+        """The micro-batch at hand joins the accumulator.
+
+        [fix 4] Called before the reduction, the boundary micro-batch's too: added afterwards it would stay rank-local, and each
+        rank would step its shard with its own last micro-batch instead of the mean of all ranks'.
+        """
         self.update_hp_grads()
 
     def update_hp_grads(self) -> None:

@@ -380,12 +380,16 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.tracker.state = BackwardState.IDLE
 
     def _backward_epilogue(self) -> None:
-        """After the last gradient of a backward."""
+        """After the last gradient of a backward.
+
+        [fix 4] The order is the fix: the micro-batch at hand joins the accumulator, *then* the accumulator is reduced. Reduced
+        first, the boundary micro-batch would be added to an already averaged sum and stay local to each rank.
+        """
         sequence = self._require_optimizer("backward")
         self.timers.start_reduce()
+        sequence.backward_epilogue()
         if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
             self.allreduce_gradients()
-        sequence.backward_epilogue()
         sequence.exit_backward()
         self.tracker.state = BackwardState.IDLE
         self.timers.stop_backward()
