@@ -261,7 +261,8 @@ def _preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("deepspeed", "deepspeed.comm", "deepspeed.runtime.engine"):
+    # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
+    for name in ("deepspeed.runtime.engine", "deepspeed.runtime.config_models.training", "torch._dynamo"):
         # A broken import is the tests' to report: they meet it again in the rank.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
