@@ -14,9 +14,7 @@ from deepspeed.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, OpBuild
 from deepspeed.ops.op_builder.builder import CACHE_ENV, locked
 
 ROOT = Path(__file__).resolve().parents[3]
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
-)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 SOURCE = """
 #include <Python.h>
 #include "answer.h"
