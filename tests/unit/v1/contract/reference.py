@@ -27,7 +27,8 @@ from torch import nn
 
 from unit.v1.contract.model import Batch, ContractModel, concatenated, global_batch, make_model, parameter_groups
 
-LEARNING_RATE = 0.5
+# Small enough that a step doesn't throw the model about: a rounding error of one step would grow in the next ones' gradients.
+LEARNING_RATE = 0.1
 CLIP = 0.05
 LOSS_SCALE = 128.0
 FP32_TOLERANCE = 1e-6
