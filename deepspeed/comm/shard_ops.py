@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.comm import comm as dist
 
-HOST_BACKENDS = ("gloo", "mpi", "ccl")
+HOST_BACKENDS = ("gloo", "mpi")
 
 
 class PendingShards:
@@ -44,6 +44,11 @@ class PendingShards:
 
 def _slices(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
     return [tensor[end - numel : end] for end, numel in zip(accumulate(splits), splits, strict=True)]
+
+
+def _pairwise(tensor: torch.Tensor, group: Any) -> bool:
+    """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take host tensors only."""
+    return tensor.device.type == "cpu" and dist.get_backend_name(group) in HOST_BACKENDS
 
 
 def _exchange(slices: list[torch.Tensor], into: list[torch.Tensor], sending: Sequence[int], rank: int, group: Any) -> list[Any]:
@@ -76,7 +81,7 @@ def reduce_to_owners(bucket: torch.Tensor, splits: Sequence[int], group: Any = N
     slices = _slices(bucket, splits)
     works: list[Any] = []
     pieces = [slices[rank]]
-    if world > 1 and dist.get_backend_name(group) in HOST_BACKENDS:
+    if world > 1 and _pairwise(bucket, group):
         pieces = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(world)]
         works = _exchange(slices, pieces, range(world), rank, group)
     elif world > 1 and len(set(splits)) == 1:
@@ -112,7 +117,7 @@ def gather_from_owners(
             for owner, piece in enumerate(slices)
             if piece.numel()
         ]
-    elif world > 1 and dist.get_backend_name(group) in HOST_BACKENDS:
+    elif world > 1 and _pairwise(flat, group):
         works = _exchange(slices, slices, [rank] * world, rank, group)
     elif world > 1 and len(set(splits)) == 1:
         works = [dist.all_gather_into_tensor(flat, slices[rank], group=group, async_op=True)]
