@@ -180,6 +180,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     _check_accumulation(stage, model_dtype, accumulation)
     if stage > 0:
         _check_shardable(basic, context.config)
+    if stage < 2 and accumulation is not None and not tree.zero_optimization.ignore_unused_parameters:
+        raise DeepSpeedConfigError(
+            "zero_optimization.ignore_unused_parameters: false with data_types.grad_accum_dtype at stage 0 or 1 is not supported: "
+            "the accumulator does not tell an unused parameter from a zero gradient; use true, or stage 2"
+        )
     # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot take.
     shards = stage == 1 or (stage == 0 and type(basic).__name__ in ELEMENTWISE)
     if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:

@@ -90,6 +90,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         'Exotic is not known to work on shards.*"zero_allow_untested_optimizer": true',
     ),
+    "a client optimizer that is not made for the host, offloaded": (
+        lambda: deepspeed.initialize(
+            model=(m := torch.nn.Linear(4, 4)),
+            optimizer=torch.optim.SGD(m.parameters(), lr=1.0),
+            config={**GOOD, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        ),
+        'client optimizer SGD: .*DeepSpeedCPUAdam.*"zero_force_ds_cpu_optimizer": false',
+    ),
+    "unused parameters an error, with local accumulation": (
+        give(
+            bf16={"enabled": True},
+            data_types={"grad_accum_dtype": "fp32"},
+            zero_optimization={"stage": 1, "ignore_unused_parameters": False},
+        ),
+        r"ignore_unused_parameters: false with data_types\.grad_accum_dtype.*use true, or stage 2",
+    ),
     "nothing to train": (of_model(torch.nn.Linear(4, 4).requires_grad_(False)), r"no trainable parameter|empty parameter list"),
 }
 
