@@ -46,7 +46,7 @@ class LaunchPlan:
         pass_local_rank: add `--local_rank=<n>` behind the program (upstream's habit).
         local_rank_index: position in `command` at which that argument goes.
         master_addr: address of the store that the processes meet at.
-        master_port: its port; None takes 29500, or a free one when that is in use.
+        master_port: its port; 0 takes a free one, None takes 29500 or a free one when that is in use.
         environment: variables for every process, over the launcher's own.
         cores: one core list per rank to bind it to; empty for no binding.
         log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's output.
@@ -138,6 +138,8 @@ def run(plan: LaunchPlan) -> int:
     with _pid_file(plan.save_pid), _children_ended() as success:
         explicit = plan.master_port is not None
         port = plan.master_port if plan.master_port is not None else TORCH_DISTRIBUTED_DEFAULT_PORT
+        if port == 0:
+            port = free_port()  # every rank must be told the same number, so it is chosen here and not by the first who binds
         for attempt in range(PORT_ATTEMPTS):
             try:
                 code = _run_on_port(plan, port)

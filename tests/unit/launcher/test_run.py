@@ -205,6 +205,14 @@ def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(launch
     assert "--master_port=29500: the port is in use" in err
 
 
+def test_port_zero_is_one_free_port_for_all_ranks(launcher: Launcher) -> None:
+    # Kills: ranks that are told to meet at port 0, which each takes for another one, and wait for ever.
+    code, out, err = launcher.run("-q", "--num_gpus", "2", "--master_port", "0", launcher.script(SHOW))
+    assert code == 0, err
+    ports = {str(rank["MASTER_PORT"]) for rank in shown(out).values()}
+    assert len(ports) == 1 and int(ports.pop()) > 0
+
+
 def test_logs_cores_and_pid_file(launcher: Launcher) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -1,0 +1,1 @@
+"""Training on real devices; skipped where there are none."""
