@@ -207,6 +207,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if not self.ignore_unused_parameters:
             self._refuse_unused()
         for index in self.readiness.remaining():
+            streams = self.ipg_buckets[index].copy_streams
+            if streams:
+                # Of a bucket that is not complete, some gradients may be left from earlier backwards (no_sync), whose streams
+                # autograd has joined to the one current here.
+                streams.add(self.comm_context.current_stream())
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
         if self._hook_handles:
             self._send_late_gradients()
