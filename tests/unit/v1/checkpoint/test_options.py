@@ -57,6 +57,21 @@ class TestOptions(DistributedTest):
         unscheduled.load_checkpoint(str(tmpdir), load_lr_scheduler_states=False)
         assert unscheduled.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict()
 
+    @pytest.mark.parametrize("from_fp32", [True, False])
+    def test_load_from_fp32_weights(self, tmpdir: Any, from_fp32: bool) -> None:
+        """Kills: masters always taken from the checkpoint, or always rounded up from the bf16 weights."""
+        engine = start(config(**ZERO2))
+        train(engine, 3)
+        engine.save_checkpoint(str(tmpdir))
+        zero = {"stage": 2, "load_from_fp32_weights": from_fp32}
+        other = start(config(bf16={"enabled": True}, zero_optimization=zero), seed=2)
+        other.load_checkpoint(str(tmpdir))
+        assert differences(weights(engine), weights(other)) == []
+        pairs = list(zip(engine.optimizer.groups, other.optimizer.groups, strict=True))
+        for group, loaded in pairs:
+            assert torch.equal(loaded.master, group.master if from_fp32 else group.shard.float())
+        assert any(not torch.equal(group.master, group.shard.float()) for group, _ in pairs)  # else both would pass
+
     def test_custom_load_fn(self, tmpdir: Any) -> None:
         engine = start(config(**ZERO2))
         train(engine, 1)
