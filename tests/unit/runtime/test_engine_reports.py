@@ -1,0 +1,52 @@
+"""What the engine prints when it is asked to: progress, phases, configuration, communication."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+from unit.common import DistributedTest
+
+import deepspeed
+from deepspeed import comm as dist
+
+
+def printed(steps: int, **keys: Any) -> str:
+    """Standard output of a run."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        model = torch.nn.Linear(4, 4)
+        optimizer = {"type": "SGD", "params": {"lr": 0.25}}
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": 1}, **keys}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        for _ in range(steps):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+    return out.getvalue()
+
+
+class TestReports(DistributedTest):
+    world_size = 1
+
+    def test_progress_every_so_many_steps(self) -> None:
+        # Kills: a line every step, a line that the log level hides, none at all.
+        out = printed(4, steps_per_print=2)
+        assert out.count("step=") == 2 and "step=2, skipped=0, lr=[0.25]" in out and "step=4" in out
+        assert "step=" not in printed(2) and "step=" not in printed(2, steps_per_print=float("inf"))
+
+    def test_phases(self) -> None:
+        out = printed(2, wall_clock_breakdown=True)
+        assert all(phase in out for phase in ("fwd", "bwd", "step"))
+        assert "fwd" not in printed(2)
+
+    def test_communication(self) -> None:
+        # Kills: a comms logger that the configuration does not switch on.
+        with contextlib.redirect_stdout(io.StringIO()):
+            dist.reset_log()
+            printed(2, comms_logger={"enabled": True})
+            summary = dist.log_summary(return_dict=True)
+            dist.configure(enabled=False)
+        assert summary
