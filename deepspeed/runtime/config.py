@@ -26,7 +26,7 @@ from deepspeed.runtime.config_utils import (
 from deepspeed.runtime.constants import *  # noqa: F403 - scripts import the constants from here
 from deepspeed.runtime.constants import TENSOR_CORE_ALIGN_SIZE
 from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import logger, print_dist
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models import features, observe, precision
@@ -320,20 +320,27 @@ class DeepSpeedConfig:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def print_user_config(self) -> None:
-        """Log what the user gave, as JSON."""
-        text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
-        logger.info("  json = %s", text)
+        """Print what the user gave, as JSON, on rank 0 and whatever the log level: it was asked for."""
+        text = json.dumps(_without_secrets(self._param_dict), sort_keys=True, indent=4, cls=ScientificNotationEncoder)
+        print_dist(f"  json = {text}", ranks=[0])
 
     def print(self, name: str) -> None:
-        """Log the resolved configuration.
+        """Print the resolved configuration and what the user gave.
 
         Args:
             name: headline.
         """
-        logger.info("%s:", name)
-        for key, value in sorted(self.tree.model_dump(mode="json", by_alias=True, fallback=str).items()):
-            logger.info("  %s %s", key.ljust(40, "."), json.dumps(value))
+        resolved = _without_secrets(self.tree.model_dump(mode="json", by_alias=True, fallback=str))
+        lines = [f"  {key.ljust(40, '.')} {json.dumps(value)}" for key, value in sorted(resolved.items())]
+        print_dist("\n".join([f"{name}:", *lines]), ranks=[0])
         self.print_user_config()
+
+
+def _without_secrets(value: Any) -> Any:
+    """Nested dictionaries with the value of every ``api_key`` hidden."""
+    if not isinstance(value, dict):
+        return value
+    return {key: "***" if key == "api_key" and item else _without_secrets(item) for key, item in value.items()}
 
 
 class DeepSpeedConfigWriter:

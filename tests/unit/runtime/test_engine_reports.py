@@ -42,6 +42,12 @@ class TestReports(DistributedTest):
         assert all(phase in out for phase in ("fwd", "bwd", "step"))
         assert "fwd" not in printed(2)
 
+    def test_configuration(self) -> None:
+        # Kills: a dump that the log level hides, and one that shows a secret.
+        out = printed(0, dump_state=True, comet={"enabled": False, "api_key": "secret"})
+        assert "zero_optimization" in out and '"stage": 1' in out and "secret" not in out
+        assert "zero_optimization" not in printed(0)
+
     def test_communication(self) -> None:
         # Kills: a comms logger that the configuration does not switch on.
         with contextlib.redirect_stdout(io.StringIO()):
