@@ -167,7 +167,6 @@ REFUSALS: tuple[Refusal, ...] = (
 INERT: tuple[Inert, ...] = (
     *(Inert(f"zero_optimization.{key}", "ZeRO stage 3") for key in STAGE3_KEYS),
     Inert("zero_optimization.use_multi_rank_bucket_allreduce", "several collectives per bucket"),
-    Inert("zero_optimization.offload_optimizer.buffer_count", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.nvme_path", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.pipeline_read", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.pipeline_write", "NVMe offload"),

@@ -50,7 +50,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     device: Device = option(OffloadDeviceEnum.none, 'Where optimizer state lives: "none", "cpu" or "nvme".')
     nvme_path: Path | None = option(None, "Folder on the NVMe device.")
-    buffer_count: Int = option(4, "Buffers for NVMe transfers.", ge=0)
+    buffer_count: Int = option(4, "Gradient slices on their way to the host at once.", ge=0)
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
     pipeline_read: Bool = option(False, "Overlap NVMe reads with the step.")
     pipeline_write: Bool = option(False, "Overlap NVMe writes with the step.")
