@@ -79,17 +79,14 @@ def initialize(
         DeepSpeedConfigError: For a configuration that is wrong or not supported.
         ValueError: If the model or the configuration is missing.
     """
-    from deepspeed import comm as dist  # startup: the engine and all it needs
+    # startup: the engine and all it needs
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine import DeepSpeedEngine, ensure_distributed
 
     if model is None:
         raise ValueError("deepspeed.initialize: model is required")
     chosen = _chosen_config(args, config, config_params)
-    if not dist.is_initialized():
-        if dist_init_required is False:
-            raise ValueError("deepspeed.initialize: dist_init_required=False, but torch.distributed is not initialized")
-        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    ensure_distributed(dist_init_required, distributed_port)
     engine = DeepSpeedEngine(
         args=args,
         model=model,

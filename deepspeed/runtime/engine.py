@@ -31,6 +31,21 @@ from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
 
 
+def ensure_distributed(dist_init_required: bool | None = None, distributed_port: int = 29500) -> None:
+    """Initialize torch.distributed if nobody did.
+
+    Raises:
+        ValueError: If it is not initialized and `dist_init_required` forbids to do so here.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ValueError(
+            "dist_init_required=False, but torch.distributed is not initialized: call deepspeed.init_distributed() first"
+        )
+    dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+
+
 class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     """A model with its optimizer, data-parallel and checked.
 
@@ -76,6 +91,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     ) -> None:
         super().__init__()
         self._check_arguments(model, mesh_device)
+        ensure_distributed(dist_init_required)
         self.module = model
         self.collate_fn = collate_fn
         self.mpu = mpu

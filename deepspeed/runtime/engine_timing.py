@@ -31,11 +31,6 @@ class EngineTimers:
         self.throughput = ThroughputTimer(config.timers_config, batch_size=batch_size, steps_per_output=None)
         self._in_step = False
 
-    @property
-    def wall_clock(self) -> Any:
-        """The timers themselves."""
-        return self._timers
-
     def start_forward(self, training: bool) -> None:
         """A forward begins; the first one of a training step starts the throughput timer."""
         if training and not self._in_step:

@@ -89,11 +89,6 @@ class ShardedGroup:
         """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full accumulator)."""
         self._grad = grad
 
-    @property
-    def has_grad(self) -> bool:
-        """Whether the gradient buffer was ever used."""
-        return self._grad is not None
-
     def grad_for_step(self) -> torch.Tensor:
         """The owned gradient in the master's dtype, as the optimizer wants it."""
         return self.grad if self.grad.dtype == self.master.dtype else self.grad.to(self.master.dtype)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
@@ -60,7 +61,7 @@ class IPGBucket:
         buffer: Payload buffers in use.
         params: Parameters of the bucket.
         grads: Gradients being copied; referenced until the copy is done.
-        elements: Elements of `grads`.
+        elements: Elements on their way, absent gradients as zeros.
         index: Which plan.
         copy_streams: Streams that the gradients were produced on.
     """
@@ -70,7 +71,6 @@ class IPGBucket:
     grads: list[torch.Tensor] = field(default_factory=list)
     elements: int = 0
     index: int = 0
-    has_moe_params: bool = False
     copy_streams: set[Any] = field(default_factory=set)
 
     def clear(self) -> None:
@@ -200,7 +200,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.accumulator is not None:
             self.accumulator.absorb(1.0 / self.accumulation_divisor)
 
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+    def reduce_gradients(self) -> None:
         """Send every bucket that this micro-batch has to send and has not sent yet."""
         if not self._reduces_now():
             return
@@ -274,7 +274,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         bucket = self.ipg_buckets[index]
         grads = [self._source(index, param) for param in bucket.params]
         bucket.grads = [grad for grad in grads if grad is not None]
-        bucket.elements = sum(grad.numel() for grad in bucket.grads)
+        bucket.elements = self.plans[index].numel
         self.average_tensor(index, grads)
         for param in bucket.params:
             param.grad = None
@@ -392,10 +392,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in upstream's layout."""
         state = {
-            "loss_scaler": self.loss_scaler,
+            LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            "zero_stage": ZeroStageEnum.gradients if self.partition_gradients else ZeroStageEnum.optimizer_states,
+            ZERO_STAGE: ZeroStageEnum.gradients if self.partition_gradients else ZeroStageEnum.optimizer_states,
         }
         return {**state, **sharded_state_dict(self, elastic=self.elastic_checkpoint)}
 
@@ -409,7 +409,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             load_optimizer_states: Restore moments and hyper-parameters, not only masters.
             load_from_fp32_weights: Restore masters; otherwise round them up from the model-precision weights.
         """
-        self.loss_scaler = state_dict["loss_scaler"]
+        self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
         load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
 
