@@ -78,10 +78,10 @@ class HostSink(DeviceSink):
         self._in_flight: deque[tuple[torch.Tensor, list[torch.Tensor], float, bool, Any]] = deque()
 
     def _accumulate(self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
-        if parts[0].device == target.device:
+        accelerator = get_accelerator()
+        if accelerator.on_accelerator(target):
             super()._accumulate(target, parts, factor, first)
             return
-        accelerator = get_accelerator()
         while len(self._in_flight) >= self._buffer_count:
             self._land()
         staged = [accelerator.pin_memory(torch.empty(part.shape, dtype=part.dtype)) for part in parts]
