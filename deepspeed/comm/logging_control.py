@@ -1,6 +1,6 @@
 """The comms logger's switch: what is timed, what is shown.
 
-Owns the process's one `CommsLogger` and decides whether the operations go through an `OperationTimer`.
+Owns the process's one `CommsLogger` and decides whether an `OperationTimer` observes the operations.
 """
 
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.comm import collectives
-from deepspeed.comm.observation import OperationTimer
+from deepspeed.comm.observation import CollectiveCall, OperationTimer
 from deepspeed.comm.utils import get_msg_size_from_args
 from deepspeed.utils.comms_logging import CommsLogger
 
@@ -52,7 +52,10 @@ def configure(
     for name, value in options.items():
         if value is not None:
             setattr(comms_logger, name, value)
-    collectives.set_observer(_timer if comms_logger.enabled else None)
+    if comms_logger.enabled:
+        collectives.add_observer(_timer)
+    else:
+        collectives.remove_observer(_timer)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -63,11 +66,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: return the numbers, on every rank its own.
     """
     # The exchange of the straggler analysis is not part of what was asked for.
-    collectives.set_observer(None)
+    enabled, comms_logger.enabled = comms_logger.enabled, False
     try:
         return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)
     finally:
-        collectives.set_observer(_timer if comms_logger.enabled else None)
+        comms_logger.enabled = enabled
 
 
 def has_comm_data() -> bool:
@@ -101,15 +104,17 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not comms_logger.enabled:
             return func(*args, **kwargs)
-        return _timer.run(
+        call = CollectiveCall(
+            func.__name__,
             functools.partial(func, **kwargs),
             args,
-            func.__name__,
-            get_msg_size_from_args(func, *args, **kwargs),
             kwargs.get("group"),
+            get_msg_size_from_args(func, *args, **kwargs),
             kwargs.get("log_name"),
             kwargs.get("prof", False),
             kwargs.get("debug"),
         )
+        # The operations inside of it reach all observers by themselves.
+        return _timer.run(call, call.issue)
 
     return wrapper

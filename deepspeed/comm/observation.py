@@ -1,23 +1,195 @@
 """What happens around a collective when somebody watches.
 
-Nobody watches by default and `deepspeed.comm.comm` then calls torch directly. With the comms logger on, each call
-goes through `OperationTimer`, which measures it from issue to completion; an asynchronous one is complete when its handle
-has been waited for.
+Nobody watches by default and `deepspeed.comm.collectives` then calls torch directly. Otherwise each operation becomes a
+`CollectiveCall` that passes through an `ObserverChain`: from the outermost observer to the innermost, each of which decides when
+to go on to the next, and at last torch. The comms logger's `OperationTimer` is one; the intent check, the stream checker
+and the simulated device have their own.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.comms_logging import CommsLogger
 
 
+class _Form(NamedTuple):
+    """The arguments of an operation.
+
+    Attributes:
+        parameters: Their names, by position.
+        reads: The one whose tensors are read; empty if there is none.
+        writes: The one whose tensors are written.
+    """
+
+    parameters: tuple[str, ...]
+    reads: str = ""
+    writes: str = ""
+
+
+def _form(parameters: str, reads: str = "", writes: str = "") -> _Form:
+    return _Form(tuple(parameters.split()), reads, writes)
+
+
+_FORMS = {
+    "all_reduce": _form("tensor op group async_op", "tensor", "tensor"),
+    "reduce": _form("tensor dst op group async_op", "tensor", "tensor"),
+    "reduce_scatter_tensor": _form("output tensor op group async_op", "tensor", "output"),
+    "reduce_scatter": _form("output input_list op group async_op", "input_list", "output"),
+    "all_reduce_coalesced": _form("tensors op group async_op", "tensors", "tensors"),
+    "all_gather": _form("tensor_list tensor group async_op", "tensor", "tensor_list"),
+    "all_gather_into_tensor": _form("output tensor group async_op", "tensor", "output"),
+    "all_gather_coalesced": _form("outputs tensors group async_op", "tensors", "outputs"),
+    "all_gather_object": _form("object_list obj group"),
+    "gather": _form("tensor gather_list dst group async_op", "tensor", "gather_list"),
+    "broadcast": _form("tensor src group async_op", "tensor", "tensor"),
+    "broadcast_object_list": _form("object_list src group device"),
+    "scatter": _form("tensor scatter_list src group async_op", "scatter_list", "tensor"),
+    "all_to_all_single": _form("output tensor output_split_sizes input_split_sizes group async_op", "tensor", "output"),
+    "all_to_all": _form("output_list tensor_list group async_op", "tensor_list", "output_list"),
+    "send": _form("tensor dst group tag", reads="tensor"),
+    "recv": _form("tensor src group tag", writes="tensor"),
+    "isend": _form("tensor dst group tag", reads="tensor"),
+    "irecv": _form("tensor src group tag", writes="tensor"),
+    "barrier": _form("group async_op device_ids"),
+    "monitored_barrier": _form("group timeout wait_all_ranks"),
+}
+_ALWAYS_ASYNC = ("isend", "irecv")
+
+
 def group_size(group: Any) -> int:
     """The number of ranks in a group (None: the world); 1 when there is no process group."""
     return torch_dist.get_world_size(group) if torch_dist.is_initialized() else 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CollectiveCall:
+    """One operation of `deepspeed.comm` that is about to be issued.
+
+    Attributes:
+        name: Which; the name of the function in `deepspeed.comm`.
+        operation: Issues it; its result is a handle if and only if the operation is still running.
+        args: The arguments of `operation`.
+        group: The ranks that take part; None means the world.
+        num_bytes: Its message; see `deepspeed.utils.comms_logging.calc_bw_log`.
+        log_name: The name it is listed under; None means `name`.
+        prof: Time it even if it is not among the operations chosen for timing.
+        debug: The calling function, shown in debug mode.
+    """
+
+    name: str
+    operation: Callable[..., Any]
+    args: tuple[Any, ...]
+    group: Any = None
+    num_bytes: int = 0
+    log_name: str | None = None
+    prof: bool = False
+    debug: str | None = None
+
+    def issue(self) -> Any:
+        """Issue it, past all observers."""
+        return self.operation(*self.args)
+
+    def argument(self, parameter: str, default: Any = None) -> Any:
+        """The argument called ``parameter`` (`op`, `src`, `tag`, ...); ``default`` if the operation has none of that name."""
+        parameters = self._form().parameters
+        return self.args[parameters.index(parameter)] if parameter in parameters else default
+
+    @property
+    def reads(self) -> list[torch.Tensor]:
+        """The tensors that this rank's part of the operation reads. Pickled objects are the host's and not among them."""
+        if self.name == "broadcast" and not self._is_source():
+            return []
+        return _tensors(self.argument(self._form().reads))
+
+    @property
+    def writes(self) -> list[torch.Tensor]:
+        """The tensors that this rank's part of the operation writes."""
+        if self.name == "broadcast" and self._is_source():
+            return []
+        return _tensors(self.argument(self._form().writes))
+
+    @property
+    def async_op(self) -> bool:
+        """Whether a handle is returned before the operation is complete."""
+        return self.name in _ALWAYS_ASYNC or bool(self.argument("async_op", False))
+
+    def with_async(self, async_op: bool) -> CollectiveCall:
+        """The same operation, returning a handle (True) or when it is complete (False).
+
+        Raises:
+            ValueError: The operation has no such choice.
+        """
+        if async_op == self.async_op:
+            return self
+        parameters = self._form().parameters
+        if "async_op" not in parameters:
+            raise ValueError(f"{self.name} has no async_op={async_op}: it is always {'' if self.async_op else 'a'}synchronous")
+        position = parameters.index("async_op")
+        args = (*self.args[:position], async_op, *self.args[position + 1 :])
+        return dataclasses.replace(self, args=args)
+
+    def _form(self) -> _Form:
+        return _FORMS.get(self.name, _Form(()))
+
+    def _is_source(self) -> bool:
+        return self.argument("src") == torch_dist.get_rank()
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return list(argument or ())
+
+
+class CollectiveObserver(Protocol):
+    """Watches operations; it may delay, replace or refuse them."""
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Called for every operation, instead of it.
+
+        Args:
+            call: What is about to be issued.
+            proceed: Issues it, through the observers further inside; call it at most once.
+
+        Returns:
+            What the caller of the operation gets: the result of ``proceed`` or something that can be waited for like it.
+        """
+
+
+class ObserverChain:
+    """Observers, outermost first. Immutable, so that an operation under way keeps its own."""
+
+    def __init__(self, observers: tuple[CollectiveObserver, ...]) -> None:
+        self.observers = observers
+
+    def with_observer(self, observer: CollectiveObserver, innermost: bool) -> ObserverChain:
+        """The chain with one more observer at one of its ends; the same chain if it is there already."""
+        if observer in self.observers:
+            return self
+        return ObserverChain((*self.observers, observer) if innermost else (observer, *self.observers))
+
+    def without_observer(self, observer: CollectiveObserver) -> ObserverChain | None:
+        """The chain without an observer; None when nobody is left."""
+        left = tuple(other for other in self.observers if other is not observer)
+        return ObserverChain(left) if left else None
+
+    def run(self, call: CollectiveCall) -> Any:
+        """Issue ``call`` through all observers."""
+        proceed: Callable[[], Any] = call.issue
+        for observer in reversed(self.observers):
+            proceed = partial(observer.run, call, proceed)
+        return proceed()
 
 
 class TimedWork:
@@ -40,62 +212,43 @@ class TimedWork:
 
 
 class OperationTimer:
-    """Times operations into a `CommsLogger`."""
+    """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is complete when it was waited for."""
 
     def __init__(self, comms_logger: CommsLogger) -> None:
         self.logger = comms_logger
 
-    def run(
-        self,
-        operation: Callable[..., Any],
-        args: tuple[Any, ...],
-        name: str,
-        num_bytes: int,
-        group: Any = None,
-        log_name: str | None = None,
-        prof: bool = False,
-        debug: str | None = None,
-    ) -> Any:
-        """Call ``operation(*args)`` and record it.
-
-        Args:
-            operation: issues the collective; its result is a handle if and only if the operation is still running.
-            args: its arguments.
-            name: the collective, for the bandwidth formula.
-            num_bytes: its message; see `deepspeed.utils.comms_logging.calc_bw_log`.
-            group: the ranks that take part; None means the world.
-            log_name: the name it is listed under; None means ``name``.
-            prof: time it even if it is not among the operations chosen for timing.
-            debug: the calling function, shown in debug mode.
-        """
-        listed = log_name or name
-        if not self.logger.wants(listed, prof):
-            return operation(*args)
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Issue the operation and record it if the logger wants it."""
+        listed = call.log_name or call.name
+        if not self.logger.wants(listed, call.prof):
+            return proceed()
         if self.logger.debug:
-            listed = f"{listed} | [Caller Func: {debug or _caller()}]"
+            listed = f"{listed} | [Caller Func: {call.debug or _caller()}]"
         accelerator = get_accelerator()
-        num_ranks = group_size(group)
+        num_ranks = group_size(call.group)
         # The device is drained before and after, so that only this operation is measured.
         accelerator.synchronize()
         started = time.perf_counter()
 
         def record() -> None:
             accelerator.synchronize()
-            self.logger.append(name, listed, (time.perf_counter() - started) * 1e3, num_bytes, num_ranks)
+            self.logger.append(call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks)
 
-        result = operation(*args)
+        result = proceed()
         if result is not None and hasattr(result, "wait"):
             return TimedWork(result, record)
         record()
         return result
 
 
-def _caller() -> str:
-    """The first function on the stack outside of the communication layer."""
-    # startup: only debug mode looks at stacks.
-    import inspect
-
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.comm"):
+def call_site(skip: str | tuple[str, ...] = "deepspeed.comm") -> FrameType | None:
+    """The innermost frame on the stack outside of the packages in ``skip``; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(skip):
         frame = frame.f_back
+    return frame
+
+
+def _caller() -> str:
+    frame = call_site()
     return frame.f_code.co_name if frame is not None else "unknown"

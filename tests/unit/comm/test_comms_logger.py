@@ -163,7 +163,7 @@ class TestLogger(DistributedTest):
         assert dist.get_comm_operation_count() == 2
         dist.configure(enabled=False)
         dist.all_reduce(torch.ones(1), prof=True)
-        assert dist.get_comm_operation_count() == 2 and collectives._observer is None
+        assert dist.get_comm_operation_count() == 2 and collectives._observers is None
 
     def test_own_operations(self) -> None:
         @dist.timed_op
