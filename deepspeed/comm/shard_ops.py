@@ -33,6 +33,19 @@ class PendingShards:
         self._works = works
         self._keep: torch.Tensor | None = keep
 
+    def sum_over(self, group: Any) -> None:
+        """Of a reduction: sum this rank's slice over the ranks of `group` too, which own the same slice of other sums.
+
+        Completes what was started (the host waits on backends without streams) and starts one all-reduce; `wait()` completes that.
+        Ranks agree on the slice's size, so an empty one is left out.
+        """
+        total, *others = self.wait()
+        for piece in others:
+            total.add_(piece)
+        self.pieces = [total]
+        if total.numel():
+            self._works = [dist.all_reduce(total, group=group, async_op=True)]
+
     def wait(self) -> list[torch.Tensor]:
         """Complete the operation; returns `pieces`."""
         for work in self._works:

@@ -3,6 +3,9 @@
 Each micro-batch's bf16 gradients are added to a full fp32 accumulator; at the boundary the accumulator is all-reduced, after which
 it is equal on all ranks, and every rank updates its shard from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with
 bf16 accumulation; keeps what eight mantissa bits would drop.
+
+With several optimizer instances (`zero/zero_optimizer.py`) only the sharding changes: the accumulator is whole on every rank, so
+one all-reduce over all data-parallel ranks gives every owner of a shard the same sum, whatever instance it is in.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
+from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits, check_shards
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger
@@ -173,18 +173,19 @@ class CheckpointMixin:
         if dp_rank == 0:
             content = {**self._model_state(exclude_frozen_parameters), **client_state}
             write_file(os.path.join(folder, keys.model_file(mp_rank)), content)
-        if isinstance(self._sequence, ZeROOptimizer):
+        if isinstance(self._sequence, ZeROOptimizer) and self._sequence.instances.index == 0:
+            # Other instances hold copies. The files are those of one instance alone, so offline tools read them as ever.
             content = {
                 keys.OPTIMIZER_STATE_DICT: clone_tensors_for_torch_save(self._sequence.state_dict()),
                 keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
                 keys.DS_VERSION: __version__,
             }
-            write_file(os.path.join(folder, self._optimizer_file(dp_rank, mp_rank)), content)
+            write_file(os.path.join(folder, self._optimizer_file(mp_rank)), content)
         write_file(os.path.join(folder, keys.host_file(dist.get_rank())), self._host_state())
 
-    def _optimizer_file(self, dp_rank: int, mp_rank: int) -> str:
+    def _optimizer_file(self, mp_rank: int) -> str:
         bf16 = self.bfloat16_enabled()  # type: ignore[attr-defined]  # from EngineSettings
-        return keys.optimizer_file(dp_rank, mp_rank, bf16)
+        return keys.optimizer_file(self._sequence.shard_rank, mp_rank, bf16)
 
     @staticmethod
     def _publish(save_dir: str, temporary: str, tag: str, save_latest: bool) -> None:
@@ -212,7 +213,8 @@ class CheckpointMixin:
             keys.SKIPPED_STEPS: self.skipped_steps,
             keys.GLOBAL_STEPS: self.global_steps,
             keys.GLOBAL_SAMPLES: self.global_samples,
-            keys.DP_WORLD_SIZE: groups._get_data_parallel_world_size(),
+            # Readers take it for the number of optimizer files: with optimizer instances those of one instance.
+            keys.DP_WORLD_SIZE: sequence.num_shards if sharded else groups._get_data_parallel_world_size(),
             keys.MP_WORLD_SIZE: groups._get_model_parallel_world_size(),
             keys.CHECKPOINT_PARALLEL_DIMS: {
                 keys.CHECKPOINT_TP_DEGREE: groups._get_model_parallel_world_size(),
@@ -348,16 +350,20 @@ class CheckpointMixin:
             self._check_module(model[keys.MODULE])
         if module_only:
             return LoadedFiles(model, None, None)
-        optimizer = self._read_optimizer(folder, mp_rank, load_optimizer_states)
+        optimizer = self._read_optimizer(folder, mp_rank, model.get(keys.DP_WORLD_SIZE), load_optimizer_states)
         host_path = os.path.join(folder, keys.host_file(dist.get_rank()))
         host = read_file(host_path) if os.path.isfile(host_path) else None
         return LoadedFiles(model, optimizer, host)
 
-    def _read_optimizer(self, folder: str, mp_rank: int, load_optimizer_states: bool) -> dict[str, Any] | None:
+    def _read_optimizer(
+        self, folder: str, mp_rank: int, saved_shards: int | None, load_optimizer_states: bool
+    ) -> dict[str, Any] | None:
         if not isinstance(self._sequence, ZeROOptimizer):
             return None
-        path = os.path.join(folder, self._optimizer_file(groups._get_data_parallel_rank(), mp_rank))
+        path = os.path.join(folder, self._optimizer_file(mp_rank))
         try:
+            if saved_shards is not None:
+                check_shards(self._sequence, saved_shards)  # first: with more ranks than shards some have no file
             state = read_file(path)[keys.OPTIMIZER_STATE_DICT]
             check_fits(self._sequence, state)
         except (CheckpointError, CheckpointMismatchError):

@@ -159,11 +159,27 @@ class DeepSpeedConfig:
                 f"data_parallel_size: {tree.data_parallel_size} is not the number of data-parallel ranks, "
                 f"{world.size} ({world.source}); remove the key or start another number of ranks"
             )
+        self._check_instances(world)
         if tree.fp16.enabled and tree.vocabulary_size and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE:
             logger.warning(
                 "vocabulary_size: %d is not a multiple of %d; tensor cores will not be used for its matrices",
                 tree.vocabulary_size,
                 TENSOR_CORE_ALIGN_SIZE,
+            )
+
+    def _check_instances(self, world: WorldSize) -> None:
+        zero = self.tree.zero_optimization
+        count = zero.num_optimizer_instances
+        if count > 1 and int(zero.stage) == 0:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.num_optimizer_instances: {count} makes copies of sharded state, and zero_optimization.stage: 0 "
+                "shards none; use stage 1 or 2, or 1 instance"
+            )
+        if world.size % count:
+            possible = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
+            raise DeepSpeedConfigError(
+                f"zero_optimization.num_optimizer_instances: {count} does not divide the {world.size} data-parallel ranks "
+                f"({world.source}); use one of {possible}, or start another number of ranks"
             )
 
     # Upstream's names for parts of the tree.

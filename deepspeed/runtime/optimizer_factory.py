@@ -24,6 +24,7 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
 
 # Optimizers whose update of an element depends on that element alone: right on any shard of a flat buffer.
 ELEMENTWISE = (
@@ -269,6 +270,7 @@ def _sharded(context: WrapContext) -> dict[str, Any]:
     zero = context.config.tree.zero_optimization
     return {
         "dp_process_group": context.dp_group,
+        "instances": groups._get_optimizer_instances(zero.num_optimizer_instances),
         "norm_group": context.norm_group,
         "counts_in_norm": context.counts_in_norm,
         "offload": zero.offload_optimizer if _offloads(context.config) else None,

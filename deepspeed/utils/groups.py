@@ -8,6 +8,8 @@ Groups of our own are made once and kept; they are forgotten with the process gr
 collective over the world, so the first question for a tensor- or model-parallel group must be asked on all ranks.
 """
 
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import comm as dist
@@ -26,7 +28,7 @@ mesh_device: Any = None
 DATA_AXIS = "data_parallel"
 SEQUENCE_AXIS = "sequence_parallel"
 
-_cache: dict[str, Any] = {}
+_cache: dict[Hashable, Any] = {}
 # The world group in which the cached groups were made: groups do not outlive it.
 _cache_world: Any = None
 
@@ -74,19 +76,31 @@ def _mesh_has(axis: str) -> bool:
     return mpu is None and mesh_device is not None and axis in (mesh_device.mesh_dim_names or ())
 
 
-def _group_of_one() -> Any:
-    """The group of this rank alone."""
+def _made_once(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` made under this key in the present world."""
     global _cache_world
     world = dist.get_world_group()
     if _cache_world is not world:
         _cache.clear()
         _cache_world = world
-    if "self" not in _cache:
-        own = dist.get_rank()
-        # new_group is collective over the world: every rank makes every group, in the same order.
-        made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        _cache["self"] = made[own]
-    return _cache["self"]
+    if key not in _cache:
+        _cache[key] = make()
+    return _cache[key]
+
+
+def _own_group(rank_lists: list[list[int]]) -> Any:
+    """Make a group of each list and return this rank's; every rank passes the same lists, in which each rank occurs once.
+
+    new_group is collective over the world: every rank makes every group, in the same order.
+    """
+    made = [dist.new_group(ranks) for ranks in rank_lists]
+    own = dist.get_rank()
+    return next(group for group, ranks in zip(made, rank_lists, strict=True) if own in ranks)
+
+
+def _group_of_one() -> Any:
+    """The group of this rank alone."""
+    return _made_once("self", lambda: _own_group([[rank] for rank in range(dist.get_world_size())]))
 
 
 def _clone_world_group() -> Any:
@@ -128,6 +142,60 @@ def _get_data_parallel_rank() -> int:
 def _get_broadcast_src_rank() -> int:
     """The global rank from which the data-parallel group takes its first weights."""
     return dist.get_global_rank(_get_sequence_data_parallel_group(), 0)
+
+
+# -- optimizer instances: replicas of the sharded optimizer state inside the data-parallel group ---------------------
+
+
+@dataclass(frozen=True)
+class OptimizerInstances:
+    """This rank's place in a data-parallel group of D ranks that is split into `count` instances of D / count consecutive ranks.
+
+    Attributes:
+        inside: The ranks of this instance; each owns one shard.
+        across: The ranks that own the same shard, one of each instance; None if there is one instance.
+        index: Which instance this rank is in.
+        count: How many there are.
+    """
+
+    inside: Any
+    across: Any = None
+    index: int = 0
+    count: int = 1
+
+
+def _get_optimizer_instances(count: int) -> OptimizerInstances:
+    """The data-parallel group as `count` instances. Collective over the world when first asked.
+
+    Raises:
+        ValueError: The group cannot be split evenly.
+    """
+    whole = _get_data_parallel_group()
+    if count == 1:
+        return OptimizerInstances(whole)
+    own = tuple(dist.get_all_ranks_from_group(whole))
+    if count < 1 or len(own) % count:
+        raise ValueError(f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances of equal size")
+    return _made_once(("instances", own, count), lambda: _make_instances(own, count))
+
+
+def _make_instances(own: tuple[int, ...], count: int) -> OptimizerInstances:
+    size = len(own) // count
+    inside, across = [], []
+    for ranks in _all_data_parallel_ranks(own):
+        inside += [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        across += [list(ranks[position::size]) for position in range(size)]
+    return OptimizerInstances(_own_group(inside), _own_group(across), own.index(dist.get_rank()) // size, count)
+
+
+def _all_data_parallel_ranks(own: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every data-parallel group of the world, in one order on all ranks: with model parallelism there are several."""
+    world = dist.get_world_size()
+    if len(own) == world:
+        return [own]
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, own)
+    return sorted({tuple(ranks) for ranks in everywhere})
 
 
 # -- sequence parallel ------------------------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("zero_optimization.zero_quantized_gradients", _on, f"it needs ZeRO-3, which {LATER}; use false"),
     Refusal("zero_optimization.zeropp_loco_param", _given, f"it needs quantized gradients, which {LATER_MANY}; remove the key"),
     Refusal("zero_optimization.mics_shard_size", lambda v: v > 0, f"MiCS needs ZeRO-3, which {LATER}; use -1"),
-    Refusal("zero_optimization.num_optimizer_instances", _above_one, f"several optimizer instances {LATER_MANY}; use 1"),
     Refusal("optimizer.type", lambda v: str(v).lower() in ONEBIT, f'1-bit optimizers {LATER_MANY}; use "Adam" or "Lamb"'),
     Refusal(
         "optimizer.type",

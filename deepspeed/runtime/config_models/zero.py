@@ -148,7 +148,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     leaf_module: DeepSpeedZeroLeafModuleConfig = option(
         DeepSpeedZeroLeafModuleConfig, "Modules whose parameters are fetched together (stage 3)."
     )
-    num_optimizer_instances: Int = option(1, "Replicas the data-parallel group is split into for sharding.", ge=1)
+    num_optimizer_instances: Int = option(1, "Replicas of the sharded state in the data-parallel group (stages 1, 2).", ge=1)
 
     @model_validator(mode="after")
     def _resolve_overlap(self) -> DeepSpeedZeroConfig:

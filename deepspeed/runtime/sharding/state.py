@@ -76,6 +76,22 @@ def _lean_value(group: ShardedGroup, value: Any) -> Any:
     return _without_padding(group, value) if is_moment else value
 
 
+def check_shards(optimizer: ZeROOptimizer, saved: int) -> None:
+    """Raise unless the state was saved in as many shards as this run has; how many instances hold copies of them doesn't matter.
+
+    Raises:
+        CheckpointMismatchError: Naming both and what decides it.
+    """
+    if saved != optimizer.num_shards:
+        count = optimizer.instances.count
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer state was saved with {saved} data-parallel ranks per optimizer instance, this run has "
+            f"{optimizer.num_shards} ({optimizer.num_shards * count} ranks, zero_optimization.num_optimizer_instances: {count}): "
+            f"resume with {saved} ranks per instance, in any number of instances, or load weights only "
+            "(load_checkpoint(..., load_module_only=True))"
+        )
+
+
 def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     """Raise unless `saved` is a part that this rank could have saved.
 
@@ -83,11 +99,12 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
         CheckpointMismatchError: Naming what differs. Nothing was changed.
     """
     counts = list(saved[PARTITION_COUNT])
-    if counts != optimizer.partition_count:
+    for count in counts:
+        check_shards(optimizer, count)
+    if len(counts) != len(optimizer.groups):
         raise CheckpointMismatchError(
-            f"the checkpoint was saved with {counts[0] if counts else 0} data-parallel ranks and {len(counts)} parameter groups, "
-            f"this run has {optimizer.num_shards} and {len(optimizer.groups)}: resume with the same, or load weights only "
-            "(load_checkpoint(..., load_module_only=True))"
+            f"the checkpoint was saved with {len(counts)} parameter groups, this run has {len(optimizer.groups)}: resume with the "
+            "same, or load weights only (load_checkpoint(..., load_module_only=True))"
         )
     for index, (group, master) in enumerate(zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)):
         expected = _without_padding(group, group.master).numel()

@@ -4,6 +4,11 @@ Both stages are one path. Gradients stay in `param.grad` until their bucket is s
 owners of its elements and added into the owned gradient shard. Stage 1 sends at the accumulation boundary, stage 2 in every
 micro-batch and as soon as a bucket is complete, so that whole gradients never pile up.
 
+With several optimizer instances (`zero_optimizer.py`) a bucket that is reduced inside the instance goes on to the owners of the
+same shard in the other instances. Both belong to every reduction of a bucket, in stage 2 to that of each micro-batch: the owned
+gradient is then complete after every backward, one on the host need not come back, and no more crosses instances than with one
+instance. To cross once per step use stage 1, or `engine.no_sync()` for all micro-batches but the last.
+
 Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a rank does not have counts as
 zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
 """
@@ -51,6 +56,25 @@ class BucketBuffer:
                 for param, start in zip(bucket.params, starts, strict=True)
             ]
         return self._views[bucket.index]
+
+
+@dataclass
+class Reduction:
+    """A bucket on its way.
+
+    Attributes:
+        index: Which plan.
+        pending: The operation that is running.
+        factors: What its gradients are scaled by.
+        buffer: Its payload.
+        is_across: Whether the sum of this instance has been sent to the other instances.
+    """
+
+    index: int
+    pending: PendingShards
+    factors: ReduceFactors
+    buffer: BucketBuffer
+    is_across: bool = False
 
 
 @dataclass
@@ -134,7 +158,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
             for index, plan in enumerate(self.plans)
         ]
-        self._in_flight: deque[tuple[int, PendingShards, ReduceFactors, BucketBuffer]] = deque()
+        self._in_flight: deque[Reduction] = deque()
         self._free_buffers: list[BucketBuffer] = []
         self._slots = [(index, param) for index, bucket in enumerate(self.ipg_buckets) for param in bucket.params]
         self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
@@ -217,6 +241,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self._send_late_gradients()
         if self.accumulator is not None:
             self.accumulator.clear()
+        # Whatever is called before the step (reading a gradient on one rank, say) then finds all collectives issued already.
+        self._send_across(0)
         if not self.overlap_comm:
             self._finish_in_flight(0)
 
@@ -301,8 +327,12 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             payload = buffer.tensor[: plan.numel]
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
-            self._in_flight.append((index, self._start_reduction(plan, payload), factors, buffer))
-            if not self.comm_context.async_handles:
+            self._in_flight.append(Reduction(index, self._start_reduction(plan, payload), factors, buffer))
+            if self.comm_context.async_handles:
+                # All ranks issue inside(0), inside(1), across(0), inside(2), across(1), ...: a rank only ever waits for what comes
+                # earlier in this order, so the two groups' collectives cannot wait for each other in a circle.
+                self._send_across(1)
+            else:
                 self._finish_in_flight(0)
         # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream that produced it.
         self.comm_context.keep_alive([*bucket.grads, buffer.tensor])
@@ -319,21 +349,32 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
         if self.reduce_scatter:
-            return reduce_to_owners(payload, plan.splits, self.dp_process_group, async_op=True)
+            return reduce_to_owners(payload, plan.splits, self.shard_group, async_op=True)
         start = plan.owned_start(self.shard_rank)
         owned = payload[start : start + plan.splits[self.shard_rank]]
-        works = [] if self.num_shards == 1 else [dist.all_reduce(payload, group=self.dp_process_group, async_op=True)]
+        works = [] if self.num_shards == 1 else [dist.all_reduce(payload, group=self.shard_group, async_op=True)]
         return PendingShards(works, [owned], keep=payload)
+
+    def _send_across(self, limit: int) -> None:
+        """Let buckets go on to the other instances, oldest first, until at most `limit` have not."""
+        if self.instances.across is None:
+            return
+        inside = [reduction for reduction in self._in_flight if not reduction.is_across]
+        for reduction in inside[: max(0, len(inside) - limit)]:
+            reduction.pending.sum_over(self.instances.across)
+            reduction.is_across = True
 
     def _finish_in_flight(self, limit: int) -> None:
         """Complete reductions, oldest first, until at most `limit` are on their way."""
+        self._send_across(limit)
         while len(self._in_flight) > limit:
-            index, pending, factors, buffer = self._in_flight.popleft()
-            plan = self.plans[index]
-            pieces = pending.wait()
-            self.sink.add(index, self.groups[plan.group], plan.segments[self.shard_rank], pieces, factors.post)
+            reduction = self._in_flight.popleft()
+            plan = self.plans[reduction.index]
+            pieces = reduction.pending.wait()
+            segments = plan.segments[self.shard_rank]
+            self.sink.add(reduction.index, self.groups[plan.group], segments, pieces, reduction.factors.post)
             if self.contiguous_gradients:
-                self._free_buffers.append(buffer)
+                self._free_buffers.append(reduction.buffer)
 
     def _acquire_buffer(self, plan: BucketPlan) -> BucketBuffer:
         dtype = plan.kind

@@ -1,6 +1,18 @@
 """`ZeROOptimizer`: a master-weight optimizer whose masters are sharded over the data-parallel ranks.
 
-Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards.
+Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards, and optimizer instances.
+
+[Note: optimizer instances]
+`zero_optimization.num_optimizer_instances` = n splits the D data-parallel ranks into n instances of D/n consecutive ranks. Masters
+and moments are sharded inside an instance, so there are n copies of each shard. In the reduce rule's terms (its N is D)
+
+    g = post * sum_{r<D} pre * g[r] = post * sum_{i<n} ( sum_{r in instance i} pre * g[r] ),
+
+the inner sum is reduced onto the shard's owner inside the instance, the outer one all-reduced over the n owners of the same shard;
+pre and post are as for one instance, no factor knows of n. After that all copies of a shard have the same gradient bit for bit.
+They stay equal because all that they are multiplied by is equal too: the norm (and with it clipping and the decision to skip) is
+reduced over all D ranks, and only instance 0 adds its shards, so that each element counts once. Instances that each took their own
+norm could disagree in its last bit and drift apart. Parameters are gathered inside the instance.
 """
 
 from __future__ import annotations
@@ -14,6 +26,12 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
+from deepspeed.utils.groups import OptimizerInstances
+
+
+def _counts_elsewhere(param: nn.Parameter) -> bool:
+    """The norm's selection outside instance 0, whose ranks count every element already."""
+    return False
 
 
 class ZeROOptimizer(MasterWeightOptimizer):
@@ -22,7 +40,8 @@ class ZeROOptimizer(MasterWeightOptimizer):
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        dp_process_group: Ranks over which state is sharded; None is the world.
+        dp_process_group: Ranks whose gradients are averaged; None is the world.
+        instances: How these are split into replicas of the sharded state; None: one instance of all of them.
         elastic_checkpoint: Save moments without padding, so that another world size can cut them anew.
         kwargs: See `MasterWeightOptimizer`.
     """
@@ -33,12 +52,16 @@ class ZeROOptimizer(MasterWeightOptimizer):
         param_names: Mapping[nn.Parameter, str],
         *,
         dp_process_group: Any = None,
+        instances: OptimizerInstances | None = None,
         elastic_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
         self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.instances = instances or OptimizerInstances(inside=self.dp_process_group)
         self.elastic_checkpoint = elastic_checkpoint
-        super().__init__(init_optimizer, param_names, shard_group=self.dp_process_group, **kwargs)
+        if self.instances.index > 0:
+            kwargs["counts_in_norm"] = _counts_elsewhere
+        super().__init__(init_optimizer, param_names, shard_group=self.instances.inside, **kwargs)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

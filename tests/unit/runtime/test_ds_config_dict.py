@@ -354,7 +354,6 @@ REFUSED_EXAMPLES = [
     ("zero_optimization.zero_quantized_gradients", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("zero_optimization.mics_shard_size", 2),
-    ("zero_optimization.num_optimizer_instances", 2),
     ("optimizer", {"type": "OneBitAdam"}),
     ("optimizer", {"type": "MuAdam"}),
     ("optimizer", {"type": "Adam", "legacy_fusion": True}),

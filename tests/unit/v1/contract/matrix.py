@@ -29,6 +29,7 @@ class Case:
         bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one to the last element), "huge".
         world: Data-parallel ranks.
         optimizer: "sgd" (an error in a gradient shows in the parameters in proportion) or "adamw" (it has state).
+        instances: `num_optimizer_instances`.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class Case:
     bucket: str
     world: int
     optimizer: str = "sgd"
+    instances: int = 1
 
     @property
     def name(self) -> str:
@@ -54,6 +56,7 @@ class Case:
             self.bucket,
             *switches,
             self.optimizer,
+            *([f"instances{self.instances}"] if self.instances > 1 else []),
         )
         return "-".join(words)
 
@@ -68,6 +71,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "offload": (False, True),
     "bucket": ("tiny", "exact", "huge"),
     "world": (1, 2, 3),
+}
+
+# Several optimizer instances: the same factors where state is sharded, and how many ranks are split into how many instances.
+INSTANCE_FACTORS: dict[str, tuple[Any, ...]] = {
+    **{name: values for name, values in FACTORS.items() if name not in ("stage", "world")},
+    "stage": (1, 2),
+    "split": ((2, 2), (4, 2), (4, 4)),
 }
 
 
@@ -112,6 +122,18 @@ def pairwise_cases() -> list[Case]:
     with_state = [
         Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
         for stage, precision in itertools.product((0, 1, 2), FACTORS["precision"])
+    ]
+    return cases + with_state
+
+
+def instance_cases() -> list[Case]:
+    """All pairs of values with several instances, and one run with a stateful optimizer per stage and kind of optimizer."""
+    rows = [dict(row) for row in pairwise(INSTANCE_FACTORS)]
+    splits = [row.pop("split") for row in rows]
+    cases = [Case(**row, world=world, instances=count) for row, (world, count) in zip(rows, splits, strict=True)]
+    with_state = [
+        Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 4, "adamw", 2)
+        for stage, precision in ((1, "fp32"), (1, "bf16+fp32"), (2, "bf16"))
     ]
     return cases + with_state
 

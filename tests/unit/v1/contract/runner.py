@@ -30,6 +30,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": case.stage,
+            "num_optimizer_instances": case.instances,
             "overlap_comm": case.overlap,
             "reduce_scatter": case.reduce_scatter,
             "reduce_bucket_size": BUCKETS[case.bucket],

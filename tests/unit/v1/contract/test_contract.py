@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from unit.common import DistributedTest
-from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, chunk, of_world, pairwise_cases, product_cases
+from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, chunk, instance_cases, of_world, pairwise_cases, product_cases
 from unit.v1.contract.runner import run_cases
 
 
@@ -28,12 +28,18 @@ class TestPairs(DistributedTest):
     @pytest.mark.world_size(2)
     def test_world_2(self) -> None:
         # Kills: a contribution that is lost, doubled, scaled by a wrong factor, or that lands in another place.
-        run_cases(of_world(pairwise_cases(), 2))
+        run_cases(of_world(pairwise_cases() + instance_cases(), 2))
 
     @pytest.mark.world_size(3)
     def test_world_3(self) -> None:
         # Kills: whatever is right for powers of two only (divisions, shard borders inside parameters, padding).
         run_cases(of_world(pairwise_cases(), 3))
+
+    @pytest.mark.world_size(4)
+    def test_world_4(self) -> None:
+        # Kills: what is right only if an instance is one rank or all of them (gradients summed over the wrong ranks, state cut or
+        # gathered over the wrong ranks, elements counted once per instance in the norm, instances that drift apart).
+        run_cases(of_world(instance_cases(), 4))
 
 
 @pytest.mark.contract

@@ -12,8 +12,10 @@ from unit.v1.contract import reference
 from unit.v1.contract.matrix import (
     CHUNKS_PER_WORLD,
     FACTORS,
+    INSTANCE_FACTORS,
     all_pairs,
     chunk,
+    instance_cases,
     of_world,
     pairs_of,
     pairwise,
@@ -46,6 +48,18 @@ def test_the_generator_on_other_factors(factors):
     # Kills: a generator fitted to one table.
     rows = pairwise(factors)
     assert set().union(*(pairs_of(row, factors) for row in rows)) == all_pairs(factors)
+
+
+def test_instances_are_covered_like_the_rest():
+    # Kills: a split that meets no stage, precision or bucket size; worlds that no test launches.
+    cases = instance_cases()
+    met = {(case.stage, case.precision, case.bucket, (case.world, case.instances)) for case in cases}
+    splits = INSTANCE_FACTORS["split"]
+    assert {(stage, split) for stage, _, _, split in met} == set(itertools.product((1, 2), splits))
+    assert {(precision, split) for _, precision, _, split in met} == set(itertools.product(FACTORS["precision"], splits))
+    assert {(bucket, split) for _, _, bucket, split in met} == set(itertools.product(FACTORS["bucket"], splits))
+    assert all(case.instances > 1 and case.world in (2, 4) for case in cases)
+    assert len(cases) <= 24
 
 
 def test_the_subset_is_small_and_the_same_every_time():
