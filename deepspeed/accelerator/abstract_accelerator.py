@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.stream_trace import StreamTracer
+
 
 class DeepSpeedAccelerator(abc.ABC):
     """One kind of device: its identity, memory, streams, random state, numeric formats and build tools.
@@ -47,6 +49,11 @@ class DeepSpeedAccelerator(abc.ABC):
     def handles_memory_backpressure(self) -> bool:
         """Whether issuing work without limit cannot exhaust memory."""
         return self.is_synchronized_device()
+
+    @property
+    def defers_collectives(self) -> bool:
+        """Whether collectives are only issued when called and run by the device's own schedule, also over host backends."""
+        return False
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -135,6 +142,14 @@ class DeepSpeedAccelerator(abc.ABC):
     @abc.abstractmethod
     def default_stream(self, device_index: int | None = None) -> Any:
         """The stream that is current when none was chosen."""
+
+    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[None]:
+        """A context manager within which `tracer` hears of every launch, wait and allocation of this thread.
+
+        Raises:
+            RuntimeError: this device has no streams.
+        """
+        raise RuntimeError(f"{self._name} has no streams to trace; set DS_ACCELERATOR=sim to trace a simulated device's")
 
     # -- memory -------------------------------------------------------------------------------------------------
 

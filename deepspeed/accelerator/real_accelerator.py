@@ -14,7 +14,8 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 ACCELERATOR_ENV = "DS_ACCELERATOR"
 ENTRY_POINT_GROUP = "deepspeed.accelerators"
 
-# name -> (module, class), in the order in which a machine is searched; the host comes last and is always there.
+# name -> (module, class), in the order in which a machine is searched. The host is always there, so what comes after it, the
+# simulated device, is never found but only asked for.
 _BUILT_IN: dict[str, tuple[str, str]] = {
     "cuda": ("deepspeed.accelerator.cuda_accelerator", "CUDA_Accelerator"),
     "xpu": ("deepspeed.accelerator.xpu_accelerator", "XPU_Accelerator"),
@@ -22,11 +23,9 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "hpu": ("deepspeed.accelerator.hpu_accelerator", "HPU_Accelerator"),
     "mps": ("deepspeed.accelerator.mps_accelerator", "MPS_Accelerator"),
     "cpu": ("deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator"),
+    "sim": ("deepspeed.accelerator.sim_accelerator", "Sim_Accelerator"),
 }
 SUPPORTED_ACCELERATOR_LIST = list(_BUILT_IN)
-
-# Names with a meaning that this release does not have yet: told apart from a typing mistake.
-_LATER: dict[str, str] = {"sim": "the stream simulator comes in a later release"}
 
 ds_accelerator: DeepSpeedAccelerator | None = None
 
@@ -62,8 +61,6 @@ def _from_environment(name: str) -> DeepSpeedAccelerator:
     if name in plugins:
         return _make_plugin(plugins[name])
     known = [*_BUILT_IN, *plugins]
-    if name in _LATER:
-        raise ValueError(f"{ACCELERATOR_ENV}={name}: {_LATER[name]}; use one of {known} until then")
     raise ValueError(
         f"{ACCELERATOR_ENV}={name} names no accelerator; use one of {known}, unset the variable, or install a "
         f"package that registers {name!r} under the entry-point group {ENTRY_POINT_GROUP}"

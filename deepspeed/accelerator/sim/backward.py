@@ -1,0 +1,263 @@
+"""On which stream a gradient is made, as autograd decides on a device.
+
+[Note: streams of a backward]
+A node of the graph runs on the stream that was current when it was made in forward; an accumulation node on the stream that was
+current when *it* was made, which is when its parameter was first used, or earlier if somebody holds it. A node's stream waits for
+those of its producers; at the end the caller's stream waits for all streams that accumulated. Hooks run inside of their node.
+
+torch numbers nodes in the order in which they are made, so a list of stream switches says where each one was. Accumulation nodes
+have no number. One that was held since earlier carries a mark, set while a side stream is current; otherwise the first node that
+uses it was made together with it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from deepspeed.accelerator.sim.host_reads import Patches
+from deepspeed.accelerator.sim.queues import Event, Scheduler, Stream
+
+_MARK = "deepspeed.sim.stream"
+StreamOf = Callable[[torch.Tensor], Stream]
+
+
+class _MarkAccumulation(TorchFunctionMode):
+    """Marks accumulation nodes that are made while a side stream is current."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        node = result.grad_fn if isinstance(result, torch.Tensor) and result.requires_grad else None
+        for following, _ in node.next_functions if node is not None else ():
+            if following is not None and hasattr(following, "variable"):
+                metadata: Any = following.metadata  # a dict; declared as a method
+                metadata.setdefault(_MARK, self._stream)
+        return result
+
+
+class BackwardStreams:
+    """Runs every backward on the streams that a device would choose.
+
+    Args:
+        scheduler: Owns the streams.
+        seed: Places accumulation nodes if `num_side_streams` is not 0.
+
+    Attributes:
+        num_side_streams: How many side streams accumulation nodes are spread over, as a compiled backward may; 0 is autograd's
+            own choice.
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self._scheduler = scheduler
+        self._random = random.Random(seed)
+        self.num_side_streams = 0
+        self._side_streams: list[Stream] = []
+        self._starts: list[int] = [0]
+        self._streams: list[Stream] = [scheduler.default]
+        self._chosen: StreamOf | None = None
+        self._running = False
+
+    def install(self, patches: Patches) -> None:
+        """Wrap torch's entries into backward."""
+        self.switched(self._scheduler.current)
+        patches.replace(torch.autograd, "backward", lambda original: self._entry(original, False))
+        patches.replace(torch.autograd, "grad", lambda original: self._entry(original, True))
+
+    def _entry(self, original: Any, captures: bool) -> Any:
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            with self.of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")), captures):
+                return original(*args, **kwargs)
+
+        return functools.wraps(original)(entry)
+
+    def switched(self, stream: Stream) -> None:
+        """`stream` is current from now on."""
+        number = torch.autograd._get_sequence_nr()
+        if self._starts[-1] == number:
+            self._streams[-1] = stream
+        elif self._streams[-1] is not stream:
+            self._starts.append(number)
+            self._streams.append(stream)
+
+    def marking(self, stream: Stream) -> AbstractContextManager[Any]:
+        """To be entered while a stream is current by the user's choice."""
+        return nullcontext() if stream is self._scheduler.default else _MarkAccumulation(stream)
+
+    @contextmanager
+    def choosing(self, stream_of: StreamOf) -> Iterator[None]:
+        """Within it, accumulation nodes run on `stream_of(parameter)`."""
+        outer, self._chosen = self._chosen, stream_of
+        try:
+            yield
+        finally:
+            self._chosen = outer
+
+    @contextmanager
+    def of(self, roots: Any, captures: bool = False) -> Iterator[None]:
+        """Within it, one backward of `roots` runs on its streams.
+
+        Args:
+            roots: One tensor or several.
+            captures: Gradients are returned, whatever node they are at, and not accumulated.
+        """
+        plan = None if self._running else self._planned([roots] if isinstance(roots, torch.Tensor) else list(roots), captures)
+        if plan is None:
+            yield
+            return
+        self._running = True
+        caller = self._scheduler.current
+        try:
+            with plan:
+                yield
+        finally:
+            self._running = False
+            self._scheduler.switch(caller)
+
+    def _planned(self, roots: list[Any], captures: bool) -> _Run | None:
+        if self._chosen is None and not self.num_side_streams and self._only_stream() is self._scheduler.current:
+            return None
+        nodes = _nodes([root.grad_fn for root in roots if isinstance(root, torch.Tensor)])
+        streams = {node: self._stream_of(node, nodes) for node in nodes}
+        if set(streams.values()) <= {self._scheduler.current}:
+            return None
+        return _Run(self._scheduler, nodes, streams, captures)
+
+    def _only_stream(self) -> Stream | None:
+        return self._streams[0] if len(set(self._streams)) == 1 else None
+
+    def _stream_of(self, node: Any, consumers: dict[Any, list[Any]]) -> Stream:
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            return self._made_under(node._sequence_nr())
+        if self._chosen is not None:
+            return self._chosen(variable)
+        if self.num_side_streams:
+            return self._side_stream()
+        if _MARK in node.metadata:
+            marked: Stream = node.metadata[_MARK]
+            return marked
+        numbers = [consumer._sequence_nr() for consumer in consumers[node]]
+        return self._made_under(min(numbers)) if numbers else self._scheduler.current
+
+    def _made_under(self, number: int) -> Stream:
+        return self._streams[bisect.bisect_right(self._starts, number) - 1]
+
+    def _side_stream(self) -> Stream:
+        while len(self._side_streams) < self.num_side_streams:
+            name = f"backward stream {len(self._side_streams)}"
+            self._side_streams.append(self._scheduler.stream_class(name=name))
+        return self._side_streams[self._random.randrange(self.num_side_streams)]
+
+
+class _Run:
+    """One backward: hooks on its nodes that switch streams and order them.
+
+    Args:
+        scheduler: Owns the streams.
+        nodes: Every node, with the nodes that hand gradients to it.
+        streams: Where each runs.
+        captures: The caller gets gradients of any node, and not only accumulated ones.
+    """
+
+    def __init__(self, scheduler: Scheduler, nodes: dict[Any, list[Any]], streams: dict[Any, Stream], captures: bool) -> None:
+        self._scheduler = scheduler
+        self._producers = nodes
+        self._streams = streams
+        self._caller = scheduler.current
+        self._done: dict[Any, Event] = {}
+        self._captures = captures
+        self._finished: list[Stream] = []
+        self._is_joining = False
+        self._handles = ExitStack()
+        self._consumers: dict[Any, list[Any]] = {}
+
+    def __enter__(self) -> None:
+        crossing = set()
+        for node, producers in self._producers.items():
+            crossing |= {p for p in producers if self._streams[p] is not self._streams[node]}
+            for producer in producers:
+                self._consumers.setdefault(producer, []).append(node)
+        for node in self._streams:
+            self._handles.callback(node.register_prehook(self._entering(node)).remove)
+            if node in crossing:
+                self._handles.callback(node.register_hook(self._leaving(node)).remove)
+        self._begun = self._caller.record_event()
+
+    def __exit__(self, *exc: object) -> None:
+        self._handles.close()
+        self._join()
+
+    def _join(self) -> None:
+        self._scheduler.switch(self._caller)
+        while self._finished:
+            self._caller.wait_stream(self._finished.pop())
+
+    def _mixed(self, node: Any) -> bool:
+        return len({self._streams[producer] for producer in self._producers[node]}) > 1
+
+    def _entering(self, node: Any) -> Callable[[Any], None]:
+        stream = self._streams[node]
+        is_root, mixed = not self._producers[node], self._mixed(node)
+
+        def enter(grads: Any) -> None:
+            if not self._is_joining:
+                # Queued first, so that callbacks queued by hooks find the caller's stream current, and joined.
+                self._is_joining = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._join)
+            self._scheduler.switch(stream)
+            if is_root and stream is not self._caller:
+                stream.wait_event(self._begun)
+            for producer in self._producers[node]:
+                if self._streams[producer] is stream and not mixed:
+                    continue
+                if mixed:
+                    # Its gradients were summed on the stream of the last producer, after that one's own event.
+                    stream.wait_stream(self._streams[producer])
+                elif producer in self._done:
+                    stream.wait_event(self._done[producer])
+            ends = self._captures or hasattr(node, "variable")
+            if ends and stream is not self._caller and stream not in self._finished:
+                self._finished.append(stream)
+
+        return enter
+
+    def _leaving(self, node: Any) -> Callable[[Any, Any], None]:
+        stream = self._streams[node]
+
+        def leave(inputs: Any, outputs: Any) -> None:
+            self._done[node] = stream.record_event()
+            for consumer in self._consumers.get(node, ()):
+                if self._mixed(consumer):
+                    # The engine adds this gradient to those of other streams next, on the stream that is current now.
+                    for other in self._producers[consumer]:
+                        if other in self._done and self._streams[other] is not stream:
+                            stream.wait_event(self._done[other])
+
+        return leave
+
+
+def _nodes(roots: list[Any]) -> dict[Any, list[Any]]:
+    """Every node reachable from `roots`, with the nodes that hand gradients to it."""
+    producers: dict[Any, list[Any]] = {root: [] for root in roots if root is not None}
+    waiting = list(producers)
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if following not in producers:
+                producers[following] = []
+                waiting.append(following)
+            producers[following].append(node)
+    return producers

@@ -1,0 +1,372 @@
+"""How an operator becomes deferred work.
+
+[Note: what runs when]
+- Operators that compute are deferred, on every stream: their results are allocated (poisoned) and returned at once.
+- Views and changes of an argument's sizes only are made at once; they touch no memory.
+- What makes a device wait makes the host wait for the current stream here too, and for nothing else: reading a value, results whose
+  shape depends on values. The operator then sees memory as it is.
+- Random operators use up the generator when they are issued, exactly as on the host, so numbers don't depend on when they run.
+
+Shapes, strides and dtypes of results come from running the operator once on numbers that don't matter: meta kernels disagree with
+the host's kernels in strides and dtypes here and there, and a result must be bit for bit the host's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed.accelerator import operators
+from deepspeed.accelerator.sim.memory import Allocator
+from deepspeed.accelerator.sim.queues import Scheduler, Work
+
+
+class Kind(enum.Enum):
+    """What has to be done for an operator."""
+
+    VIEW = "touches no memory"
+    COMPOSITE = "consists of other operators"
+    METADATA = "asks for what is known without values"
+    READ = "gives the host values, or shapes that depend on values"
+    COLLECTIVE = "torch.distributed, past deepspeed.comm"
+    RESIZE = "may need other memory"
+    ALLOCATE = "leaves its result uninitialized"
+    RANDOM = "uses a generator"
+    COMPUTE = "everything else"
+
+
+_ALLOCATING = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_METADATA = {"aten::is_pinned", "aten::is_same_size", "aten::result_type", "aten::can_cast", "aten::_has_same_storage_numel"}
+# How much of the generator these use depends on the values they draw.
+_REJECTION_SAMPLING = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet", "aten::multinomial"}
+_MAY_BE_MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+
+
+@cache
+def kind_of(func: Any) -> Kind:
+    """What has to be done for an operator, from its schema and tags."""
+    schema, tags = func._schema, func.tags
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return Kind.COLLECTIVE
+    if schema.name == "aten::resize_":
+        return Kind.RESIZE
+    if operators.is_view(func):
+        return Kind.VIEW
+    if func.namespace == "prim" or schema.name.startswith("aten::sym_") or schema.name in _METADATA:
+        return Kind.METADATA
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return Kind.COMPOSITE
+    if schema.name in _ALLOCATING or schema.name == "aten::empty_permuted":
+        return Kind.ALLOCATE
+    returned = [str(r.type) for r in schema.returns]
+    if schema.name in _REJECTION_SAMPLING or any("Tensor" not in name for name in returned):
+        return Kind.READ
+    if torch.Tag.dynamic_output_shape in tags and schema.name not in _MAY_BE_MASKED:
+        return Kind.READ
+    return Kind.RANDOM if torch.Tag.nondeterministic_seeded in tags else Kind.COMPUTE
+
+
+class Fresh(NamedTuple):
+    """A tensor that an operator returns in memory of its own."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it needs."""
+        if 0 in self.size:
+            return 0
+        last = sum(stride * (size - 1) for stride, size in zip(self.stride, self.size, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+class Plan(NamedTuple):
+    """What an operator returns for arguments of certain shapes.
+
+    Attributes:
+        results: Per returned value an argument's name, a `Fresh`, a list of `Fresh`, or None.
+        deferrable: False if it does something that only the real arguments can tell.
+    """
+
+    results: tuple[Any, ...]
+    deferrable: bool
+
+
+class Operators(TorchDispatchMode):
+    """Sends every operator of the thread that entered it to the current stream.
+
+    Args:
+        scheduler: Owns the streams.
+        allocator: Owns the memory.
+        before_collective: Called before a collective that did not come through `deepspeed.comm`.
+    """
+
+    def __init__(self, scheduler: Scheduler, allocator: Allocator, before_collective: Callable[[], None]) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._before_collective = before_collective
+        self._plans: dict[Any, Plan] = {}
+        self.in_forked_child = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
+            return NotImplemented  # a tensor subclass that consists of tensors: they come here one by one
+        if self.in_forked_child and torch.utils.data.get_worker_info() is not None:
+            return func(*args, **kwargs)  # a data loader's worker computes on the host
+        kind = kind_of(func)
+        if kind in (Kind.VIEW, Kind.METADATA):
+            return func(*args, **kwargs)
+        if kind is Kind.COMPOSITE:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if _elsewhere(args, kwargs):
+            return func(*args, **kwargs)
+        if kind is Kind.COLLECTIVE:
+            self._before_collective()
+            return func(*args, **kwargs)
+        if kind is Kind.READ or not _is_strided(args, kwargs) or (func._schema.name in _MAY_BE_MASKED and _has_mask(args)):
+            return self._now(func, args, kwargs)
+        if kind is Kind.RESIZE:
+            return self._resize(func, args, kwargs)
+        # A tensor made for a kernel is none that inference mode protects.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            shadows, shadow_kwargs = self._shadows(args), self._shadows(kwargs)
+        work = self._random(func, args, kwargs, shadows, shadow_kwargs) if kind is Kind.RANDOM else None
+        plan = self._plan(func, args, kwargs)
+        if plan is None or not plan.deferrable:
+            return self._now(func, args, kwargs)
+        if work is None and kind is not Kind.ALLOCATE:
+            work = _bind(func, shadows, shadow_kwargs)
+        return self._issue(func, args, kwargs, plan, work)
+
+    # Deferring
+
+    def _shadows(self, tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self._allocator.shadow(tree)
+        if isinstance(tree, (list, tuple)):
+            return type(tree)([self._shadows(item) for item in tree]) if tree else tree
+        return {name: self._shadows(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+    def _issue(self, func: Any, args: Any, kwargs: Any, plan: Plan, work: Callable[[], Any] | None) -> Any:
+        given = operators.arguments(func, args, kwargs)
+        fresh: list[torch.Tensor] = []
+        results = [self._result(entry, given, fresh) for entry in plan.results]
+        if work is not None:
+            into = [self._allocator.shadow(tensor) for tensor in fresh]
+            self.launch(
+                func.name(),
+                _storing(work, into),
+                operators.reads(func, args, kwargs),
+                [*operators.writes(func, args, kwargs), *fresh],
+            )
+        if not results:
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def launch(self, operator: str, run: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> int:
+        """Put work on the current stream; returns the position after it.
+
+        Args:
+            operator: For messages and traces.
+            run: The work, on memory that it holds itself.
+            reads, writes: The tensors it touches.
+        """
+        scheduler, allocator = self._scheduler, self._allocator
+        stream = scheduler.current
+        if scheduler.tracer is not None:
+            scheduler.tracer.launched(operator, stream, self._accesses(reads, writes))
+        blocks = [block for block in map(allocator.block_of, (*reads, *writes)) if block is not None]
+        for block in blocks:
+            block.uses[stream] = stream.issued + 1
+        return scheduler.put(stream, Work(operator, run))
+
+    def _accesses(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> list[Any]:
+        allocator = self._allocator
+        found = [access for tensor in reads for access in allocator.accesses(tensor, False)]
+        return found + [access for tensor in writes for access in allocator.accesses(tensor, True)]
+
+    def _result(self, entry: Any, given: dict[str, Any], fresh: list[torch.Tensor]) -> Any:
+        if isinstance(entry, str):
+            return given[entry]
+        if isinstance(entry, list):
+            return [self._result(item, given, fresh) for item in entry]
+        if entry is None:
+            return None
+        tensor = self.allocate(entry)
+        fresh.append(tensor)
+        return tensor
+
+    def allocate(self, spec: Fresh) -> torch.Tensor:
+        """A poisoned tensor."""
+        if not spec.nbytes:
+            return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype)
+        storage = self._allocator.allocate(spec.nbytes, spec.dtype)
+        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.size, spec.stride)
+
+    def _random(self, func: Any, args: Any, kwargs: Any, shadows: Any, shadow_kwargs: Any) -> Callable[[], Any]:
+        """Use the generator up now; the work, later, with the generator as it was."""
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), torch.default_generator)
+        before = generator.get_state()
+        func(*_dummies(args, 0), **_dummies(kwargs, 0))
+
+        def work() -> Any:
+            now = generator.get_state()
+            generator.set_state(before)
+            try:
+                return func(*shadows, **shadow_kwargs)
+            finally:
+                generator.set_state(now)
+
+        return work
+
+    # Results' shapes
+
+    def _plan(self, func: Any, args: Any, kwargs: Any) -> Plan | None:
+        has_tensors = next(operators.tensors_in((args, kwargs)), None) is not None
+        key = (func, torch.get_default_dtype(), _key(args, has_tensors), *((n, _key(v, has_tensors)) for n, v in kwargs.items()))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = _made_plan(func, args, kwargs)
+            if plan is not None:
+                self._plans[key] = plan
+        return plan
+
+    # Not deferring
+
+    def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let the host wait for the current stream and look."""
+        self.host_access(func.name(), operators.reads(func, args, kwargs), operators.writes(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def host_access(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()) -> None:
+        """Wait for the current stream, as a device's copy to the host does, because the host is about to look at tensors."""
+        self._scheduler.current.synchronize()
+        tracer = self._scheduler.tracer
+        if tracer is not None:
+            tracer.host_accessed(what, self._accesses(reads, writes))
+
+    def _resize(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor: torch.Tensor = args[0]
+        needed = Fresh(tensor.dtype, tuple(args[1]), _contiguous_stride(args[1]))
+        storage = tensor.untyped_storage()
+        if needed.nbytes <= storage.nbytes() - tensor.storage_offset() * tensor.element_size():
+            return func(*args, **kwargs)
+        grown = self.allocate(needed)
+        old = torch.empty(0, dtype=torch.uint8).set_(storage)
+        new = torch.empty(0, dtype=torch.uint8).set_(grown.untyped_storage())[: old.numel()]
+        source, target = self._allocator.shadow(old), self._allocator.shadow(new)
+        self.launch(func.name(), _bind(target.copy_, (source,), {}), [old], [new])
+        return tensor.set_(grown.untyped_storage(), 0, needed.size, needed.stride)
+
+
+def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    return lambda: function(*args, **kwargs)
+
+
+def _storing(work: Callable[[], Any], into: list[torch.Tensor]) -> Callable[[], None]:
+    def run() -> None:
+        result = work()
+        if into:
+            # Arguments that are returned come before or between fresh results; they are no results of ours.
+            made = [t for t in operators.tensors_in(result)][-len(into) :]
+            for target, value in zip(into, made, strict=True):
+                target.copy_(value)
+
+    return run
+
+
+def _contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))
+
+
+def _elsewhere(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return True
+    return any(tensor.device.type != "cpu" for tensor in operators.tensors_in((args, kwargs)))
+
+
+def _is_strided(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("layout") not in (None, torch.strided):
+        return False
+    return all(tensor.layout == torch.strided and not tensor.is_quantized for tensor in operators.tensors_in((args, kwargs)))
+
+
+def _has_mask(args: Any) -> bool:
+    return any(index.dtype in (torch.bool, torch.uint8) for index in operators.tensors_in(args[1]))
+
+
+def _key(value: Any, floats_are_alike: bool) -> Any:
+    """What of an argument the shape of the result can depend on. Hashable."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(item, floats_are_alike) for item in value])
+    if isinstance(value, torch.Generator) or (floats_are_alike and isinstance(value, float)):
+        return type(value)
+    return (type(value), value)  # 1, 1.0 and True are equal and make different dtypes
+
+
+def _dummies(tree: Any, fill: int) -> Any:
+    if isinstance(tree, torch.Tensor):
+        dummy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype)
+        return dummy.fill_(fill) if 0 not in tree.stride() else dummy.zero_() if not fill else torch.full_like(tree, fill)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_dummies(item, fill) for item in tree]) if tree else tree
+    return {name: _dummies(value, fill) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
+    """Run the operator on numbers that don't matter: zeros, which every index may be, or ones, which integers may divide by."""
+    state = torch.default_generator.get_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+    for fill in (0, 1):
+        dummies, dummy_kwargs = _dummies(args, fill), _dummies(kwargs, fill)
+        try:
+            result = func(*dummies, **dummy_kwargs)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, ZeroDivisionError):
+            continue  # the user's mistake, or numbers that do matter: the real call will tell
+        finally:
+            if state is not None:
+                torch.default_generator.set_state(state)
+        return _plan_of(func, result, args, kwargs, dummies, dummy_kwargs)
+    return None
+
+
+def _plan_of(func: Any, result: Any, args: Any, kwargs: Any, dummies: Any, dummy_kwargs: Any) -> Plan:
+    returns = func._schema.returns
+    values = [] if not returns else [result] if len(returns) == 1 else list(result)
+    entries = []
+    for declared, value in zip(returns, values, strict=True):
+        alias = declared.alias_info
+        entries.append(_aliased(func, alias) if alias is not None and alias.is_write else _spec(value))
+    before, after = operators.tensors_in((args, kwargs)), operators.tensors_in((dummies, dummy_kwargs))
+    keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))  # `out=` may be given another size
+    on_host = all(t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values))
+    return Plan(tuple(entries), keeps_sizes and on_host)
+
+
+def _aliased(func: Any, alias: Any) -> str:
+    return next(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.before_set == alias.before_set)
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Fresh(value.dtype, tuple(value.size()), value.stride())
+    return [_spec(item) for item in value] if isinstance(value, (list, tuple)) else None

@@ -1,0 +1,218 @@
+"""The caching allocator of the simulated device.
+
+[Note: adversarial reuse]
+Memory that Python lets go of returns at once to the stream it was allocated for, and the next allocation there gets it, most
+recently freed first. Work that another stream has still queued on it then reads or writes somebody else's tensor, as on a device.
+Work of the same stream is safe, as on a device: its queue runs in order. Fresh memory is poisoned: with NaN, or with a number that
+no index can be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from deepspeed.accelerator.operators import byte_intervals
+from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
+from deepspeed.accelerator.stream_trace import Access
+
+ALIGNMENT = 64
+GRANULE = 512
+# As on CUDA, small tensors do not take large blocks.
+SMALL = 1 << 20
+
+# All ones is NaN in every floating-point format; the byte of integers makes each of them a number far from any index.
+_POISON_FLOAT, _POISON_INT, _POISON_BOOL = 0xFF, 0xA5, 0x01
+
+
+def poison_byte(dtype: torch.dtype) -> int:
+    """The byte that fresh memory of this dtype is filled with."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return _POISON_FLOAT
+    return _POISON_BOOL if dtype == torch.bool else _POISON_INT
+
+
+class Block:
+    """Memory that is never given back while anything queued may use it.
+
+    Attributes:
+        memory: Its bytes.
+        storage: The same for torch; it keeps the memory, and no user ever holds it.
+        uses: Per stream, the position after the last work issued on this memory.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        raw = np.empty(capacity + ALIGNMENT, dtype=np.uint8)
+        first = -raw.ctypes.data % ALIGNMENT
+        self.memory = raw[first : first + capacity]
+        self.storage = torch.from_numpy(self.memory).untyped_storage()
+        self.address = self.storage.data_ptr()
+        self.capacity = capacity
+        self.uses: dict[Stream, int] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all work issued on this memory has run."""
+        return all(stream.done >= position for stream, position in self.uses.items())
+
+
+class Life:
+    """One allocation: from the moment that memory is handed out until Python's last reference is gone.
+
+    Attributes:
+        serial: Names it in traces.
+        block: The memory.
+        stream: Which stream it was allocated for, and returns to.
+        recorded: Other streams that `record_stream` named.
+        owner: Dies with the last tensor.
+    """
+
+    def __init__(self, serial: int, block: Block, stream: Stream) -> None:
+        self.serial = serial
+        self.block = block
+        self.stream = stream
+        self.recorded: set[Stream] = set()
+        self.owner: weakref.ref[Any] | None = None
+
+
+class Allocator:
+    """Hands memory out and takes it back.
+
+    Args:
+        scheduler: Whose streams it serves.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._lives: dict[int, Life] = {}
+        self._free: dict[tuple[Stream, bool], list[Block]] = {}
+        self._held_back: list[tuple[Life, list[tuple[Stream, int]]]] = []
+        self._serial = 0
+        self._foreign: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.allocated = self.max_allocated = 0
+        self.reserved = self.max_reserved = 0
+
+    # Handing out
+
+    def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        """Poisoned memory for the current stream.
+
+        Args:
+            nbytes: its size, not 0.
+            dtype: decides the poison.
+        """
+        stream = self._scheduler.current
+        block = self._take(nbytes, stream)
+        self._serial += 1
+        life = Life(self._serial, block, stream)
+        owner = block.memory[:nbytes]
+        life.owner = weakref.ref(owner, self._freer(life))
+        self._lives[block.address] = life
+        self.allocated += block.capacity
+        self.max_allocated = max(self.max_allocated, self.allocated)
+        self._poison(block, nbytes, poison_byte(dtype), stream)
+        self._scheduler.trace(lambda tracer: tracer.allocated(life.serial, nbytes, stream))
+        return torch.from_numpy(owner).untyped_storage()
+
+    def _take(self, nbytes: int, stream: Stream) -> Block:
+        self._release_held_back()
+        pool = self._free.get((stream, nbytes <= SMALL), [])
+        for position in range(len(pool) - 1, -1, -1):
+            if pool[position].capacity >= nbytes:
+                return pool.pop(position)
+        block = Block(-(-nbytes // GRANULE) * GRANULE)
+        self.reserved += block.capacity
+        self.max_reserved = max(self.max_reserved, self.reserved)
+        return block
+
+    def _poison(self, block: Block, nbytes: int, byte: int, stream: Stream) -> None:
+        target = block.memory[:nbytes]
+        if block.is_idle:
+            block.uses.clear()
+            target.fill(byte)
+            return
+        # Queued work of this stream still needs the old contents and runs before; that of others has no such right.
+        position = self._scheduler.put(stream, Work("allocation", lambda: target.fill(byte)))
+        block.uses[stream] = position
+
+    # Taking back
+
+    def _freer(self, life: Life) -> Callable[[Any], None]:
+        def freed(owner: Any) -> None:
+            self._lives.pop(life.block.address, None)
+            self.allocated -= life.block.capacity
+            self._scheduler.trace(lambda tracer: tracer.freed(life.serial))
+            if life.recorded:
+                self._held_back.append((life, [(stream, stream.issued) for stream in life.recorded]))
+            else:
+                self._return(life)
+
+        return freed
+
+    def _return(self, life: Life) -> None:
+        self._free.setdefault((life.stream, life.block.capacity <= SMALL), []).append(life.block)
+
+    def _release_held_back(self) -> None:
+        waiting = []
+        for life, positions in self._held_back:
+            if all(stream.done >= position for stream, position in positions):
+                self._return(life)
+            else:
+                waiting.append((life, positions))
+        self._held_back = waiting
+
+    def empty_cache(self) -> None:
+        """Forget all free memory; work queued on it keeps it until it has run."""
+        self._release_held_back()
+        self.reserved -= sum(block.capacity for pool in self._free.values() for block in pool)
+        self._free.clear()
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Memory of `tensor` is not handed out before the work that `stream` has when it is freed is done."""
+        life = self._lives.get(tensor.untyped_storage().data_ptr())
+        if life is not None and stream is not life.stream:
+            life.recorded.add(stream)
+            self._scheduler.trace(lambda tracer: tracer.stream_recorded(life.serial, stream))
+
+    # Looking
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The memory under a tensor; None if the host made it."""
+        life = self._lives.get(tensor.untyped_storage().data_ptr())
+        return None if life is None else life.block
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as a kernel sees it: an address that keeps no tensor of the user alive.
+
+        Memory that the host made is kept alive: it isn't the device's to reuse.
+        """
+        block = self.block_of(tensor)
+        storage = tensor.untyped_storage() if block is None else block.storage
+        alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            alias = alias.conj()
+        return torch._neg_view(alias) if tensor.is_neg() else alias
+
+    def accesses(self, tensor: torch.Tensor, writes: bool) -> list[Access]:
+        """What work on a tensor touches, for traces."""
+        if tensor.layout != torch.strided or tensor.numel() == 0:
+            return []
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        life = self._lives.get(address)
+        serial = self._foreign_serial(storage) if life is None else life.serial
+        return [Access(serial, start, end, writes, address + start) for start, end in byte_intervals(tensor)]
+
+    def _foreign_serial(self, storage: torch.UntypedStorage) -> int:
+        # A weak reference keeps torch from giving another storage the same identity.
+        known = self._foreign.get(storage._cdata)
+        if known is None or known[0].expired():
+            self._serial += 1
+            known = (StorageWeakRef(storage), self._serial)
+            self._foreign[storage._cdata] = known
+        return known[1]

@@ -1,0 +1,316 @@
+"""Streams, events, and the order in which deferred work runs.
+
+[Note: as late as possible]
+A stream is a first-in first-out queue. Nothing runs when it is issued; something runs when the host waits for it, and then only
+what the queue order and the waits between queues put before it. So a producer that a consumer doesn't wait for has not run when the
+consumer does: the result is wrong, each time. Schedules other than 0 run some ready work early, chosen by the seed, because a write
+that comes too early is an error too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepspeed.accelerator.stream_trace import StreamTracer
+
+# Real devices hold about a thousand launches; a program that never waits may not use memory without limit here either.
+MAX_QUEUED = 50_000
+# How often a schedule other than 0 runs something early, and how much at most.
+EXPLORE_PROBABILITY = 0.25
+EXPLORE_RUN = 8
+
+
+class Work(NamedTuple):
+    """One operator in a queue."""
+
+    operator: str
+    run: Callable[[], None]
+
+
+class Wait(NamedTuple):
+    """What stands behind it in a queue runs after the first `position` entries of `stream`."""
+
+    stream: Stream
+    position: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether it holds nothing up."""
+        return self.stream.done >= self.position
+
+
+class Stream:
+    """A queue of work with the interface of a device's stream.
+
+    Args:
+        device: Accepted for the interface of a device with an index; there is one device.
+        priority: Kept; the simulation decides by the seed alone.
+        name: For messages; None numbers the stream.
+
+    Attributes:
+        scheduler: Whose stream it is; set by the subclass that each simulation makes.
+        issued: How many entries were put into the queue so far.
+        done: How many of them have run.
+    """
+
+    scheduler: Scheduler
+
+    def __init__(self, device: Any = None, priority: int = 0, name: str | None = None) -> None:
+        self.device = device
+        self.priority = priority
+        self.queue: deque[Work | Wait] = deque()
+        self.issued = 0
+        self.done = 0
+        self.name = self.scheduler.register(self, name)
+        self._outer: list[Stream] = []
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Work issued here from now on runs after the work issued on `stream` so far."""
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Work issued here from now on runs after what `event` was recorded after; nothing if it never was."""
+        if event.stream is None:
+            return
+        self.scheduler.trace(lambda tracer: tracer.event_waited(event, self))
+        if event.stream is not self and event.stream.done < event.position:
+            self.scheduler.put(self, Wait(event.stream, event.position))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record `event` (a new one if None) behind the work issued here so far."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether all work has run. Runs nothing itself: on a slow device the answer is no."""
+        return self.done == self.issued
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work."""
+        self.scheduler.trace(lambda tracer: tracer.stream_synchronized(self))
+        self.scheduler.drain(self)
+
+    def __enter__(self) -> Stream:
+        self._outer.append(self.scheduler.current)
+        self.scheduler.switch(self)
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
+        self.scheduler.switch(self._outer.pop())
+
+
+class Event:
+    """A position in a stream, with the interface of a device's event.
+
+    Args:
+        enable_timing, blocking, interprocess: As a device takes them. Times are the host's at `record`.
+
+    Attributes:
+        stream: Where it was recorded last; None before.
+        position: How many entries of that stream it stands behind.
+    """
+
+    _count = 0
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        Event._count += 1
+        self.name = f"event {Event._count}"
+        self.enable_timing = enable_timing
+        self.blocking = blocking
+        self.interprocess = interprocess
+        self.stream: Stream | None = None
+        self.position = 0
+        self._recorded_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stand for the work issued so far on `stream` (the current one if None).
+
+        Raises:
+            RuntimeError: no simulated device is in use.
+        """
+        self.stream = stream or active_scheduler().current
+        self.position = self.stream.issued
+        self._recorded_at = time.perf_counter()
+        recorded = self.stream
+        recorded.scheduler.trace(lambda tracer: tracer.event_recorded(self, recorded))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let `stream` (the current one if None) wait."""
+        (stream or active_scheduler().current).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the work has run; True if never recorded. Runs nothing itself."""
+        return self.stream is None or self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        if self.stream is not None:
+            self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
+            self.stream.scheduler.drain(self.stream, self.position)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds of host time from this event's record to that of `end_event`.
+
+        Raises:
+            RuntimeError: one of the two was never recorded.
+        """
+        if self.stream is None or end_event.stream is None:
+            raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
+        return (end_event._recorded_at - self._recorded_at) * 1e3
+
+
+_active: list[Scheduler] = []
+
+
+def active_scheduler() -> Scheduler:
+    """The scheduler of the simulated device in use.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not _active:
+        raise RuntimeError("no simulated device is in use; set DS_ACCELERATOR=sim or enter deepspeed.accelerator.simulate()")
+    return _active[-1]
+
+
+class Scheduler:
+    """All streams of one simulated device and the one place that runs their work.
+
+    Args:
+        seed: Chooses what schedules other than 0 run early.
+        schedule: 0 runs everything as late as possible; every other number is another order that the program allows.
+
+    Attributes:
+        stream_class: `Stream`, bound to this scheduler.
+        default: The stream that is current when none was chosen.
+        current: The stream that work is issued on.
+        tracer: Who listens; None when nobody does.
+        on_switch: Called with the new current stream when it changes.
+    """
+
+    def __init__(self, seed: int = 0, schedule: int = 0) -> None:
+        self._random = random.Random(f"{seed}/{schedule}")
+        self.schedule = schedule
+        self.tracer: StreamTracer | None = None
+        self.on_switch: Callable[[Stream], None] = lambda stream: None
+        self.streams: list[Stream] = []
+        self.stream_class: type[Stream] = type("Stream", (Stream,), {"scheduler": self})
+        self.default: Stream = self.stream_class(name="default stream")
+        self.current: Stream = self.default
+        self._running = False
+
+    def register(self, stream: Stream, name: str | None) -> str:
+        """Take a new stream in; returns its name."""
+        self.streams.append(stream)
+        return f"stream {len(self.streams) - 1}" if name is None else name
+
+    def activate(self) -> None:
+        """Be the scheduler that events without a stream belong to."""
+        _active.append(self)
+
+    def deactivate(self) -> None:
+        """Stop being it."""
+        _active.remove(self)
+
+    def switch(self, stream: Stream) -> None:
+        """Make `stream` current."""
+        self.current = stream
+        self.on_switch(stream)
+
+    def trace(self, tell: Callable[[StreamTracer], None]) -> None:
+        """Tell the tracer, if there is one."""
+        if self.tracer is not None:
+            tell(self.tracer)
+
+    # Issuing
+
+    def put(self, stream: Stream, entry: Work | Wait) -> int:
+        """Append to a queue; returns the position after it."""
+        stream.queue.append(entry)
+        stream.issued += 1
+        position = stream.issued
+        if len(stream.queue) > MAX_QUEUED:
+            self.drain(stream, stream.done + MAX_QUEUED // 2)
+        if self.schedule and not self._running and self._random.random() < EXPLORE_PROBABILITY:
+            self._explore()
+        return position
+
+    def _explore(self) -> None:
+        stream = self._random.choice(self.streams)
+        with self._executing():
+            for _ in range(self._random.randint(1, EXPLORE_RUN)):
+                if not stream.queue or not self._step(stream):
+                    return
+
+    # Running
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work of all streams."""
+        self.trace(lambda tracer: tracer.device_synchronized())
+        for stream in self.streams:
+            self.drain(stream)
+
+    def drain(self, stream: Stream, position: int | None = None) -> None:
+        """Run the first `position` entries of `stream` (all that were issued if None) and what they wait for."""
+        end = stream.issued if position is None else position
+        if stream.done >= end:
+            return
+        with self._executing():
+            # An explicit stack: chains of waits between two streams are as long as a training step.
+            goals = [(stream, end)]
+            while goals:
+                current, until = goals[-1]
+                if current.done >= until:
+                    goals.pop()
+                elif not self._step(current):
+                    head = current.queue[0]
+                    goals.append((head.stream, head.position))  # type: ignore[union-attr]  # only a Wait doesn't step
+
+    def _step(self, stream: Stream) -> bool:
+        """Run the head of a queue; False if it is a wait that holds up."""
+        head = stream.queue[0]
+        if isinstance(head, Wait):
+            if not head.passed:
+                return False
+            stream.queue.popleft()
+            stream.done += 1
+            return True
+        # Removed first: work that fails is not run again, and work that looks at its own stream finds itself done.
+        stream.queue.popleft()
+        stream.done += 1
+        try:
+            head.run()
+        except Exception as error:
+            raise RuntimeError(f"{head.operator}, issued on {stream} before: {error}") from error
+        return True
+
+    @property
+    def _autocast(self) -> Any:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        return torch._C._ExcludeDispatchKeyGuard(keys)
+
+    @contextmanager
+    def _executing(self) -> Iterator[None]:
+        """Work runs as it was issued: below autograd, autocast and whatever modes are entered by now."""
+        outer, self._running = self._running, True
+        try:
+            with _disable_current_modes(), torch.no_grad(), self._autocast:
+                yield
+        finally:
+            self._running = outer

@@ -1,0 +1,102 @@
+"""One simulated device: its streams, memory, operators and backward, switched on and off together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.sim.backward import BackwardStreams
+from deepspeed.accelerator.sim.dispatch import Operators
+from deepspeed.accelerator.sim.host_reads import Patches, patch_host_reads
+from deepspeed.accelerator.sim.memory import Allocator
+from deepspeed.accelerator.sim.queues import Scheduler, Stream
+from deepspeed.accelerator.stream_trace import StreamTracer
+
+
+class Simulator:
+    """What `Sim_Accelerator` speaks for.
+
+    Args:
+        seed: Chooses what schedules other than 0 run early, and where side streams of backward are used.
+        schedule: 0 runs everything as late as possible; every other number is another order.
+        backward_streams: How many side streams accumulation nodes are spread over; 0 is autograd's own choice.
+
+    Attributes:
+        scheduler: The streams.
+        allocator: The memory.
+        operators: The dispatch mode.
+        backward: Streams of backward.
+        is_active: Whether operators are deferred now.
+    """
+
+    def __init__(self, seed: int = 0, schedule: int = 0, backward_streams: int = 0) -> None:
+        self.scheduler = Scheduler(seed, schedule)
+        self.allocator = Allocator(self.scheduler)
+        self.operators = Operators(self.scheduler, self.allocator, self.scheduler.synchronize)
+        self.backward = BackwardStreams(self.scheduler, seed)
+        self.backward.num_side_streams = backward_streams
+        self.scheduler.on_switch = self.backward.switched
+        self.is_active = False
+        self._patches = Patches()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.operators.in_forked_child = True
+
+    def activate(self) -> None:
+        """Defer this thread's operators from now on. Does nothing when it is active."""
+        if self.is_active:
+            return
+        self.is_active = True
+        self.scheduler.activate()
+        self.operators.__enter__()
+        patch_host_reads(self._patches, self._host_reads, self.allocator.record_stream)
+        self.backward.install(self._patches)
+
+    def close(self) -> None:
+        """Run everything and let the host compute again. Does nothing when it isn't active."""
+        if not self.is_active:
+            return
+        try:
+            self.scheduler.synchronize()
+        finally:
+            self.is_active = False
+            self._patches.undo()
+            self.operators.__exit__(None, None, None)
+            self.scheduler.deactivate()
+
+    def _host_reads(self, what: str, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            self.operators.host_access(what, [tensor])
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[Stream | None]:
+        """Within it, work is issued on `stream`; None changes nothing."""
+        if stream is None:
+            yield None
+            return
+        with stream, self.backward.marking(stream):
+            yield stream
+
+    @contextmanager
+    def trace(self, tracer: StreamTracer) -> Iterator[None]:
+        """Within it, `tracer` hears of everything.
+
+        Raises:
+            RuntimeError: somebody listens already.
+        """
+        if self.scheduler.tracer is not None:
+            raise RuntimeError("trace_streams: another tracer is active; leave its context first")
+        self.scheduler.tracer = tracer
+        try:
+            yield
+        finally:
+            self.scheduler.tracer = None
+
+    def backward_on_streams(self, stream_of: Any) -> AbstractContextManager[None]:
+        """Within it, accumulation nodes run on `stream_of(parameter)`."""
+        return self.backward.choosing(stream_of)

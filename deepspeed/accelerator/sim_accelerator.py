@@ -1,0 +1,179 @@
+"""`DS_ACCELERATOR=sim`: a device without hardware whose streams are as treacherous as CUDA's.
+
+Tensors are host tensors and numbers are the host's, bit for bit, as long as the program orders its work. Where it doesn't, results
+are wrong in the same way in each run. See `deepspeed.accelerator.sim` for the parts and docs/verify.md for how to use it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.sim.backward import StreamOf
+from deepspeed.accelerator.sim.queues import Event
+from deepspeed.accelerator.sim.simulator import Simulator
+from deepspeed.accelerator.stream_trace import StreamTracer
+
+SEED_ENV = "DS_SIM_SEED"
+SCHEDULE_ENV = "DS_SIM_SCHEDULE"
+BACKWARD_STREAMS_ENV = "DS_SIM_BACKWARD_STREAMS"
+
+
+def _number(given: int | None, name: str) -> int:
+    if given is not None:
+        return given
+    text = os.environ.get(name) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not a number; set it to 0 or a positive integer, or unset it")
+    return int(text)
+
+
+class Sim_Accelerator(CPU_Accelerator):
+    """The simulated device. Operators of the thread that makes it are deferred until `close()`.
+
+    Args:
+        seed: Chooses what schedules other than 0 do; None is DS_SIM_SEED, or 0.
+        schedule: 0 runs everything as late as possible, other numbers are other allowed orders; None is DS_SIM_SCHEDULE, or 0.
+        backward_streams: How many side streams gradients are accumulated on, as a compiled backward may; 0 is autograd's own
+            choice; None is DS_SIM_BACKWARD_STREAMS, or 0.
+
+    Attributes:
+        simulator: The device itself.
+
+    Raises:
+        ValueError: an environment variable is not a number.
+    """
+
+    def __init__(self, seed: int | None = None, schedule: int | None = None, backward_streams: int | None = None) -> None:
+        super().__init__()
+        self._name = "sim"
+        self._communication_backend_name = "gloo"
+        self._compile_backend = "aot_eager"
+        self.simulator = Simulator(
+            _number(seed, SEED_ENV), _number(schedule, SCHEDULE_ENV), _number(backward_streams, BACKWARD_STREAMS_ENV)
+        )
+        self.simulator.activate()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        # After an error other ranks may never start what is still queued here; waiting for them would hide the error.
+        if not hasattr(sys, "last_value"):
+            self.simulator.close()
+
+    def close(self) -> None:
+        """Run all work and stop deferring."""
+        self.simulator.close()
+        atexit.unregister(self._at_exit)
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    @property
+    def defers_collectives(self) -> bool:
+        return True
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self.simulator.scheduler.synchronize()
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    @property
+    def Stream(self) -> Any:
+        return self.simulator.scheduler.stream_class
+
+    @property
+    def Event(self) -> Any:
+        return Event
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self.simulator.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return self.simulator.scheduler.current
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return self.simulator.scheduler.default
+
+    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[None]:
+        return self.simulator.trace(tracer)
+
+    def backward_on_streams(self, stream_of: StreamOf) -> AbstractContextManager[None]:
+        """Within it, the gradient of a parameter is accumulated on `stream_of(parameter)`, and its hooks run there."""
+        return self.simulator.backward_on_streams(stream_of)
+
+    @property
+    def backward_streams(self) -> int:
+        """How many side streams gradients are accumulated on; 0 is autograd's own choice."""
+        return self.simulator.backward.num_side_streams
+
+    @backward_streams.setter
+    def backward_streams(self, count: int) -> None:
+        self.simulator.backward.num_side_streams = count
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        self.simulator.allocator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return self.simulator.allocator.allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return self.simulator.allocator.max_allocated
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        self.reset_peak_memory_stats()
+
+    def memory_cached(self, device_index: int | None = None) -> int:
+        return self.memory_reserved()
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        return self.max_memory_reserved()
+
+    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
+        self.reset_peak_memory_stats()
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self.simulator.allocator.reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self.simulator.allocator.max_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        memory = self.simulator.allocator
+        return {
+            "allocated_bytes.all.current": memory.allocated,
+            "allocated_bytes.all.peak": memory.max_allocated,
+            "reserved_bytes.all.current": memory.reserved,
+            "reserved_bytes.all.peak": memory.max_reserved,
+        }
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        memory = self.simulator.allocator
+        memory.max_allocated, memory.max_reserved = memory.allocated, memory.reserved
+
+
+@contextmanager
+def simulate(seed: int = 0, schedule: int = 0, backward_streams: int = 0) -> Iterator[Sim_Accelerator]:
+    """A simulated device that is this process's accelerator within the context; arguments as those of `Sim_Accelerator`."""
+    before = get_accelerator()
+    outer = before.simulator if isinstance(before, Sim_Accelerator) and before.simulator.is_active else None
+    if outer is not None:
+        outer.close()  # operators go to one device at a time
+    accelerator = Sim_Accelerator(seed, schedule, backward_streams)
+    set_accelerator(accelerator)
+    try:
+        yield accelerator
+    finally:
+        try:
+            accelerator.close()
+        finally:
+            set_accelerator(before)
+            if outer is not None:
+                outer.activate()
