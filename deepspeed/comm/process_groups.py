@@ -78,6 +78,16 @@ def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
     return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
 
 
+def get_store() -> Any:
+    """The key-value store in which the ranks of the world met.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    _require_initialized()
+    return _c10d._get_default_store()
+
+
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
     """The global ranks in ``group`` (default: the world), in group order."""
     _require_initialized()
@@ -110,6 +120,8 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None, bac
 def destroy_process_group(group: Group = None) -> None:
     """Destroy ``group``, or everything. Does nothing when there is no process group."""
     if torch_dist.is_initialized():
+        if get_accelerator().defers_collectives:
+            get_accelerator().synchronize()  # other ranks wait for what is still queued here
         torch_dist.destroy_process_group(group)
 
 

@@ -1,0 +1,195 @@
+"""The observer that compares what ranks are about to do before they do it.
+
+Collectives: every rank of the group leaves its intent on the board; the first rank of the group, its leader, compares them
+and says "go"; the others wait for that. So each collective, an asynchronous one too, is a rendezvous on the host while the
+check is on. A collective's number in its group is part of the key: a rank that skips one meets the others with its next.
+
+Messages between two ranks are in `deepspeed.comm.intent.pairs`: they never wait longer than the backend itself would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from deepspeed.comm import process_groups
+from deepspeed.comm.intent.board import Board
+from deepspeed.comm.intent.pairs import PAIR_OPERATIONS, PairCheck
+from deepspeed.comm.intent.rules import Intent, divergence, intent_of
+from deepspeed.comm.observation import CollectiveCall
+
+_MAX_FOLLOWERS = 1024
+
+
+@dataclass
+class _Group:
+    """What this rank knows of one process group.
+
+    Attributes:
+        name: torch's name of it, the same on all ranks.
+        ranks: The global ranks.
+        issued: How many collectives this rank has begun in it.
+        agreed: The last one that was agreed on.
+        followers: Which collective came after which when it was last agreed on: programs repeat themselves. The leader's.
+    """
+
+    name: str
+    ranks: list[int]
+    issued: int = 0
+    agreed: Intent | None = None
+    followers: dict[str, str] = field(default_factory=dict)
+
+
+class IntentCheck:
+    """Compares the intents of all ranks before each operation.
+
+    Args:
+        timeout_s: How long a rank waits for the others, in seconds.
+        number: How many checks there were before; the same on all ranks. Old notes must not be taken for new ones.
+    """
+
+    def __init__(self, timeout_s: float, number: int) -> None:
+        self.timeout_s = timeout_s
+        self._number = number
+        self._world: Any = None
+        self._num_worlds = 0
+        self._rank = 0
+        self._board: Board | None = None
+        self._pairs: PairCheck | None = None
+        self._groups: dict[str, _Group] = {}
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Compare, then issue.
+
+        Raises:
+            CollectiveMismatchError: Not all ranks are about to do the same.
+        """
+        if torch_dist.get_rank(call.group) < 0:
+            return proceed()  # not in the group: torch says what it thinks of that
+        board, pairs = self._connection()
+        group = self._group(call.group)
+        if len(group.ranks) == 1:
+            return proceed()
+        if board.failed:
+            board.raise_if_failed()
+        if call.name in PAIR_OPERATIONS:
+            return pairs.run(call, group.name, proceed)
+        self._agree(board, group, intent_of(call, group.ranks, self._rank))
+        return proceed()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change how long a rank waits for the others, in seconds."""
+        self.timeout_s = timeout_s
+        if self._board is not None:
+            self._board.timeout_s = timeout_s
+
+    def leave(self, why: str, stay: bool) -> None:
+        """Tell the others that this rank issues nothing any more; see `Board.leave`."""
+        if self._board is not None:
+            self._board.leave(why, stay)
+
+    # -- who and where --------------------------------------------------------------------------------------------
+
+    def _connection(self) -> tuple[Board, PairCheck]:
+        world = process_groups.get_world_group()
+        if self._board is None or self._pairs is None or world is not self._world:
+            self._connect(world)
+            return self._connection()
+        return self._board, self._pairs
+
+    def _connect(self, world: Any) -> None:
+        """Begin anew: the first operation, or the process group was destroyed and made again."""
+        self._world = world
+        self._num_worlds += 1
+        self._rank = torch_dist.get_rank()
+        self._groups = {}
+        prefix = f"deepspeed_intent/{self._number}.{self._num_worlds}"
+        store = torch_dist.PrefixStore(prefix, process_groups.get_store())
+        self._board = Board(store, self._rank, torch_dist.get_world_size(), self.timeout_s)
+        self._pairs = PairCheck(self._board, self._rank)
+
+    def _group(self, group: Any) -> _Group:
+        name = (group or self._world).group_name
+        known = self._groups.get(name)
+        if known is None:
+            known = self._groups[name] = _Group(name, torch_dist.get_process_group_ranks(group))
+        return known
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def _agree(self, board: Board, group: _Group, mine: Intent) -> None:
+        number = group.issued
+        group.issued += 1
+        base = f"group/{group.name}/{number}"
+        what = f"{mine} (number {number} in the group of ranks {group.ranks})"
+        posts = {rank: f"{base}/{rank}" for rank in group.ranks}
+        # In this order: who finds the intent must find a fresh `seen` too.
+        board.write({f"seen/{self._rank}": what, posts[self._rank]: mine.encoded()})
+
+        go = f"{base}/go"
+
+        def missing() -> list[int]:
+            absent = [rank for rank, key in posts.items() if not board.has(key)]
+            # Asked last: with the go, ranks begin to remove their posts.
+            return [] if board.has(go) else absent
+
+        if self._rank == group.ranks[0]:
+            board.wait(lambda: board.has(*posts.values()), missing, what)
+            self._compare(board, group, dict(zip(posts, board.read(list(posts.values())), strict=True)), mine)
+            board.write({go: ""})
+            # All have come here, so nobody still asks for the go before this one.
+            if number > 0:
+                board.erase(f"group/{group.name}/{number - 1}/go")
+        else:
+            board.wait(lambda: board.has(go), missing, what)
+        board.erase(posts[self._rank])
+        group.agreed = mine
+
+    def _compare(self, board: Board, group: _Group, posts: Mapping[int, str], mine: Intent) -> None:
+        # Equal texts are equal intents, and nearly always are; what ranks send each other has to be matched all the same.
+        if mine.sends or len(set(posts.values())) > 1:
+            intents = {rank: Intent.decoded(post) for rank, post in posts.items()}
+            difference = divergence(intents)
+            if difference is not None:
+                board.fail(_mismatch(group, intents, difference))
+        if group.agreed is not None:
+            if len(group.followers) >= _MAX_FOLLOWERS:
+                group.followers.clear()
+            group.followers[str(group.agreed)] = str(mine)
+
+
+def _mismatch(group: _Group, intents: Mapping[int, Intent], difference: str) -> str:
+    """The message about ranks that are about to do different things."""
+    by_text: dict[str, list[int]] = {}
+    for rank, intent in intents.items():
+        by_text.setdefault(str(intent), []).append(rank)
+    lines = [f"ranks {group.ranks} are about to do different things in collective {group.issued - 1} of their group: {difference}."]
+    lines += [f"  {_name(ranks)}: {text}" for text, ranks in by_text.items()]
+    if group.agreed is not None:
+        lines.append(f"  all ranks, before: {group.agreed}")
+    return "\n".join([*lines, _explanation(group, by_text, difference)])
+
+
+def _explanation(group: _Group, by_text: Mapping[str, list[int]], difference: str) -> str:
+    """Who skipped what, as far as can be known."""
+    # The rule is what most ranks do; of two, what the first does.
+    most = max(by_text, key=lambda text: len(by_text[text]))
+    others = {text: ranks for text, ranks in by_text.items() if text != most}
+    sites = {text.rpartition(" at ")[2] for text in by_text}
+    if not others or (len(sites) == 1 and difference != "the operation differs"):
+        return "The call is the same: look at what the ranks pass to it."
+    name = _name([rank for ranks in others.values() for rank in ranks])
+    if all(group.followers.get(most) == text for text in others):
+        return f"{name} skipped it or is one ahead: the last time, what it does now came right after what the other ranks do."
+    if group.agreed is not None and all(text == str(group.agreed) for text in others):
+        return f"{name} does the one before once more, or the other ranks did it once less."
+    if difference == "the call sites differ":
+        return f"{name} skipped a collective or is one ahead; or the program branches by rank here: then call it in one place."
+    return f"{name} skipped it or is one ahead, or takes another branch than the other ranks."
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

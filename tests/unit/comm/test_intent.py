@@ -1,0 +1,330 @@
+"""The intent check on real ranks: each kind of divergence is named on every rank, and nothing that is right is."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.comm import collectives, intent
+from deepspeed.comm.intent import CollectiveMismatchError
+from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
+from unit.common import DistributedTest
+
+HERE = "test_intent.py"
+
+
+@contextmanager
+def checked(timeout_s: float = 20.0) -> Iterator[None]:
+    """The check is on; what a failed test leaves behind is not."""
+    intent.enable(timeout_s)
+    try:
+        yield
+    finally:
+        intent.disable()
+
+
+def failure_of(act: Callable[[], Any], timeout_s: float = 20.0) -> str:
+    """The text with which this rank fails. Every rank must, and within seconds: the harness's limit would be too late."""
+    started = time.monotonic()
+    with checked(timeout_s), pytest.raises(CollectiveMismatchError) as failed:
+        act()
+    assert time.monotonic() - started < 8.0
+    return str(failed.value)
+
+
+def on(rank: int) -> bool:
+    return dist.get_rank() == rank
+
+
+class TestTwo(DistributedTest):
+    world_size = 2
+
+    def test_another_operation(self) -> None:
+        def act() -> None:
+            dist.broadcast(torch.ones(4), 0) if on(1) else dist.all_reduce(torch.ones(4))
+
+        text = failure_of(act)
+        assert "the operation differs" in text
+        assert "rank 0: all_reduce(SUM) of float32[4] at " in text and "rank 1: broadcast from rank 0 of float32[4] at " in text
+        assert text.count(f"{HERE}:") == 2 and "in act" in text
+
+    @pytest.mark.parametrize(
+        "act, fact, zero, one",
+        [
+            (lambda r: dist.all_reduce(torch.ones(4 + r)), "shape", "float32[4]", "float32[5]"),
+            (lambda r: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.bfloat16)[r])), "dtype", "float32", "bfloat16"),
+            (lambda r: dist.all_reduce(torch.ones(1), op=(dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r]), "reduction", "SUM", "MAX"),
+            (lambda r: dist.reduce(torch.ones(1), dst=r), "root", "to rank 0", "to rank 1"),
+            (lambda r: dist.broadcast(torch.ones(1), src=r), "root", "from rank 0", "from rank 1"),
+            (lambda r: dist.all_reduce_coalesced([torch.ones(1)] * (r + 1)), "shape", "float32[1] at", "float32[1], float32[1]"),
+            (lambda r: dist.all_gather_into_tensor(torch.ones(4), torch.ones(4 - 2 * r)), "shape", "float32[4]", "float32[2]"),
+            (lambda r: dist.broadcast_object_list([None] * (r + 1), 0), "count", "of 1 objects", "of 2 objects"),
+        ],
+    )
+    def test_the_same_call_with_other_arguments(self, act: Callable[[int], Any], fact: str, zero: str, one: str) -> None:
+        text = failure_of(lambda: act(dist.get_rank()))
+        assert f"the {fact} differs" in text
+        lines = {line.split(":")[0].strip(): line for line in text.splitlines()[1:]}
+        assert zero in lines["rank 0"] and one in lines["rank 1"] and "The call is the same" in text
+
+    @pytest.mark.parametrize(
+        "act, text",
+        [
+            (
+                lambda r: dist.all_to_all_single(torch.ones(4), torch.ones(4), None, [1, 3] if r else None),
+                "rank 1 hands 1 x float32 to rank 0, which expects 2 x float32",
+            ),
+            (
+                lambda r: dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2)),
+                "rank 1 hands float32[2] to rank 0, which expects float32[3]",
+            ),
+            (
+                lambda r: dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(3)]),
+                "rank 0 hands float32[3] to rank 1, which expects float32[2]",
+            ),
+            (
+                lambda r: dist.gather(torch.ones(1 + r), None if r else [torch.ones(1), torch.ones(1)]),
+                "rank 1 hands float32[2] to rank 0, which expects float32[1]",
+            ),
+            (
+                lambda r: dist.scatter(torch.ones(1), None if r else [torch.ones(1), torch.ones(2)]),
+                "rank 0 hands float32[2] to rank 1, which expects float32[1]",
+            ),
+            (
+                lambda r: dist.all_to_all([torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(1 + r)]),
+                "rank 1 hands float32[2] to rank 1, which expects float32[1]",
+            ),
+        ],
+    )
+    def test_what_one_hands_is_not_what_the_other_expects(self, act: Callable[[int], Any], text: str) -> None:
+        assert text in failure_of(lambda: act(dist.get_rank()))
+
+    def test_one_rank_skips(self) -> None:
+        def act() -> None:
+            for step in range(3):
+                if not (step == 2 and on(1)):
+                    dist.all_reduce(torch.ones(2))
+                dist.all_reduce(torch.ones(2))
+
+        text = failure_of(act)
+        # The same operation on the same shapes: only the call sites, and the program's habit, tell.
+        assert "collective 4 of their group: the call sites differ" in text
+        assert "rank 1 skipped it or is one ahead: the last time" in text and "all ranks, before:" in text
+
+    def test_one_rank_does_one_twice(self) -> None:
+        def act() -> None:
+            for _ in range(1 + on(1)):
+                dist.all_reduce(torch.ones(2))
+            dist.broadcast(torch.ones(2), 0)
+
+        assert "rank 1 does the one before once more" in failure_of(act)
+
+    def test_two_groups_in_another_order(self) -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+
+        def act() -> None:
+            for group in (first, second) if on(0) else (second, first):
+                dist.all_reduce(torch.ones(2), group=group)
+
+        # Long before the limit: ranks that wait for each other need not wait for that.
+        text = failure_of(act, timeout_s=60.0)
+        assert "wait for each other" in text and text.count("waits in all_reduce") == 2
+
+    def test_one_rank_never_comes(self) -> None:
+        release = dist.new_group([0, 1])
+        with checked(timeout_s=0.6):
+            dist.all_reduce(torch.ones(3))
+            if on(0):
+                with pytest.raises(CollectiveMismatchError) as failed:
+                    dist.barrier()
+                text = str(failed.value)
+                assert "rank 1 did not come within 0.6 s" in text and "rank 0 waits in barrier" in text
+                assert "rank 1 is elsewhere; its last collective was all_reduce(SUM) of float32[3]" in text
+                assert "raise verify.collectives_timeout" in text
+            collectives_store_barrier(release)
+            # It comes after all: everybody fails alike, and again.
+            for _ in range(2):
+                with pytest.raises(CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"):
+                    dist.barrier()
+
+    def test_one_rank_switched_it_off(self) -> None:
+        intent.enable(60.0)
+        dist.all_reduce(torch.ones(1))
+        if on(1):
+            intent.disable()
+            return
+        with pytest.raises(CollectiveMismatchError, match="rank 1 has switched the check off; its last collective was all_red"):
+            dist.all_reduce(torch.ones(1))
+        intent.disable()
+
+    def test_messages_that_do_not_match(self) -> None:
+        def act() -> None:
+            if on(0):
+                dist.isend(torch.ones(4), 1, tag=2).wait()
+            else:
+                dist.irecv(torch.ones(2), 0, tag=2).wait()
+
+        text = failure_of(act)
+        assert "ranks 0 and 1 do not agree" in text or "ranks 1 and 0 do not agree" in text
+        assert "message number 0 between them with tag 2" in text
+        assert "rank 0: isend of float32[4] to rank 1 at " in text and "rank 1: irecv of float32[2] from rank 0 at " in text
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_blocking_messages_that_do_not_match(self, late: int) -> None:
+        def act() -> None:
+            if on(late):
+                time.sleep(0.3)  # either side may come second
+            if on(0):
+                dist.send(torch.ones(4), 1)
+            else:
+                dist.recv(torch.ones(4, dtype=torch.int32), 0)
+
+        text = failure_of(act)
+        assert "float32[4]" in text and "int32[4]" in text
+
+    def test_both_receive_first(self) -> None:
+        other = 1 - dist.get_rank()
+
+        def act() -> None:
+            dist.recv(torch.ones(1), other)
+            dist.send(torch.ones(1), other)
+
+        assert "wait for each other" in failure_of(act, timeout_s=60.0)
+
+    def test_a_message_against_a_collective(self) -> None:
+        def act() -> None:
+            dist.recv(torch.ones(1), 1) if on(0) else dist.barrier()
+
+        text = failure_of(act, timeout_s=60.0)
+        assert "wait for each other" in text and "waits in recv of float32[1] from rank 1" in text and "waits in barrier" in text
+
+
+def collectives_store_barrier(group: Any) -> None:
+    """Meet past the check, which has failed by then."""
+    import torch.distributed
+
+    torch.distributed.barrier(group)
+
+
+class TestThree(DistributedTest):
+    world_size = 3
+
+    def test_all_ranks_are_told_and_the_odd_one_is_named(self) -> None:
+        def act() -> None:
+            dist.barrier() if on(1) else dist.all_reduce(torch.ones(1))
+
+        text = failure_of(act)
+        assert "ranks 0, 2: all_reduce" in text and "rank 1: barrier" in text and "rank 1 skipped it" in text
+
+    def test_divergence_in_a_subgroup_reaches_the_rank_outside(self) -> None:
+        group = dist.new_group([1, 2])
+
+        def act() -> None:
+            if not on(0):
+                dist.all_reduce(torch.ones(dist.get_rank()), group=group)
+            dist.barrier()
+
+        text = failure_of(act)
+        assert "ranks [1, 2] are about to do different things in collective 0 of their group: the shape differs" in text
+
+    def test_a_circle_over_three_groups(self) -> None:
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+        order = {0: (0, 2), 1: (1, 0), 2: (2, 1)}[dist.get_rank()]
+
+        def act() -> None:
+            for which in order:
+                dist.all_reduce(torch.ones(1), group=pairs[which])
+
+        text = failure_of(act, timeout_s=60.0)
+        assert "wait for each other" in text and text.count("waits in") == 3
+
+    def test_what_is_right_passes(self) -> None:
+        """Everything that legitimately differs between ranks: roots' lists, uneven lists and splits, branches at barriers."""
+        rank, world = dist.get_rank(), 3
+        pair = dist.new_group([0, 2])
+        with checked():
+            for _ in range(3):
+                dist.all_reduce(torch.ones(2), async_op=True).wait()
+                if rank == 0:
+                    dist.broadcast(torch.ones(2), 0)
+                else:
+                    dist.broadcast(torch.zeros(2), 0)
+                if rank == 1:
+                    dist.barrier()
+                if rank != 1:
+                    dist.barrier()
+                uneven = torch.empty(world * rank)
+                dist.all_to_all_single(uneven, torch.full((3,), float(rank)), [rank] * world, [0, 1, 2])
+                assert uneven.tolist() == [float(source) for source in range(world) for _ in range(rank)]
+                collected = [torch.empty(2) for _ in range(world)] if rank == 1 else None
+                dist.gather(torch.ones(2), collected, dst=1)
+                dist.scatter(torch.ones(2), collected, src=1)
+                everyone: list[Any] = [None] * world
+                dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank})
+                assert [entry["rank"] for entry in everyone] == [0, 1, 2]
+                if rank != 1:
+                    dist.all_reduce(torch.ones(1), group=pair)
+            self._shards(rank)
+
+    @staticmethod
+    def _shards(rank: int) -> None:
+        splits = [3, 0, 2]
+        work = reduce_to_owners(torch.arange(5.0), splits, async_op=True)
+        assert sum(piece.sum().item() for piece in work.wait()) == [9.0, 0.0, 21.0][rank]
+        flat = torch.zeros(5)
+        flat[sum(splits[:rank]) : sum(splits[: rank + 1])] = rank + 1.0
+        for by_broadcast in (False, True):
+            gather_from_owners(flat, splits, by_broadcast=by_broadcast)
+            assert flat.tolist() == [1.0, 1.0, 1.0, 3.0, 3.0]
+
+    def test_receiving_from_anyone_is_left_alone(self) -> None:
+        with checked():
+            if on(0):
+                senders = set()
+                for _ in range(4):
+                    tensor = torch.zeros(1)
+                    senders.add(dist.recv(tensor, None))
+                assert senders == {1, 2}
+            else:
+                for _ in range(2):
+                    dist.send(torch.ones(1), 0)
+            dist.barrier()
+
+    def test_notes_do_not_pile_up(self) -> None:
+        """A long run must not fill the store."""
+        with checked():
+            counts = []
+            for _ in range(3):
+                for _ in range(20):
+                    dist.all_reduce(torch.ones(1))
+                    reduce_to_owners(torch.ones(3), [1, 1, 1])
+                dist.barrier()
+                counts.append(num_keys())
+                dist.barrier()
+        # A barrier's own notes are still there, or are not, when the count is taken.
+        assert max(counts) - min(counts) <= 6
+
+
+def num_keys() -> int:
+    from deepspeed.comm.process_groups import get_store
+
+    return int(get_store().num_keys())
+
+
+def test_limits_are_positive() -> None:
+    with pytest.raises(ValueError, match=r"collectives_timeout \(timeout_s\) is 0"):
+        intent.enable(0)
+    assert not intent.is_enabled()
+
+
+def test_nothing_remains_when_it_is_off() -> None:
+    intent.enable()
+    intent.enable(5.0)
+    assert intent.is_enabled() and collectives._observers is not None
+    intent.disable()
+    intent.disable()
+    assert not intent.is_enabled() and collectives._observers is None
