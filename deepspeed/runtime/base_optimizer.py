@@ -27,6 +27,8 @@ from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.gradients.ledger import GradientLedger, GradientPiece
+    from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
 # Every shard holds a multiple of this many elements; part of the checkpoint layout.
@@ -69,6 +71,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self._grad_norm: float | torch.Tensor | None = None
         self._frozen = [p for group in init_optimizer.param_groups for p in group["params"] if not p.requires_grad]
         self.accumulation_divisor = 1.0  # set by the engine: what a plain loss.backward() has left undivided
+        self.ledger: GradientLedger | None = None  # set by whoever wants contributions checked
 
     # Gradients: what a stage provides
 
@@ -98,7 +101,18 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient, reduced or not."""
+        """Forget every gradient, reduced or not. Subclasses' ends with this one."""
+        if self.ledger is not None:
+            self.ledger.clear()
+
+    @abstractmethod
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """Where reduced gradients lie, for the ledger: all pieces of all parameters, in an order that is the same on all ranks."""
+
+    def _settle(self, factor: float) -> None:
+        """Have the gradients checked that the update is about to multiply by `factor` and the clipping factor."""
+        if self.ledger is not None:
+            self.ledger.settle(factor)
 
     # The sequence
 
@@ -120,6 +134,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         # The scale that these gradients carry; the scaler may already have moved on when this returns.
         scale = self._used_scale()
         self._grad_norm = norm.squeeze() / scale if host_norm is None else host_norm / scale
+        self._settle(step_factor / scale)
         if self.overflow:
             self._report_skip(scale)
         else:
@@ -236,6 +251,11 @@ class ParamLink(NamedTuple):
         return type(None), ()
 
 
+def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
+    """Reads the owned gradient at the time of the call: its buffer is made late and may be replaced."""
+    return lambda: group.grad[start : start + numel]
+
+
 class MasterWeightOptimizer(StepSequence):
     """fp32 master weights in flat groups around a torch optimizer.
 
@@ -257,6 +277,9 @@ class MasterWeightOptimizer(StepSequence):
     Raises:
         ValueError: If the optimizer has no trainable parameter or parameters of several dtypes.
     """
+
+    accumulator: LocalAccumulator | None  # sum of micro-batches in a dtype of its own, if there is one
+    communication_data_type: torch.dtype | None
 
     def __init__(
         self,
@@ -417,6 +440,27 @@ class MasterWeightOptimizer(StepSequence):
         return []
 
     # Reading
+
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """See base class: the fragments of all parameters."""
+        from deepspeed.runtime.gradients.ledger import GradientPiece  # startup: only with a ledger
+
+        pieces = []
+        for group in self.groups:
+            for index, param in enumerate(group.params):
+                for fragment in group.table.of_param(index):
+                    read = _reader(group, fragment.shard_start, fragment.numel) if fragment.shard == self.shard_rank else None
+                    pieces.append(GradientPiece(param, fragment.param_start, fragment.numel, read, self._sums_in(param)))
+        return pieces
+
+    def _sums_in(self, param: nn.Parameter) -> torch.dtype:
+        """The narrowest dtype that a sum of this parameter's gradients passes through."""
+        local = param.dtype if self.accumulator is None else self.accumulator.flats[0].dtype
+        return max((local, self._travels_in(param, local)), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
+        """The dtype of this parameter's gradient during reduction; `local` is that of its sum on this rank."""
+        return self.communication_data_type or local
 
     @property
     @abstractmethod

@@ -55,7 +55,7 @@ class BF16_Optimizer(ZeROOptimizer):
         self.reduce_bucket_size = reduce_bucket_size
         self.communication_data_type = communication_data_type
         self._backward_started = backward_started
-        self.accumulator = LocalAccumulator(self.groups, grad_acc_dtype)
+        self.accumulator: LocalAccumulator = LocalAccumulator(self.groups, grad_acc_dtype)
         for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
             start, end = group.table.shard_range(self.shard_rank)
             if not self.cpu_offload:
@@ -162,6 +162,7 @@ class BF16_Optimizer(ZeROOptimizer):
         """See base class."""
         self.clear_lp_grads()
         self.clear_hp_grads()
+        super().zero_grad(set_to_none)
 
     @property
     def has_reduced_gradients(self) -> bool:

@@ -6,7 +6,7 @@ average, norm, non-finite check, clip, step.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deepspeed.runtime.gradients.ledger import GradientPiece
 
 
 class ReplicatedLink(NamedTuple):
@@ -24,6 +29,10 @@ class ReplicatedLink(NamedTuple):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickled as None: a saved module does not take the optimizer and its process groups along."""
         return type(None), ()
+
+
+def _reader(view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: view.view(-1)
 
 
 class ReplicatedOptimizer(StepSequence):
@@ -89,6 +98,29 @@ class ReplicatedOptimizer(StepSequence):
         flats = [gradients.flat for gradients in self.gradients]
         factors = self.reduce_rule.factors()
         all_reduce_flat(flats, self.reduce_bucket_size, factors, self.dp_process_group, self.communication_data_type)
+        super()._settle(self.read_factor)
+
+    def _settle(self, factor: float) -> None:
+        """See base class: settled after the reduction already, because clients may clip `param.grad` themselves before the step."""
+
+    def backward_prologue(self) -> None:
+        """See base class."""
+        if self.ledger is not None and all(param.grad is None for gradients in self.gradients for param in gradients.params):
+            # The client has its own optimizer in hand, whose zero_grad() tells nobody.
+            self.ledger.forget_contributions()
+
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """See base class: every rank holds every parameter's gradient whole."""
+        from deepspeed.runtime.gradients.ledger import GradientPiece  # startup: only with a ledger
+
+        pieces = []
+        for gradients in self.gradients:
+            for param, view in zip(gradients.params, gradients.views, strict=True):
+                travels = self.communication_data_type or param.dtype
+                narrowest = max((param.dtype, travels), key=lambda dtype: torch.finfo(dtype).eps)
+                if param.numel():
+                    pieces.append(GradientPiece(param, 0, param.numel(), _reader(view), narrowest))
+        return pieces
 
     def _norm_grads(self) -> list[torch.Tensor]:
         if self._counts_in_norm is None:
@@ -112,6 +144,7 @@ class ReplicatedOptimizer(StepSequence):
         for gradients in self.gradients:
             for param in gradients.params:
                 param.grad = None
+        super().zero_grad(set_to_none)
 
     def destroy(self) -> None:
         """See base class: the client's optimizer and parameters stay, without gradients and without a way back to here."""

@@ -179,6 +179,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     _assign(param, _shards(optimizer, optim_state_key), value)
 
 
+def _prepare_to_replace(optimizer: MasterWeightOptimizer, param: nn.Parameter) -> None:
+    optimizer.finish_gradients()
+    if optimizer.ledger is not None:
+        optimizer.ledger.excuse(param)
+
+
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the averaged gradient of `param`; `value` is the same on all ranks."""
     if _link(param) is None:
@@ -187,7 +193,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         param.grad.copy_(value.detach() / _replicated_factor(param))
         return
     optimizer, _, _ = _require_link(param, "safe_set_full_grad")
-    optimizer.finish_gradients()
+    _prepare_to_replace(optimizer, param)
     factor = optimizer.read_factor
     _assign(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)
 
@@ -248,6 +254,6 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the owned fragment of the averaged gradient."""
     optimizer, _, _ = _require_link(param, "safe_set_local_grad")
-    optimizer.finish_gradients()
+    _prepare_to_replace(optimizer, param)
     factor = optimizer.read_factor
     _set_local(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)

@@ -122,6 +122,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
             self.accumulator.clear()
         self._reduced = False
         self._finished = False
+        super().zero_grad(set_to_none)
 
     # State, saved whole by one rank in the model-states file
 

@@ -176,6 +176,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         override = self._comm_dtype_of(param) if self._comm_dtype_of is not None else None
         return override or self.communication_data_type or param.dtype
 
+    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
+        """See base class."""
+        return self.get_param_comm_dtype(param)
+
     def _plan(self, reduce_bucket_size: int) -> list[BucketPlan]:
         kinds = [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups]
         return plan_buckets([group.table for group in self.groups], self.registration, reduce_bucket_size, kinds)
@@ -302,6 +306,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         bucket.grads = [grad for grad in grads if grad is not None]
         bucket.elements = self.plans[index].numel
         self.average_tensor(index, grads)
+        if self.ledger is not None:
+            self.ledger.sealed(bucket.params)
         for param in bucket.params:
             param.grad = None
         bucket.clear()
@@ -424,6 +430,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.accumulator is not None:
             self.accumulator.clear()
         self.sink.clear()
+        super().zero_grad(set_to_none)
 
     @property
     def has_reduced_gradients(self) -> bool:
