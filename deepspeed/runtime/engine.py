@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import verification
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
 from deepspeed.runtime.checkpointing import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -109,6 +110,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._configure_optimizer(optimizer, model_parameters)
         self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._check_at_step = verification.configure(self, self._config.tree.verify)
         self._announce()
 
     # Construction
@@ -299,6 +301,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on the result."""
         self._require_optimizer("scale")
+        self._open_ledger(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
         return self._scaled(loss, scale_wrt_gas=True)
 
@@ -320,6 +323,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._unscaled_plain = False
         sequence.accumulation_divisor = 1.0
         sequence.backward_prologue()
+        self._open_ledger(loss, scale_wrt_gas)
         loss = self._divided(loss, scale_wrt_gas)
         try:
             self._with_loss_scale(loss).backward(retain_graph=retain_graph)
@@ -333,6 +337,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if self._sequence is None:
             raise RuntimeError(f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key 'optimizer'")
         return self._sequence
+
+    def _open_ledger(self, loss: torch.Tensor | None, scale_wrt_gas: bool) -> None:
+        """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`, without accumulation yet."""
+        if self._sequence is not None and self._sequence.ledger is not None:
+            self._sequence.ledger.open(loss, float(self.tracker.divisor) if scale_wrt_gas else 1.0)
 
     def _divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         divisor = self.tracker.divisor if scale_wrt_gas else 1
@@ -358,6 +367,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.tracker.state = BackwardState.RUNNING
         self._unscaled_plain = not announced and sequence.needs_scaler()
         sequence.backward_prologue()
+        if not announced:
+            self._open_ledger(None, scale_wrt_gas=True)
         self.timers.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
 
@@ -392,7 +403,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _abort_backward(self) -> None:
         if self._sequence is not None:
-            self._sequence.exit_backward()
+            self._exit_backward(self._sequence)
         self.tracker.state = BackwardState.IDLE
 
     def _backward_epilogue(self) -> None:
@@ -406,9 +417,15 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         sequence.backward_epilogue()
         if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
             self.allreduce_gradients()
-        sequence.exit_backward()
+        self._exit_backward(sequence)
         self.tracker.state = BackwardState.IDLE
         self.timers.stop_backward()
+
+    @staticmethod
+    def _exit_backward(sequence: StepSequence) -> None:
+        sequence.exit_backward()
+        if sequence.ledger is not None:
+            sequence.ledger.close()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce what this micro-batch has to reduce. The bucket size is the configuration's `reduce_bucket_size`."""
@@ -441,7 +458,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         with self.tracker.no_sync():
             yield
         self.allreduce_gradients()
-        self._require_optimizer("coalesce_grad_reduction").exit_backward()
+        self._exit_backward(self._require_optimizer("coalesce_grad_reduction"))
 
     # Step
 
@@ -489,8 +506,10 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             # The boundary was set after backward, or no gradient passed a hook on this rank: reduce now, as the others do.
             sequence.backward_epilogue()
             self.allreduce_gradients()
-            sequence.exit_backward()
+            self._exit_backward(sequence)
         sequence.step()
+        if self._check_at_step is not None:
+            self._check_at_step()
         self._reduced_at_boundary = False
         self._window_is_plain = None
         self._step_applied = not sequence.overflow
@@ -574,6 +593,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def destroy(self) -> None:
         """Remove hooks, release buffers; the model stays usable."""
+        verification.detach_ledger(self)
+        verification.engines.discard(self)
         if self._sequence is not None:
             self._sequence.destroy()
         self._sequence = None

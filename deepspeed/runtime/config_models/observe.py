@@ -87,6 +87,15 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     synchronized: Bool = option(True, "Wait for the device at both ends of the measurement.")
 
 
+class VerifyConfig(DeepSpeedConfigModel):
+    """Checks of gradient synchronization while training; the environment variable DS_VERIFY switches them on too."""
+
+    ledger: Bool = option(False, "Compare the gradient that is used with every contribution that autograd made.")
+    collectives: Bool = option(False, "Compare each collective with the other ranks' before it starts.")
+    collectives_timeout: Float = option(30.0, "Seconds after which a rank that does not come to a collective is missing.", gt=0)
+    streams: Bool = option(False, "Look for races and lifetime errors between streams.")
+
+
 class TimersConfig(DeepSpeedConfigModel):
     """Timers."""
 

@@ -113,6 +113,7 @@ class TrainingConfig(DeepSpeedConfigModel):
     )
     timers: observe.TimersConfig = option(observe.TimersConfig, "Timers.")
     comms_logger: observe.CommsLoggerConfig = option(observe.CommsLoggerConfig, "Log of collectives.")
+    verify: observe.VerifyConfig = option(observe.VerifyConfig, "Checks of gradient synchronization.")
     flops_profiler: observe.DeepSpeedFlopsProfilerConfig = option(
         observe.DeepSpeedFlopsProfilerConfig, "Profiler of floating-point operations."
     )

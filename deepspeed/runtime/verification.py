@@ -1,0 +1,101 @@
+"""Which checks of gradient synchronization an engine trains under, and how they are switched on.
+
+Read by the engine when it is made: the configuration's `verify` block, the environment variable DS_VERIFY (a comma-separated list
+of "ledger", "collectives" and "streams"), and whoever watches for new engines (`deepspeed.verify.ledger()`). The checks themselves
+are imported only when they are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.observe import VerifyConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.gradients.ledger import GradientLedger
+
+VARIABLE = "DS_VERIFY"
+CHECKS = ("ledger", "collectives", "streams")
+
+# Engines that have not been destroyed, and what is to be called with each new one.
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
+watchers: list[Callable[[DeepSpeedEngine], None]] = []
+
+
+def wanted_checks(block: VerifyConfig) -> set[str]:
+    """The checks that the configuration or the environment asks for.
+
+    Raises:
+        DeepSpeedConfigError: If the environment variable has an unknown word.
+    """
+    words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
+    unknown = sorted(words - set(CHECKS))
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"{VARIABLE}: {', '.join(unknown)!r} is unknown; use a comma-separated list of {', '.join(CHECKS)}"
+        )
+    return words | {check for check in CHECKS if getattr(block, check)}
+
+
+def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None] | None:
+    """Switch on what is wanted for a new engine.
+
+    Returns:
+        What the engine has to call at the end of each optimizer step, if anything.
+    """
+    wanted = wanted_checks(block)
+    at_step = None
+    if "ledger" in wanted:
+        attach_ledger(engine)
+    if "collectives" in wanted:
+        from deepspeed.comm import intent  # optional: only a run that asks for it pays for it
+
+        intent.enable(timeout_s=block.collectives_timeout)
+    if "streams" in wanted:
+        from deepspeed.verify import streams  # optional: only a run that asks for it pays for it
+
+        streams.enable_stream_checking()
+        at_step = streams.raise_findings
+    engines.add(engine)
+    for watcher in watchers:
+        watcher(engine)
+    return at_step
+
+
+def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedger | None:
+    """Give the engine a ledger from now on; None if it has no optimizer. An accumulation that has begun is not checked.
+
+    Args:
+        engine: Whose gradients.
+        raises: Raise on deviations; otherwise they are only kept in `findings`.
+    """
+    from deepspeed.runtime.gradients.ledger import GradientLedger  # optional: only a run that asks for it pays for it
+
+    sequence = engine._sequence
+    if sequence is None:
+        return None
+    if sequence.ledger is None:
+        sequence.ledger = GradientLedger(
+            sequence.gradient_pieces(),
+            {param: name for name, param in engine.module.named_parameters()},
+            engine.data_parallel_group,
+            engine.tracker,
+            sum_op=engine._config.tree.gradient_allreduce_op == "sum",
+            raises=raises,
+        )
+        if engine._window_is_plain is not None:
+            sequence.ledger.skip_window()
+    return sequence.ledger
+
+
+def detach_ledger(engine: DeepSpeedEngine) -> None:
+    """Take the ledger off again."""
+    sequence = engine._sequence
+    if sequence is not None and sequence.ledger is not None:
+        sequence.ledger.destroy()
+        sequence.ledger = None

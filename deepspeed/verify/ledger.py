@@ -1,0 +1,82 @@
+"""`deepspeed.verify.ledger()`: the gradient ledger for a block of code, on one engine or on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from deepspeed.runtime import verification
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.gradients.ledger import GradientLedger
+    from deepspeed.runtime.gradients.ledger_findings import LedgerFinding
+
+
+class LedgerBook:
+    """The ledgers of one `ledger()` block.
+
+    Attributes:
+        ledgers: One per engine, in the order in which they were attached.
+    """
+
+    def __init__(self) -> None:
+        self.ledgers: list[GradientLedger] = []
+
+    @property
+    def findings(self) -> list[LedgerFinding]:
+        """What was wrong, over all engines."""
+        return [finding for ledger in self.ledgers for finding in ledger.findings]
+
+    @property
+    def steps(self) -> int:
+        """Steps checked, over all engines."""
+        return sum(ledger.steps for ledger in self.ledgers)
+
+    @property
+    def zero_gradients(self) -> tuple[str, ...]:
+        """Parameters whose gradient was exactly zero on all ranks at the last step of their engine."""
+        return tuple(name for ledger in self.ledgers for name in ledger.zero_gradients)
+
+    def report(self) -> str:
+        """What was seen, in words."""
+        return "\n".join(ledger.report() for ledger in self.ledgers) or "gradient ledger: no engine"
+
+
+@contextmanager
+def ledger(engine: DeepSpeedEngine | None = None, raises: bool = True) -> Iterator[LedgerBook]:
+    """Check within the block that every gradient contribution reaches the optimizer exactly once. All ranks enter it alike.
+
+    Args:
+        engine: Whose gradients; None: of all engines there are, and of those made within the block.
+        raises: Raise `GradientLedgerError` at the step (on all ranks) when a gradient is not right; otherwise read the findings.
+
+    Yields:
+        The findings, and what else was seen.
+    """
+    book = LedgerBook()
+    attached = []
+
+    def attach(one: DeepSpeedEngine) -> None:
+        sequence = one._sequence
+        if sequence is None:
+            return
+        is_new = sequence.ledger is None
+        opened = verification.attach_ledger(one, raises)
+        if opened is not None:
+            book.ledgers.append(opened)
+        if is_new:
+            attached.append(one)
+
+    for one in [engine] if engine is not None else list(verification.engines):
+        attach(one)
+    if engine is None:
+        verification.watchers.append(attach)
+    try:
+        yield book
+    finally:
+        if engine is None:
+            verification.watchers.remove(attach)
+        for one in attached:
+            verification.detach_ledger(one)
