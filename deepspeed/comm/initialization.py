@@ -23,6 +23,16 @@ def set_backend() -> None:
     global cdb
     if torch_dist.is_initialized():
         cdb = TorchBackend(torch_dist.get_backend(), default_pg_timeout, None)
+        _follow_device()
+
+
+def _follow_device() -> None:
+    """Let collectives run when the device runs its work, if it defers that."""
+    if get_accelerator().defers_collectives:
+        # startup: for simulated devices only.
+        from deepspeed.comm import stream_collectives
+
+        stream_collectives.install()
 
 
 def init_deepspeed_backend(
@@ -47,6 +57,7 @@ def init_deepspeed_backend(
         cdb = CCLBackend(timeout, init_method, rank, world_size, store=store)
     else:
         cdb = TorchBackend(ds_backend, timeout, init_method, rank, world_size, store=store)
+    _follow_device()
     process_groups.set_group_timeout(timeout)
 
 

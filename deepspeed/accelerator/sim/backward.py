@@ -209,6 +209,7 @@ class _Run:
     def _entering(self, node: Any) -> Callable[[Any], None]:
         stream = self._streams[node]
         is_root, mixed = not self._producers[node], self._mixed(node)
+        crosses = any(self._streams[producer] is not stream for producer in self._producers[node])
 
         def enter(grads: Any) -> None:
             if not self._is_joining:
@@ -226,6 +227,11 @@ class _Run:
                     stream.wait_stream(self._streams[producer])
                 elif producer in self._done:
                     stream.wait_event(self._done[producer])
+            if crosses:
+                # As torch's engine does: the gradient's memory is its producer's stream's, which reuses it at once when it is freed.
+                for grad in grads:
+                    if grad is not None:
+                        grad.record_stream(stream)
             ends = self._captures or hasattr(node, "variable")
             if ends and stream is not self._caller and stream not in self._finished:
                 self._finished.append(stream)

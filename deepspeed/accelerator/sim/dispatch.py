@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import operators
 from deepspeed.accelerator.sim.memory import Allocator
-from deepspeed.accelerator.sim.queues import Scheduler, Work
+from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
 
 
 class Kind(enum.Enum):
@@ -140,9 +140,7 @@ class Operators(TorchDispatchMode):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
-        # A tensor made for a kernel is none that inference mode protects.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            shadows, shadow_kwargs = self._shadows(args), self._shadows(kwargs)
+        shadows, shadow_kwargs = self.shadows(args), self.shadows(kwargs)
         work = self._random(func, args, kwargs, shadows, shadow_kwargs) if kind is Kind.RANDOM else None
         plan = self._plan(func, args, kwargs)
         if plan is None or not plan.deferrable:
@@ -152,6 +150,12 @@ class Operators(TorchDispatchMode):
         return self._issue(func, args, kwargs, plan, work)
 
     # Deferring
+
+    def shadows(self, args: Any) -> Any:
+        """Arguments as a kernel gets them: addresses, which keep no tensor of the user alive."""
+        # A tensor made for a kernel is none that inference mode protects.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            return self._shadows(args)
 
     def _shadows(self, tree: Any) -> Any:
         if isinstance(tree, torch.Tensor):
@@ -176,22 +180,32 @@ class Operators(TorchDispatchMode):
             return None
         return results[0] if len(results) == 1 else tuple(results)
 
-    def launch(self, operator: str, run: Callable[[], None], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> int:
-        """Put work on the current stream; returns the position after it.
+    def launch(
+        self,
+        operator: str,
+        run: Callable[[], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: Stream | None = None,
+        waits_for_ranks: bool = False,
+    ) -> None:
+        """Put work on a stream.
 
         Args:
             operator: For messages and traces.
             run: The work, on memory that it holds itself.
             reads, writes: The tensors it touches.
+            stream: Where; None is the current stream.
+            waits_for_ranks: Whether it needs other ranks to make progress.
         """
         scheduler, allocator = self._scheduler, self._allocator
-        stream = scheduler.current
+        stream = stream or scheduler.current
         if scheduler.tracer is not None:
             scheduler.tracer.launched(operator, stream, self._accesses(reads, writes))
         blocks = [block for block in map(allocator.block_of, (*reads, *writes)) if block is not None]
         for block in blocks:
             block.uses[stream] = stream.issued + 1
-        return scheduler.put(stream, Work(operator, run))
+        scheduler.put(stream, Work(operator, run, waits_for_ranks))
 
     def _accesses(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> list[Any]:
         allocator = self._allocator
@@ -218,7 +232,7 @@ class Operators(TorchDispatchMode):
 
     def _random(self, func: Any, args: Any, kwargs: Any, shadows: Any, shadow_kwargs: Any) -> Callable[[], Any]:
         """Use the generator up now; the work, later, with the generator as it was."""
-        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), torch.default_generator)
+        generator = _generator(args, kwargs)
         before = generator.get_state()
         func(*_dummies(args, 0), **_dummies(kwargs, 0))
 
@@ -270,6 +284,10 @@ class Operators(TorchDispatchMode):
         source, target = self._allocator.shadow(old), self._allocator.shadow(new)
         self.launch(func.name(), _bind(target.copy_, (source,), {}), [old], [new])
         return tensor.set_(grown.untyped_storage(), 0, needed.size, needed.stride)
+
+
+def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
+    return next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), torch.default_generator)
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
@@ -335,7 +353,8 @@ def _dummies(tree: Any, fill: int) -> Any:
 
 def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
     """Run the operator on numbers that don't matter: zeros, which every index may be, or ones, which integers may divide by."""
-    state = torch.default_generator.get_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+    generator = _generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+    state = None if generator is None else generator.get_state()
     for fill in (0, 1):
         dummies, dummy_kwargs = _dummies(args, fill), _dummies(kwargs, fill)
         try:
@@ -343,8 +362,8 @@ def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, ZeroDivisionError):
             continue  # the user's mistake, or numbers that do matter: the real call will tell
         finally:
-            if state is not None:
-                torch.default_generator.set_state(state)
+            if generator is not None and state is not None:
+                generator.set_state(state)
         return _plan_of(func, result, args, kwargs, dummies, dummy_kwargs)
     return None
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,10 +31,17 @@ EXPLORE_RUN = 8
 
 
 class Work(NamedTuple):
-    """One operator in a queue."""
+    """One operator in a queue.
+
+    Attributes:
+        operator: For messages.
+        run: Does it.
+        waits_for_ranks: Whether that may take until other ranks have done something.
+    """
 
     operator: str
     run: Callable[[], None]
+    waits_for_ranks: bool = False
 
 
 class Wait(NamedTuple):
@@ -214,6 +222,7 @@ class Scheduler:
         self.default: Stream = self.stream_class(name="default stream")
         self.current: Stream = self.default
         self._running = False
+        self._in_progress: list[tuple[Stream, int]] = []
 
     def register(self, stream: Stream, name: str | None) -> str:
         """Take a new stream in; returns its name."""
@@ -282,6 +291,22 @@ class Scheduler:
                     head = current.queue[0]
                     goals.append((head.stream, head.position))  # type: ignore[union-attr]  # only a Wait doesn't step
 
+    def can_run(self, stream: Stream, position: int) -> bool:
+        """Whether the first `position` entries of `stream` can run without waiting for other ranks."""
+        goals, seen = [(stream, position)], set()
+        while goals:
+            current, until = goals.pop()
+            if any(busy is current and place <= until for busy, place in self._in_progress):
+                return False
+            for entry in islice(current.queue, max(0, until - current.done)):
+                if isinstance(entry, Work):
+                    if entry.waits_for_ranks:
+                        return False
+                elif entry not in seen:
+                    seen.add(entry)
+                    goals.append((entry.stream, entry.position))
+        return True
+
     def _step(self, stream: Stream) -> bool:
         """Run the head of a queue; False if it is a wait that holds up."""
         head = stream.queue[0]
@@ -294,10 +319,13 @@ class Scheduler:
         # Removed first: work that fails is not run again, and work that looks at its own stream finds itself done.
         stream.queue.popleft()
         stream.done += 1
+        self._in_progress.append((stream, stream.done))
         try:
             head.run()
         except Exception as error:
             raise RuntimeError(f"{head.operator}, issued on {stream} before: {error}") from error
+        finally:
+            self._in_progress.pop()
         return True
 
     @property

@@ -1,0 +1,226 @@
+"""Collectives of a device whose work is deferred: NCCL's order on streams, carried out by a host backend.
+
+[Note: how a collective is ordered]
+An operation goes to an internal stream of its group, which waits for the stream current at the call. Waiting for its handle makes the
+stream current *then* wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two entries:
+*start* copies the inputs and hands them to the backend, *finish* waits for the backend and stores the outputs. Copies, because the
+backend's threads must not see what the program does to the memory meanwhile: that is decided by the order of the queues alone.
+
+[Note: no rank waits in vain]
+Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before it, in
+the order of issue, which is the same on all ranks of a group. Point-to-point operations have no such order, so finishing anything
+starts what can be started of them. A host that is about to wait for other ranks by itself calls `start_issued` before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim.queues import Event, Stream, Work
+from deepspeed.accelerator.sim.simulator import Simulator
+from deepspeed.comm.collectives import WorkList, add_observer
+from deepspeed.comm.observation import CollectiveCall
+
+# The host itself takes part in these.
+_BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+
+
+class _Issued:
+    """An operation in the queue of an internal stream.
+
+    Args:
+        call: What was called, on the caller's tensors: referenced until the handle is waited for or the operation is done.
+        memory: The same on aliases that keep no tensor of the caller alive.
+        stream: The internal stream.
+
+    Attributes:
+        started: Position after *start*.
+        copies: The same on private memory, while the backend has it.
+        works: The backend's handles.
+    """
+
+    def __init__(self, call: CollectiveCall, memory: CollectiveCall, stream: Stream) -> None:
+        self.call: CollectiveCall | None = call
+        self.memory = memory
+        self.stream = stream
+        self.started = 0
+        self.copies: CollectiveCall | None = None
+        self.works: list[Any] = []
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the backend has it."""
+        return self.stream.done >= self.started
+
+    def start(self) -> None:
+        """Hand copies to the backend."""
+        self.copies = dataclasses.replace(self.memory, args=tuple(_copied(argument) for argument in self.memory.args))
+        self.works = _carry_out(self.copies)
+
+    def finish(self) -> None:
+        """Wait for the backend and store what it made."""
+        for work in self.works:
+            work.wait()
+        if self.copies is not None:
+            for target, value in zip(self.memory.writes, self.copies.writes, strict=True):
+                target.copy_(value)
+        self.works, self.copies, self.call = [], None, None
+
+
+class StreamWork:
+    """Handle of an operation on an internal stream. It keeps the caller's tensors alive until it is waited for."""
+
+    def __init__(self, issued: _Issued, event: Event) -> None:
+        self._event = event
+        self._issued = issued
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait; the host goes on."""
+        self._event.wait()
+        # From here on the order of the current stream protects the memory.
+        self._issued.call = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has run. Runs nothing itself."""
+        return self._event.query()
+
+
+class StreamCollectives:
+    """The observer next to the backend. It lets everything through while the accelerator doesn't defer its work."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Any, Stream] = {}
+        self._unstarted: deque[_Issued] = deque()
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Issue an operation on its group's internal stream."""
+        simulator = _simulator()
+        if simulator is None:
+            return proceed()
+        if call.name in _BY_THE_HOST:
+            # As on a device: the host's part comes after everything that was issued.
+            simulator.scheduler.synchronize()
+            return proceed()
+        work = self._issue(simulator, call)
+        if call.async_op:
+            return work
+        work.wait()
+        return call.argument("src") if call.name == "recv" else None
+
+    # Issuing
+
+    def _stream(self, simulator: Simulator, call: CollectiveCall) -> Stream:
+        group = call.group or torch_dist.group.WORLD
+        side, peer = None, None
+        if call.name in _POINT_TO_POINT:
+            side = "to" if "send" in call.name else "from"
+            peer = call.argument("dst" if side == "to" else "src")
+            if peer is None:
+                raise ValueError(f"{call.name}: src=None; a device has to know the sender before, so name its global rank")
+        key = (simulator, group, side, peer)
+        if key not in self._streams:
+            ranks = torch_dist.get_process_group_ranks(group)
+            partner = "" if side is None else f", {side} rank {peer}"
+            self._streams[key] = simulator.scheduler.stream_class(name=f"nccl stream of group {ranks}{partner}")
+        return self._streams[key]
+
+    def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
+        stream = self._stream(simulator, call)
+        stream.wait_stream(simulator.scheduler.current)
+        with _disable_current_modes():
+            memory = dataclasses.replace(call, args=tuple(simulator.operators.shadows(call.args)))
+        issued = _Issued(call, memory, stream)
+        # Known before the queue has it: a schedule may run it at once.
+        issued.started = stream.issued + 1
+        self._unstarted.append(issued)
+        simulator.scheduler.put(stream, Work(f"{call.name} (start)", lambda: self._start(issued)))
+        simulator.operators.launch(call.name, lambda: self._finish(issued), call.reads, call.writes, stream, waits_for_ranks=True)
+        return StreamWork(issued, stream.record_event())
+
+    # Running
+
+    def _start(self, issued: _Issued) -> None:
+        self.start_issued(before=issued)
+        issued.start()
+
+    def _finish(self, issued: _Issued) -> None:
+        self.start_issued(before=issued)
+        for later in list(self._unstarted):
+            scheduler = later.stream.scheduler
+            if later.memory.name in _POINT_TO_POINT and scheduler.can_run(later.stream, later.started):
+                scheduler.drain(later.stream, later.started)
+        issued.finish()
+
+    def start_issued(self, before: _Issued | None = None) -> None:
+        """Start every operation issued so far (up to `before`), in order."""
+        for earlier in list(self._unstarted):
+            if earlier is before:
+                break
+            earlier.stream.scheduler.drain(earlier.stream, earlier.started)
+        while self._unstarted and self._unstarted[0].is_started:
+            self._unstarted.popleft()
+
+
+def _simulator() -> Simulator | None:
+    accelerator: Any = get_accelerator()
+    if not accelerator.defers_collectives or not accelerator.simulator.is_active:
+        return None
+    simulator: Simulator = accelerator.simulator
+    return simulator
+
+
+def _copied(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.clone(memory_format=torch.contiguous_format)
+    if isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument):
+        return [_copied(item) for item in argument]
+    return argument
+
+
+def _carry_out(call: CollectiveCall) -> list[Any]:
+    """Hand an operation to the host backend; its handles."""
+    if call.name in ("send", "isend"):
+        return [torch_dist.isend(*call.args)]
+    if call.name in ("recv", "irecv"):
+        return [torch_dist.irecv(*call.args)]
+    if call.name == "all_gather" and len({tensor.shape for tensor in call.writes}) > 1:
+        return _uneven_all_gather(call)
+    return [WorkList([call.with_async(True).issue()])]
+
+
+def _uneven_all_gather(call: CollectiveCall) -> list[Any]:
+    """NCCL gathers tensors of different sizes; gloo does not, so every rank broadcasts its own."""
+    group = call.group or torch_dist.group.WORLD
+    (own,) = call.reads
+    call.writes[torch_dist.get_rank(group)].copy_(own)
+    ranks = torch_dist.get_process_group_ranks(group)
+    return [
+        torch_dist.broadcast(piece, src=rank, group=group, async_op=True)
+        for rank, piece in zip(ranks, call.writes, strict=True)
+        if piece.numel()
+    ]
+
+
+_collectives = StreamCollectives()
+
+
+def install() -> None:
+    """Take over the collectives of `deepspeed.comm` from now on; does nothing when that has been done."""
+    add_observer(_collectives, innermost=True)
+
+
+def start_issued() -> None:
+    """Start every operation issued so far: to be called before this host waits for other ranks by other means."""
+    if _simulator() is not None:
+        _collectives.start_issued()
