@@ -104,7 +104,10 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all work has run. Runs nothing itself: on a slow device the answer is no."""
-        return self.done == self.issued
+        if self.done < self.issued:
+            return False
+        self.scheduler.trace(lambda tracer: tracer.stream_synchronized(self))
+        return True
 
     def synchronize(self) -> None:
         """Let the host wait for all work."""
@@ -164,7 +167,13 @@ class Event:
 
     def query(self) -> bool:
         """Whether the work has run; True if never recorded. Runs nothing itself."""
-        return self.stream is None or self.stream.done >= self.position
+        if self.stream is None:
+            return True
+        if self.stream.done < self.position:
+            return False
+        # A host that has seen this knows as much as one that waited.
+        self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
+        return True
 
     def synchronize(self) -> None:
         """Let the host wait."""

@@ -1,0 +1,136 @@
+"""Who touched which bytes of one piece of memory last: a map of byte intervals.
+
+Pure bookkeeping: what is ordered before what is asked of the caller. For each interval the last write is kept, and the reads since
+then that no later read is ordered after; whatever else was there is ordered before one of these, so an access that is ordered after
+these is ordered after all. That is also what bounds the memory: one write and one read per stream and interval.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed.accelerator.stream_trace import Access
+from deepspeed.verify.streams.stacks import Stack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One operator on one stream.
+
+    Attributes:
+        operator: Its name.
+        stream: Where it was issued.
+        position: How many operators that stream had then, this one included.
+        stack: Where in the code.
+    """
+
+    operator: str
+    stream: Hashable
+    position: int
+    stack: Stack
+
+
+class Use(NamedTuple):
+    """One access of one launch."""
+
+    launch: Launch
+    access: Access
+
+
+IsOrdered = Callable[[Launch], bool]
+"""Whether a launch is ordered before the one in question."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Bytes `[start, end)` whose last accesses are the same."""
+
+    start: int
+    end: int
+    write: Use | None
+    reads: tuple[Use, ...]
+
+    def conflicts(self, writes: bool) -> tuple[Use, ...]:
+        """Accesses that a new one must be ordered after: a read after the last write, a write after the reads since as well."""
+        last = () if self.write is None else (self.write,)
+        return last + self.reads if writes else last
+
+
+class AccessMap:
+    """The segments of one storage, disjoint and in order."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def uses(self) -> list[Use]:
+        """Every access that is still remembered, once."""
+        found = {id(use): use for segment in self._segments for use in segment.conflicts(writes=True)}
+        return list(found.values())
+
+    def unordered(self, access: Access, is_ordered: IsOrdered) -> list[Use]:
+        """Remembered accesses that overlap `access`, conflict with it and are not ordered before it; each once."""
+        found: dict[int, Use] = {}
+        for segment in self._overlapping(access.start, access.end):
+            for use in segment.conflicts(access.writes):
+                if id(use) not in found and not is_ordered(use.launch):
+                    found[id(use)] = use
+        return list(found.values())
+
+    def _overlapping(self, start: int, end: int) -> Iterator[Segment]:
+        index = bisect_right(self._segments, start, key=lambda segment: segment.end)
+        while index < len(self._segments) and self._segments[index].start < end:
+            yield self._segments[index]
+            index += 1
+
+    def record(self, use: Use, is_ordered: IsOrdered) -> None:
+        """Remember `use`; forget what it makes superfluous."""
+        start, end = use.access.start, use.access.end
+        first, last = self._cut(start), self._cut(end)
+        if use.access.writes:
+            self._segments[first:last] = [Segment(start, end, use, ())]
+            return
+        replaced: list[Segment] = []
+        position = start
+        for segment in [*self._segments[first:last], Segment(end, end, None, ())]:
+            if position < segment.start:
+                _append(replaced, Segment(position, segment.start, None, (use,)))
+            if segment.start < end:
+                reads = tuple(read for read in segment.reads if not is_ordered(read.launch))
+                _append(replaced, Segment(segment.start, segment.end, segment.write, (*reads, use)))
+            position = segment.end
+        self._segments[first:last] = replaced
+
+    def _cut(self, position: int) -> int:
+        """Index of the first segment at or after `position`, once the one that crosses it is cut in two."""
+        index = bisect_right(self._segments, position, key=lambda segment: segment.end)
+        if index < len(self._segments) and self._segments[index].start < position:
+            crossed = self._segments[index]
+            self._segments.insert(index + 1, Segment(position, crossed.end, crossed.write, crossed.reads))
+            crossed.end = position
+            return index + 1
+        return index
+
+    def forget(self, is_ordered: IsOrdered) -> None:
+        """Drop what is ordered before everything that is still to come."""
+        kept: list[Segment] = []
+        for segment in self._segments:
+            write = None if segment.write is None or is_ordered(segment.write.launch) else segment.write
+            reads = tuple(read for read in segment.reads if not is_ordered(read.launch))
+            if write is not None or reads:
+                _append(kept, Segment(segment.start, segment.end, write, reads))
+        self._segments = kept
+
+
+def _append(segments: list[Segment], segment: Segment) -> None:
+    """Append, joined with the last one where nothing tells them apart."""
+    last = segments[-1] if segments else None
+    if last is not None and last.end == segment.start and last.write is segment.write and last.reads == segment.reads:
+        last.end = segment.end
+        return
+    segments.append(segment)

@@ -1,0 +1,283 @@
+"""Happens-before over streams: vector clocks for streams, events and the host, and what they leave unordered.
+
+Pure: no torch, no device. `StreamChecker` is a `StreamTracer`; a device tells it what the host issues, in the host's order.
+
+[Note: happens-before]
+Work on one stream runs in the order in which it was issued. Beyond that, work B runs after work A exactly if B's stream waited
+for an event recorded after A, or the host waited for A (through an event, a stream or the device) before it issued B. A stream's
+clock says, for every other stream, up to which of its operators everything that the stream gets from now on runs afterwards; the
+host's clock says what the host knows to be done. Two accesses to the same bytes of which one writes, neither ordered before the
+other, are a race: some order that the device may choose changes a result.
+
+[Note: memory that is handed out again]
+The allocator hands memory freed for a stream out again on that stream, without waiting: uses by other streams that the allocating
+stream does not wait for may then still be under way. So an allocation is a write of the whole block on its stream, and it is
+checked against the uses of everything freed for that stream that it may take. `record_stream` makes the allocator wait itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deepspeed.accelerator.stream_trace import Access
+from deepspeed.verify.streams.accesses import AccessMap, IsOrdered, Launch, Use
+from deepspeed.verify.streams.findings import ALLOCATION, Finding, Kind, StreamRaceError, report
+from deepspeed.verify.streams.stacks import Stack, capture
+
+Clock = dict[Hashable, int]
+"""Stream -> position up to which (inclusive) its work is ordered before."""
+
+SWEEP_INTERVAL = 8192
+"""Launches between two sweeps that drop what the host has long waited for."""
+
+
+class _Host:
+    """Stands for the host where a stream is expected."""
+
+    def __repr__(self) -> str:
+        return "the host"
+
+
+HOST = _Host()
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let `clock` be the later of both, for every stream."""
+    for stream, position in other.items():
+        if clock.get(stream, 0) < position:
+            clock[stream] = position
+
+
+def ordered_before(clock: Clock) -> IsOrdered:
+    """Whether a launch is ordered before everything that `clock` stands for."""
+    return lambda launch: launch.position <= clock.get(launch.stream, 0)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """One life of one storage; `stream` is None for memory that is older than the trace."""
+
+    stream: Hashable | None = None
+    accesses: AccessMap = field(default_factory=AccessMap)
+    recorded: set[Hashable] = field(default_factory=set)
+
+
+class _Freed(NamedTuple):
+    """Freed memory with uses that its allocation stream has not waited for."""
+
+    uses: list[Use]
+    freed_at: Stack
+
+
+class _EventClocks:
+    """What each event stands for. Events die with their last reference elsewhere, except those that cannot be weakly referenced."""
+
+    def __init__(self) -> None:
+        self._weak: weakref.WeakKeyDictionary[Hashable, Clock] = weakref.WeakKeyDictionary()
+        self._strong: dict[Hashable, Clock] = {}
+
+    def set(self, event: Hashable, clock: Clock) -> None:
+        try:
+            self._weak[event] = clock
+        except TypeError:
+            self._strong[event] = clock
+
+    def get(self, event: Hashable) -> Clock | None:
+        try:
+            return self._weak.get(event)
+        except TypeError:
+            return self._strong.get(event)
+
+
+class StreamChecker:
+    """Finds unordered accesses in what a device reports; see the notes of this module.
+
+    Args:
+        name_of: Names the memory at an address, for reports; None if it has no name.
+
+    Attributes:
+        findings: What was found so far; the same two places in the code are one finding with a count.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None] = lambda address: None) -> None:
+        self.findings: list[Finding] = []
+        self._name_of = name_of
+        self._by_places: dict[Hashable, Finding] = {}
+        self._host: Clock = {}
+        self._clocks: dict[Hashable, Clock] = {}
+        self._events = _EventClocks()
+        self._memory: dict[int, _Memory] = {}
+        self._freed: dict[Hashable, list[_Freed]] = {}
+        self._launches = 0
+        # Memory dies whenever Python drops a reference or collects garbage, so also in the midst of this class's own work; frees
+        # are noted here and take effect before whatever the device reports next, which is the order in which they happened.
+        self._dying: deque[tuple[int, Stack]] = deque()
+        # Autograd's device threads report too.
+        self._lock = threading.RLock()
+
+    # What was found
+
+    def report(self) -> str:
+        """All findings in words."""
+        return report(self.findings)
+
+    def raise_findings(self) -> None:
+        """Raise what was found since the last call, if anything.
+
+        Raises:
+            StreamRaceError: There is a finding.
+        """
+        with self._lock:
+            findings, self.findings, self._by_places = self.findings, [], {}
+        if findings:
+            raise StreamRaceError(findings)
+
+    def _found(self, finding: Finding) -> None:
+        known = self._by_places.setdefault(finding.places, finding)
+        if known is finding:
+            self.findings.append(finding)
+        else:
+            known.count += 1
+
+    # StreamTracer: accesses
+
+    def launched(self, operator: str, stream: Hashable, accesses: Sequence[Access]) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            launch = self._issue(operator, stream)
+            is_ordered = ordered_before(self._clocks[stream])
+            for access in accesses:
+                self._access(Use(launch, access), is_ordered)
+            self._launches += 1
+            if self._launches % SWEEP_INTERVAL == 0:
+                self._sweep()
+
+    def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
+        """See `StreamTracer`. Everything issued later is ordered after it, so it need not be remembered."""
+        with self._lock:
+            self._settle_frees()
+            launch = Launch(operator, HOST, 0, capture())
+            for access in accesses:
+                self._check(Use(launch, access), ordered_before(self._host))
+
+    def _issue(self, operator: str, stream: Hashable) -> Launch:
+        clock = self._clock_of(stream)
+        position = clock.get(stream, 0) + 1
+        clock[stream] = position
+        return Launch(operator, stream, position, capture())
+
+    def _clock_of(self, stream: Hashable) -> Clock:
+        """The clock of what the stream gets now: after all that the host knows to be done."""
+        clock = self._clocks.setdefault(stream, {})
+        join(clock, self._host)
+        return clock
+
+    def _access(self, use: Use, is_ordered: IsOrdered) -> None:
+        if use.access.start < use.access.end:
+            self._check(use, is_ordered)
+            self._memory.setdefault(use.access.storage, _Memory()).accesses.record(use, is_ordered)
+
+    def _check(self, use: Use, is_ordered: IsOrdered) -> None:
+        memory = self._memory.get(use.access.storage)
+        for earlier in memory.accesses.unordered(use.access, is_ordered) if memory is not None else ():
+            start, end = max(earlier.access.start, use.access.start), min(earlier.access.end, use.access.end)
+            name = self._name_of(use.access.address + start - use.access.start) or f"storage {use.access.storage}"
+            self._found(Finding(Kind.RACE, earlier, use, start, end, name, self._waits_for_older(use, earlier)))
+
+    def _waits_for_older(self, later: Use, earlier: Use) -> bool:
+        stream = later.launch.stream
+        clock = self._host if stream is HOST else self._clocks[stream]
+        return clock.get(earlier.launch.stream, 0) > 0
+
+    # StreamTracer: order
+
+    def event_recorded(self, event: Hashable, stream: Hashable) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            self._events.set(event, dict(self._clock_of(stream)))
+
+    def event_waited(self, event: Hashable, stream: Hashable) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            join(self._clock_of(stream), self._events.get(event) or {})
+
+    def event_synchronized(self, event: Hashable) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            join(self._host, self._events.get(event) or {})
+
+    def stream_synchronized(self, stream: Hashable) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            join(self._host, self._clocks.get(stream, {}))
+
+    def device_synchronized(self) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            for clock in self._clocks.values():
+                join(self._host, clock)
+            self._sweep()
+
+    # StreamTracer: memory
+
+    def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
+        """See `StreamTracer`, and [Note: memory that is handed out again]."""
+        with self._lock:
+            self._settle_frees()
+            launch = self._issue(ALLOCATION, stream)
+            use = Use(launch, Access(storage, 0, nbytes, True, 0))
+            is_ordered = ordered_before(self._clocks[stream])
+            for freed in self._freed.pop(stream, ()):
+                for last in freed.uses:
+                    if not is_ordered(last.launch):
+                        self._found_lifetime(last, use, freed.freed_at)
+            self._memory[storage] = _Memory(stream)
+            self._access(use, is_ordered)
+
+    def _found_lifetime(self, last: Use, allocation: Use, freed_at: Stack) -> None:
+        older = self._waits_for_older(allocation, last)
+        name = f"storage {last.access.storage}"
+        start, end = last.access.start, last.access.end
+        self._found(Finding(Kind.LIFETIME, last, allocation, start, end, name, older, freed_at))
+
+    def freed(self, storage: int) -> None:
+        """See `StreamTracer`. May be called at any time, by any thread."""
+        self._dying.append((storage, capture()))
+
+    def stream_recorded(self, storage: int, stream: Hashable) -> None:
+        """See `StreamTracer`."""
+        with self._lock:
+            self._settle_frees()
+            self._memory.setdefault(storage, _Memory()).recorded.add(stream)
+
+    def _settle_frees(self) -> None:
+        while self._dying:
+            storage, freed_at = self._dying.popleft()
+            memory = self._memory.pop(storage, None)
+            if memory is None or memory.stream is None:
+                continue
+            # What the allocator waits for by itself: the allocation stream's order, and recorded streams up to here.
+            excused = [ordered_before(self._clock_of(stream)) for stream in (memory.stream, *memory.recorded)]
+            left = [use for use in memory.accesses.uses() if not any(done(use.launch) for done in excused)]
+            if left:
+                self._freed.setdefault(memory.stream, []).append(_Freed(left, freed_at))
+
+    def _sweep(self) -> None:
+        """Drop what the host knows to be done: everything that is still to come runs after it."""
+        is_done = ordered_before(self._host)
+        for memory in self._memory.values():
+            memory.accesses.forget(is_done)
+        for stream, pending in list(self._freed.items()):
+            kept = [freed for freed in pending if not all(is_done(use.launch) for use in freed.uses)]
+            self._freed[stream] = kept

@@ -1,0 +1,75 @@
+"""Where in the user's or the engine's code an operator was issued: captured for every launch, formatted only for findings."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import linecache
+import os
+import sys
+import sysconfig
+from types import CodeType
+
+Stack = tuple[tuple[CodeType, int], ...]
+"""Code object and line, innermost frame first."""
+
+MAX_FRAMES = 8
+MAX_DEPTH = 60
+"""Frames walked at most; under a deep torch call stack the user's own code is still reached."""
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+OWN_PARTS = ("accelerator", "comm", "verify")
+"""Parts of this package that issue or trace operators on somebody's behalf: the somebody is what a reader wants to see."""
+EXPLICIT = os.path.join(PACKAGE, "comm", "shard_ops.py")
+"""Decides itself which collectives to issue, so its lines are worth reading."""
+
+
+@functools.lru_cache(maxsize=1)
+def _foreign_directories() -> tuple[str, ...]:
+    places = [os.path.join(PACKAGE, part) for part in OWN_PARTS]
+    for package in ("torch", "_pytest", "pluggy", "pytest"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None:
+            places += list(spec.submodule_search_locations or ())
+    return tuple(place + os.sep for place in places)
+
+
+@functools.cache
+def _is_shown(filename: str) -> bool:
+    """Whether frames of this file are user or engine code."""
+    if filename.startswith("<"):
+        return False
+    path = os.path.abspath(filename)
+    if path == EXPLICIT:
+        return True
+    # site-packages lies below the standard library's directory, but holds user code (model libraries).
+    standard = sysconfig.get_paths()["stdlib"] + os.sep
+    if path.startswith(standard) and f"{os.sep}site-packages{os.sep}" not in path:
+        return False
+    return not path.startswith(_foreign_directories())
+
+
+def capture() -> Stack:
+    """The innermost user and engine frames of the caller. No source line is read."""
+    frames: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(1)
+    for _ in range(MAX_DEPTH):
+        if _is_shown(frame.f_code.co_filename):
+            frames.append((frame.f_code, frame.f_lineno))
+            if len(frames) == MAX_FRAMES:
+                break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def describe(stack: Stack, indent: str) -> list[str]:
+    """One line per frame, innermost first, with its source line where there is one."""
+    if not stack:
+        return [f"{indent}(no Python frame: issued by autograd or by a library)"]
+    lines = []
+    for code, line in stack:
+        source = linecache.getline(code.co_filename, line).strip()
+        lines.append(f"{indent}{code.co_filename}:{line} in {code.co_name}" + (f": {source}" if source else ""))
+    return lines
