@@ -173,7 +173,7 @@ def _get_optimizer_instances(count: int) -> OptimizerInstances:
     whole = _get_data_parallel_group()
     if count == 1:
         return OptimizerInstances(whole)
-    own = tuple(dist.get_all_ranks_from_group(whole))
+    own = tuple(sorted(dist.get_all_ranks_from_group(whole)))  # as new_group will number them
     if count < 1 or len(own) % count:
         raise ValueError(f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances of equal size")
     return _made_once(("instances", own, count), lambda: _make_instances(own, count))

@@ -1,0 +1,411 @@
+"""Several optimizer instances: everything that one instance does, done by n of them, gives the same numbers.
+
+The contract suite holds gradients, norm and parameters against the single-process reference (`contract/matrix.py`,
+`instance_cases`); here are the groups, the collectives' number and order, the ways in which scripts drive an engine, and what is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm.collectives import add_observer, remove_observer
+from deepspeed.comm.observation import CollectiveCall
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_params,
+    safe_get_full_grad,
+    safe_get_full_grads,
+    safe_get_full_optimizer_states,
+    safe_get_local_grad,
+    safe_set_full_grad,
+)
+from unit.common import DistributedTest
+from unit.v1.looping import each
+
+ROWS, WIDTH = 3, 5
+LR = 0.1
+STEPS = 2
+BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+class Net(nn.Module):
+    """A layer that is used twice, an unused parameter, and one that only the last rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, 7)
+        self.twice = nn.Linear(7, 7)
+        self.after = nn.Linear(7, 3)
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(4))
+        self.recompute = False
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twice(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: (ROWS, WIDTH)
+        x = self.before(x).tanh()
+        for _ in range(2):
+            x = checkpoint(self.hidden, x, use_reentrant=True) if self.recompute else self.hidden(x)
+        x = self.after(x)
+        last = dist.get_rank() == dist.get_world_size() - 1
+        return (x * self.sometimes if last else x).float().square().mean()
+
+
+def start(count: int, stage: int, accumulation: int = 1, zero: dict[str, Any] | None = None, **keys: Any) -> Any:
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    shards = {"stage": stage, "reduce_bucket_size": 20, "overlap_comm": True, "num_optimizer_instances": count, **(zero or {})}
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": shards,
+        **keys,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def data(engine: Any, index: int) -> torch.Tensor:
+    """Input of micro-batch `index`, different on each rank."""
+    generator = torch.Generator().manual_seed(1000 * index + dist.get_rank())
+    return torch.randn(ROWS, WIDTH, generator=generator).to(engine.module.before.weight.dtype)
+
+
+def look(engine: Any) -> dict[str, torch.Tensor]:
+    """What a step left behind, whole."""
+    names, params = zip(*engine.module.named_parameters(), strict=True)
+    seen = {"norm": torch.tensor([float(engine.get_global_grad_norm())])}
+    seen |= {name: param.detach().clone() for name, param in zip(names, params, strict=True)}
+    masters = safe_get_full_fp32_params(params)
+    momenta = safe_get_full_optimizer_states(params, "momentum_buffer")
+    for name, master, momentum in zip(names, masters, momenta, strict=True):
+        seen |= {f"{name}.master": master, f"{name}.momentum": momentum}
+    return seen
+
+
+# The ways in which scripts drive an engine: each takes an engine and yields what must not depend on the number of instances.
+
+
+def managed(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    for index in range(STEPS * engine.gradient_accumulation_steps()):
+        engine.backward(engine(data(engine, index)))
+        engine.step()
+    yield look(engine)
+
+
+def plain(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    for index in range(STEPS * engine.gradient_accumulation_steps()):
+        engine(data(engine, index)).backward()
+        engine.step()
+    yield look(engine)
+
+
+def no_sync_but_last(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    engine.set_gradient_accumulation_boundary(False)
+    for index in range(2):
+        with engine.no_sync():
+            engine.backward(engine(data(engine, index)))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(data(engine, 2)))
+    engine.step()
+    yield look(engine)
+
+
+def coalesced(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    engine.set_gradient_accumulation_boundary(True)
+    with engine.coalesce_grad_reduction():
+        for index in range(2):
+            engine.backward(engine(data(engine, index)))
+    engine.step()
+    yield look(engine)
+
+
+def two_backwards_at_the_boundary(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    engine.set_gradient_accumulation_boundary(True)
+    for index in range(2):
+        engine.backward(engine(data(engine, index)))
+    engine.step()
+    yield look(engine)
+
+
+def forget_and_start_over(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    engine.backward(engine(data(engine, 7)))
+    engine.zero_grad()
+    yield from managed(engine)
+
+
+def boundary_said_late(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(data(engine, 0)))
+    engine.step()
+    engine.backward(engine(data(engine, 1)))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    yield look(engine)
+
+
+def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    accumulation = engine.gradient_accumulation_steps()
+    for index in range(accumulation):
+        if index:
+            engine.step()
+        engine.backward(engine(data(engine, index)))
+        names, params = zip(*engine.module.named_parameters(), strict=True)
+        yield dict(zip(names, safe_get_full_grads(params) or (), strict=False))
+    if dist.get_rank() == 1:
+        # Alone: reading what one owns must not start a collective that the others come to later, or never.
+        for param in engine.module.parameters():
+            safe_get_local_grad(param)
+    for param in engine.module.parameters():
+        safe_set_full_grad(param, 2 * safe_get_full_grad(param))
+    engine.step()
+    yield look(engine)
+
+
+def late_on_one_instance(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Only the last rank's gradient of the layer used twice comes in parts; all must agree to send a bucket again."""
+    engine.module.recompute = dist.get_rank() == dist.get_world_size() - 1
+    yield from managed(engine)
+
+
+WAYS: tuple[Callable[[Any], Iterator[dict[str, torch.Tensor]]], ...] = (
+    managed,
+    plain,
+    no_sync_but_last,
+    coalesced,
+    two_backwards_at_the_boundary,
+    forget_and_start_over,
+    boundary_said_late,
+    read_and_write_gradients,
+    late_on_one_instance,
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 1, all-reduce": {"stage": 1, "zero": {"reduce_scatter": False, "overlap_comm": False}},
+    "stage 2": {"stage": 2},
+    "stage 2, nothing overlaps": {"stage": 2, "zero": {"overlap_comm": False, "contiguous_gradients": False}},
+    "stage 2, offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True}},
+    "stage 2, prescale": {"stage": 2, "prescale_gradients": True, "gradient_allreduce_op": "sum"},
+    "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
+}
+
+COUNTS = {name: (2, 4) if name == "stage 2" else (2,) for name in OPTIONS}
+
+
+def run(
+    way: Callable[[Any], Iterator[dict[str, torch.Tensor]]], count: int, options: dict[str, Any]
+) -> list[dict[str, torch.Tensor]]:
+    engine = start(count, accumulation=2, **options)
+    try:
+        return list(way(engine))
+    finally:
+        engine.destroy()
+
+
+def bitwise_equal_everywhere(seen: dict[str, torch.Tensor]) -> bool:
+    flat = torch.cat([torch.zeros(1), *(tensor.reshape(-1).float() for tensor in seen.values())])
+    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, flat)
+    return all(torch.equal(copy, flat) for copy in copies)
+
+
+class TestWays(DistributedTest):
+    """n instances against one, which `test_usage_patterns` holds against plain torch."""
+
+    world_size = 4
+    exec_timeout = 120
+
+    @each(options=tuple(OPTIONS))
+    def test_as_with_one_instance(self, options: str) -> None:
+        # Kills: crossing in some reductions only (a second backward would mix sums of an instance with sums of all); gradients that
+        # are read before they have crossed; agreeing on late gradients inside an instance; a factor that knows of n.
+        for way in WAYS:
+            expected = run(way, 1, OPTIONS[options])
+            for count in COUNTS[options]:
+                found = run(way, count, OPTIONS[options])
+                for number, (one, several) in enumerate(zip(expected, found, strict=True)):
+                    assert one.keys() == several.keys(), (way.__name__, count, number)
+                    where = f"{way.__name__}, {count} instances, look {number}"
+                    assert bitwise_equal_everywhere(several), f"{where}: instances differ"
+                    for name, value in one.items():
+                        # bf16 parameters are compared through their fp32 masters.
+                        if value.dtype == torch.float32:
+                            torch.testing.assert_close(several[name], value, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}")
+
+    def test_one_rank_of_one_instance_overflows(self) -> None:
+        # Kills: a decision to skip that an instance takes from its own ranks' gradients.
+        for count in (2, 4):
+            engine = start(count, 2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+            before = [param.detach().clone() for param in engine.module.parameters()]
+            x = data(engine, 0)
+            if dist.get_rank() == 3:
+                x[0, 0] = float("inf")
+            engine.backward(engine(x))
+            engine.step()
+            assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
+            assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+            engine.destroy()
+
+    def test_an_interrupted_backward_leaves_nothing_that_is_not_crossed(self) -> None:
+        # Kills: a bucket that is completed after an error without having been to the other instances.
+        engine = start(2, 2)
+        handle = engine.module.before.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine(data(engine, 0)))
+        handle.remove()
+        engine.optimizer.finish_gradients()
+        shard = torch.cat([group.grad for group in engine.optimizer.groups])
+        copies = [torch.empty_like(shard) for _ in range(4)]
+        dist.all_gather(copies, shard)
+        assert shard.count_nonzero(), "no bucket was sent before the error; the test tests nothing"
+        assert torch.equal(copies[0], copies[2]) and torch.equal(copies[1], copies[3])
+        engine.zero_grad()
+        engine.backward(engine(data(engine, 1)))
+        engine.step()
+        assert bitwise_equal_everywhere(look(engine))
+
+
+class Recorder:
+    """Which collectives this rank issues, in order: "inside", "across" or "all", and their sizes."""
+
+    def __init__(self) -> None:
+        instances = groups._get_optimizer_instances(2)
+        self.names = {id(instances.inside): "inside", id(instances.across): "across", id(dist.get_world_group()): "all"}
+        self.calls: list[tuple[str, str, int]] = []
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Called for every operation."""
+        numel = sum(tensor.numel() for tensor in call.reads or call.writes)
+        self.calls.append((self.names[id(call.group or dist.get_world_group())], call.name, numel))
+        return proceed()
+
+    def buckets(self) -> str:
+        """Reductions of buckets as letters: R and S for a slice received and sent inside the instance, A for one summed across."""
+        letters = {("inside", "irecv"): "R", ("inside", "isend"): "S", ("across", "all_reduce"): "A"}
+        return "".join(letters.get(call[:2], "") for call in self.calls)
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    recorder = Recorder()
+    add_observer(recorder)
+    try:
+        yield recorder
+    finally:
+        remove_observer(recorder)
+
+
+def expected_order(splits: list[tuple[int, ...]], rank: int, overlap: bool) -> str:
+    """What `Recorder.buckets` sees; ranks agree on which slices are empty and need no message."""
+    inside = ["R" * bool(split[rank]) + "S" * bool(split[1 - rank]) for split in splits]
+    across = ["A" * bool(split[rank]) for split in splits]
+    if not overlap:
+        return "".join(a + b for a, b in zip(inside, across, strict=True))
+    # The next bucket is on its way inside while one is waited for to go across.
+    return inside[0] + "".join(a + b for a, b in zip(inside[1:], across[:-1], strict=True)) + across[-1]
+
+
+class TestCollectives(DistributedTest):
+    """Their number and order."""
+
+    world_size = 4
+
+    def test_every_bucket_crosses_once_after_it_was_reduced_inside(self) -> None:
+        # Kills: crossing before the instance's sum is there; waiting for each bucket in turn although overlap is asked for;
+        # collectives that depend on the rank; crossing again at the step; sending more than the owned slice.
+        for stage, overlap in ((1, False), (1, True), (2, False), (2, True)):
+            engine = start(2, stage, 2, zero={"overlap_comm": overlap})
+            splits = [plan.splits for plan in engine.optimizer.plans]
+            rank = engine.optimizer.shard_rank
+            assert len(splits) >= 4 and any(all(split) for split in splits)
+            train_step(engine)  # what is agreed on once is agreed on before counting
+            for boundary in (False, True):
+                with recording() as recorder:
+                    engine.backward(engine(data(engine, 1)))
+                sends = stage == 2 or boundary
+                expected = expected_order(splits, rank, overlap) if sends else ""
+                assert recorder.buckets() == expected, (stage, overlap, boundary, recorder.buckets())
+                sent = [numel for group, _, numel in recorder.calls if group == "across"]
+                assert sent == [split[rank] for split in splits if sends and split[rank]]
+                with recording() as recorder:
+                    engine.step()
+                assert "A" not in recorder.buckets()
+                scalars = [call for call in recorder.calls if call[2] == 1]
+                # One norm over all ranks, in which instance 0 counts: norms of their own may differ in the last bit.
+                assert scalars == ([("all", "all_reduce", 1)] if boundary else []), recorder.calls
+            engine.destroy()
+
+    def test_the_full_accumulator_is_reduced_over_all_ranks(self) -> None:
+        # Kills: BF16_Optimizer averaging inside its instance only.
+        engine = start(2, 1, **BF16_OPTIMIZER)
+        with recording() as recorder:
+            engine.backward(engine(data(engine, 0)))
+        reduced = [call for call in recorder.calls if call[1] == "all_reduce"]
+        assert reduced and {group for group, _, _ in reduced} == {"all"}
+        assert sum(numel for _, _, numel in reduced) == engine.optimizer.groups[0].table.padded_numel
+        with recording() as recorder:
+            engine.step()
+        assert {group for group, name, _ in recorder.calls if name in ("isend", "irecv")} == {"inside"}
+
+
+def train_step(engine: Any) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(data(engine, 0)))
+        engine.step()
+
+
+class TestGroups(DistributedTest):
+    """Who is with whom."""
+
+    world_size = 4
+
+    def test_consecutive_ranks_are_an_instance(self) -> None:
+        # Kills: instances of strided ranks; groups made anew for each engine; groups that outlive a reset.
+        rank = dist.get_rank()
+        one = groups._get_optimizer_instances(1)
+        assert (one.inside, one.across, one.index, one.count) == (dist.get_world_group(), None, 0, 1)
+        two, four = groups._get_optimizer_instances(2), groups._get_optimizer_instances(4)
+        assert dist.get_all_ranks_from_group(two.inside) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert dist.get_all_ranks_from_group(two.across) == [rank % 2, rank % 2 + 2]
+        assert (two.index, two.count) == (rank // 2, 2)
+        assert dist.get_all_ranks_from_group(four.inside) == [rank]
+        assert dist.get_all_ranks_from_group(four.across) == [0, 1, 2, 3]
+        assert groups._get_optimizer_instances(2) is two
+        groups.reset()
+        assert groups._get_optimizer_instances(2) is not two
+
+    def test_beside_model_parallelism(self) -> None:
+        # Kills: groups made of the own data-parallel ranks only, whose making the other ranks do not take part in.
+        rank = dist.get_rank()
+        own = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        groups.initialize(mpu=SimpleNamespace(get_data_parallel_group=lambda: own))
+        instances = groups._get_optimizer_instances(2)
+        assert dist.get_all_ranks_from_group(instances.inside) == [rank]
+        assert dist.get_all_ranks_from_group(instances.across) == [rank % 2, rank % 2 + 2]
+        assert instances.index == rank // 2
+
+    def test_what_cannot_be_split_is_refused(self) -> None:
+        # Kills: instances of different sizes; a count that is accepted where it means nothing.
+        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 3 does not divide the 4 .* use one of 1, 2, 4"):
+            start(3, 1)
+        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0 .* use stage 1 or 2"):
+            start(2, 0)
+        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0"):
+            start(2, 0, **BF16_OPTIMIZER)
+        with pytest.raises(ValueError, match="4 data-parallel ranks cannot be split into 3 optimizer instances"):
+            groups._get_optimizer_instances(3)
