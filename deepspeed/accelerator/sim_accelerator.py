@@ -24,6 +24,8 @@ SEED_ENV = "DS_SIM_SEED"
 SCHEDULE_ENV = "DS_SIM_SCHEDULE"
 BACKWARD_STREAMS_ENV = "DS_SIM_BACKWARD_STREAMS"
 
+NUM_DEVICES = 8
+
 
 def _number(given: int | None, name: str) -> int:
     if given is not None:
@@ -77,6 +79,10 @@ class Sim_Accelerator(CPU_Accelerator):
     @property
     def defers_collectives(self) -> bool:
         return True
+
+    def device_count(self) -> int:
+        """As many as a machine with devices usually has: each process simulates its own."""
+        return NUM_DEVICES
 
     def synchronize(self, device_index: int | None = None) -> None:
         self.simulator.scheduler.synchronize()

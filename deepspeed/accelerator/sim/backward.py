@@ -131,7 +131,7 @@ class BackwardStreams:
         streams = {node: self._stream_of(node, nodes) for node in nodes}
         if set(streams.values()) <= {self._scheduler.current}:
             return None
-        return _Run(self._scheduler, nodes, streams, captures)
+        return _Run(self._scheduler, nodes, streams, captures, copies=self._chosen is not None or self.num_side_streams > 0)
 
     def _only_stream(self) -> Stream | None:
         return self._streams[0] if len(set(self._streams)) == 1 else None
@@ -168,15 +168,20 @@ class _Run:
         nodes: Every node, with the nodes that hand gradients to it.
         streams: Where each runs.
         captures: The caller gets gradients of any node, and not only accumulated ones.
+        copies: Accumulation writes memory of its own on its own stream, as it does for a gradient that somebody else holds.
+            Otherwise `param.grad` may be what an earlier node made, and where it was accumulated makes no difference.
     """
 
-    def __init__(self, scheduler: Scheduler, nodes: dict[Any, list[Any]], streams: dict[Any, Stream], captures: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, nodes: dict[Any, list[Any]], streams: dict[Any, Stream], captures: bool, copies: bool
+    ) -> None:
         self._scheduler = scheduler
         self._producers = nodes
         self._streams = streams
         self._caller = scheduler.current
         self._done: dict[Any, Event] = {}
         self._captures = captures
+        self._copies = copies
         self._finished: list[Stream] = []
         self._is_joining = False
         self._handles = ExitStack()
@@ -206,12 +211,12 @@ class _Run:
     def _mixed(self, node: Any) -> bool:
         return len({self._streams[producer] for producer in self._producers[node]}) > 1
 
-    def _entering(self, node: Any) -> Callable[[Any], None]:
+    def _entering(self, node: Any) -> Callable[[Any], Any]:
         stream = self._streams[node]
-        is_root, mixed = not self._producers[node], self._mixed(node)
+        is_root, summed = not self._producers[node], len(self._producers[node]) > 1
         crosses = any(self._streams[producer] is not stream for producer in self._producers[node])
 
-        def enter(grads: Any) -> None:
+        def enter(grads: Any) -> Any:
             if not self._is_joining:
                 # Queued first, so that callbacks queued by hooks find the caller's stream current, and joined.
                 self._is_joining = True
@@ -220,10 +225,10 @@ class _Run:
             if is_root and stream is not self._caller:
                 stream.wait_event(self._begun)
             for producer in self._producers[node]:
-                if self._streams[producer] is stream and not mixed:
+                if self._streams[producer] is stream:
                     continue
-                if mixed:
-                    # Its gradients were summed on the stream of the last producer, after that one's own event.
+                if summed:
+                    # The engine has added the gradients up on the stream of the last producer, after that one's own event.
                     stream.wait_stream(self._streams[producer])
                 elif producer in self._done:
                     stream.wait_event(self._done[producer])
@@ -232,9 +237,15 @@ class _Run:
                 for grad in grads:
                     if grad is not None:
                         grad.record_stream(stream)
-            ends = self._captures or hasattr(node, "variable")
-            if ends and stream is not self._caller and stream not in self._finished:
+            accumulates = hasattr(node, "variable")
+            if (self._captures or accumulates) and stream is not self._caller and stream not in self._finished:
                 self._finished.append(stream)
+            for grad in grads:
+                if grad is not None and stream is not self._caller:
+                    grad.record_stream(stream)  # autograd does, for gradients that cross streams
+            if not (accumulates and self._copies) or stream is self._caller:
+                return None
+            return tuple(grad if grad is None else grad.clone() for grad in grads)
 
         return enter
 
