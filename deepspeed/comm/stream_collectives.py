@@ -164,6 +164,8 @@ class StreamCollectives:
 
     def start_issued(self, before: _Issued | None = None) -> None:
         """Start every operation issued so far (up to `before`), in order."""
+        if before is not None and before.is_started and before not in self._unstarted:
+            return  # everything before it has been started by somebody else
         for earlier in list(self._unstarted):
             if earlier is before:
                 break
