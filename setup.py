@@ -94,6 +94,7 @@ setup(
             "deepspeed = deepspeed.launcher.runner:main",
             "ds = deepspeed.launcher.runner:main",
             "ds_report = deepspeed.env_report:cli_main",
+            "ds_verify = deepspeed.verify.oracle.cli:command",
         ]
     },
     classifiers=[

@@ -69,6 +69,7 @@ def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfi
         "deepspeed = deepspeed.launcher.runner:main",
         "ds = deepspeed.launcher.runner:main",
         "ds_report = deepspeed.env_report:cli_main",
+        "ds_verify = deepspeed.verify.oracle.cli:command",
     ):
         assert line in commands
     metadata = wheel.read(f"{info}/METADATA").decode()

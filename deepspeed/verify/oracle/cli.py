@@ -1,0 +1,193 @@
+"""The command `ds_verify`: arguments, progress, table, files, exit code.
+
+Exit code 0: nothing failed; 1: something did; 2: the command was used wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from deepspeed.runtime.config_source import load_config
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.verify.oracle.picture import require_plotting, write_report
+from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, precision_of, read_config
+from deepspeed.verify.oracle.ranks import run_plan
+from deepspeed.verify.oracle.text import render
+from deepspeed.verify.oracle.verdicts import Report, make_report
+from deepspeed.verify.oracle.workload import GlobalBatches, UsageError, Workload, load_workload, seed_everything
+
+FAILED, MISUSED = 1, 2
+DEFAULT_BACKEND = "inductor"
+EPILOG = """\
+FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss); see docs/ds_verify.md.
+
+  ds_verify --config ds_config.json --model train.py:make_model
+  ds_verify --config ds_config.json --model 'hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=256'
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="ds_verify",
+        description="Check that a model trains under a DeepSpeed configuration as one process with the whole batch does.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--config", required=True, help="DeepSpeed configuration (JSON or hjson file)")
+    made.add_argument("--model", required=True, help="module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]")
+    made.add_argument("--data", help="module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own")
+    made.add_argument("--world-size", type=int, default=2, help="local ranks (default: 2)")
+    made.add_argument("--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)")
+    made.add_argument("--schedules", type=int, default=8, help="orders tried on the simulated device; 0 for none (default: 8)")
+    made.add_argument("--compile", nargs="?", const=DEFAULT_BACKEND, metavar="BACKEND", help="check the compiled model too")
+    made.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    made.add_argument("--report", metavar="FILE", help="write FILE.html with table and curves, or FILE.png with the curves")
+    made.add_argument("--seed", type=int, default=0, help="for weights, data and schedules (default: 0)")
+    made.add_argument("--timeout", type=float, default=300.0, help="seconds without progress after which ranks hang (default: 300)")
+    return made
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a check; see `parser`."""
+
+    config: str | dict[str, Any]
+    model: str
+    data: str | None = None
+    world_size: int = 2
+    steps: int = 4
+    schedules: int = 8
+    compile: str | None = None
+    seed: int = 0
+    timeout: float = 300.0
+
+
+def verify(settings: Settings, visible: bool = False) -> Report:
+    """Check a model under a configuration; what the command does, without its output.
+
+    Args:
+        settings: What to check.
+        visible: Show progress on standard error.
+
+    Raises:
+        UsageError: If an argument is wrong.
+        DeepSpeedConfigError: If the configuration is.
+    """
+    for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
+        if getattr(settings, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be at least {least}")
+    if settings.timeout <= 0:
+        raise UsageError(f"--timeout {settings.timeout:g}: must be more than 0 seconds")
+    if settings.compile is not None and settings.compile not in torch._dynamo.list_backends(exclude_tags=()):
+        raise UsageError(f"--compile {settings.compile}: torch.compile knows {', '.join(torch._dynamo.list_backends())}")
+    config = load_config(settings.config)
+    plan = make_plan(
+        config,
+        settings.model,
+        settings.data,
+        world=settings.world_size,
+        steps=settings.steps,
+        schedules=settings.schedules,
+        backend=settings.compile,
+        seed=settings.seed,
+    )
+    _try_model(plan)
+    started = time.monotonic()
+    with _Progress(plan, visible) as progress:
+        session = run_plan(plan, settings.timeout, progress.event)
+    shown = {**vars(settings), "config": config, "torch": torch.__version__, "seconds": round(time.monotonic() - started, 1)}
+    return make_report(plan, session, shown)
+
+
+def _try_model(plan: Plan) -> None:
+    """One forward and backward here, where a mistake is told at once and not in the logs of the ranks."""
+    workload = load_workload(plan.model, plan.data, plan.seed, plan.shape.rows)
+    batches = GlobalBatches(workload, plan.shape, plan.steps)
+    precision = precision_of(read_config(plan.runs[0].config, plan.shape.world))
+    losses = [_loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)]
+    if not torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]).all()):
+        raise UsageError(
+            f"--model {plan.model}: forward is random (losses {losses[0].item()!r} and {losses[1].item()!r} for one batch), "
+            "so no run equals another; switch off what draws random numbers in forward"
+        )
+
+
+def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    module = workload.copy_module(dtype)
+    seed_everything(seed)
+    try:
+        loss = workload.loss_of(module, batch, dtype)
+        loss.backward()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"--model: one micro-batch failed in {dtype} on one process: {type(error).__name__}: {error}") from error
+    return loss.detach()
+
+
+class _Progress:
+    """A bar over all steps; a line per run where there is no terminal."""
+
+    def __init__(self, plan: Plan, visible: bool) -> None:
+        judged = (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
+        total = sum(run.steps * (2 if run.kind in judged else 1) for run in plan.runs)
+        self._is_terminal = sys.stderr.isatty()
+        self._visible = visible
+        self._bar = tqdm(total=total, unit="step", disable=not (visible and self._is_terminal), dynamic_ncols=True, leave=False)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def event(self, event: str, values: dict[str, Any]) -> None:
+        """Show one event of a rank."""
+        if event in ("step", "judged"):
+            self._bar.update()
+        elif event == "begin":
+            self._bar.set_postfix_str(values["run"])
+            if self._visible and not self._is_terminal:
+                sys.stderr.write(f"ds_verify: {time.monotonic() - self._started:6.1f} s: {values['run']}\n")
+                sys.stderr.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = vars(parser().parse_args(argv))
+    json_path, report_path = arguments.pop("json"), arguments.pop("report")
+    try:
+        if report_path is not None:
+            require_plotting(report_path)
+        if json_path is not None and not Path(json_path).resolve().parent.is_dir():
+            raise UsageError(f"--json {json_path}: there is no folder {Path(json_path).resolve().parent}")
+        report = verify(Settings(**arguments), visible=True)
+    except (UsageError, DeepSpeedConfigError) as error:
+        sys.stderr.write(f"ds_verify: {error}\n")
+        return MISUSED
+    sys.stdout.write(render(report) + "\n")
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    if report_path is not None:
+        write_report(report, report_path)
+    return 0 if report.passed else FAILED
+
+
+def command() -> None:
+    """The installed command."""
+    raise SystemExit(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,189 @@
+"""Compares what the system did with what it must have done, parameter by parameter, and sums up in plain numbers.
+
+Owns `[Note: parameters]`: after a step, |system - expected| per parameter is bounded by
+
+- SGD: learning rate times the gradient's bound, with the relative error of the norm when clipping, and fp32 rounding of the
+  weight;
+- any other optimizer: `UPDATE_TOLERANCE` of the update and fp32 rounding of the weight, when a plain optimizer over whole
+  parameters is fed the gradients that the system reports. (Fed the reference's own, Adam would turn the rounding of a tiny gradient
+  into a full step.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.gradients.norm import clip_factor
+from deepspeed.runtime.optimizer_factory import build_basic_optimizer
+from deepspeed.verify.oracle.plan import Run, read_config
+from deepspeed.verify.oracle.reference import FP32_TOLERANCE, Expected, Tensors, global_norm
+from deepspeed.verify.oracle.system import SGD_LEARNING_RATE, StepRecord, plain_optimizer
+
+UPDATE_TOLERANCE = 1e-4
+
+
+@dataclass
+class Deviation:
+    """One quantity of one parameter: 2-norms of error, allowance and value."""
+
+    error: float
+    bound: float
+    size: float
+
+    @property
+    def is_within(self) -> bool:
+        """False for NaN too."""
+        return self.error <= self.bound
+
+
+@dataclass
+class StepFindings:
+    """One step against its reference.
+
+    Attributes:
+        step: Its number.
+        gradients: Against the reference in the model's precision; fp32: against the whole batch.
+        whole: Against the whole batch in double precision.
+        split: The model alone: mean of micro-batches against the whole batch, both in double precision.
+        parameters: After the step.
+        norm: The reported norm.
+        products: Per parameter: <system, reference> and <reference, reference>, whose quotient measures the divisor.
+        skipped: Why the step is not compared; empty if it is.
+    """
+
+    step: int
+    gradients: dict[str, Deviation] = field(default_factory=dict)
+    whole: dict[str, Deviation] = field(default_factory=dict)
+    split: dict[str, Deviation] = field(default_factory=dict)
+    parameters: dict[str, Deviation] = field(default_factory=dict)
+    norm: Deviation | None = None
+    products: dict[str, tuple[float, float]] = field(default_factory=dict)
+    skipped: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepFindings:
+        """From what `to_json` gave."""
+        changed = dict(data)
+        for key in ("gradients", "whole", "split", "parameters"):
+            changed[key] = {name: Deviation(**value) for name, value in data[key].items()}
+        changed["norm"] = None if data["norm"] is None else Deviation(**data["norm"])
+        changed["products"] = {name: (value[0], value[1]) for name, value in data["products"].items()}
+        return cls(**changed)
+
+
+def deviation(found: torch.Tensor | None, wanted: torch.Tensor, bound: float) -> Deviation:
+    """Of one tensor; what is missing counts as zero."""
+    value = torch.zeros_like(wanted) if found is None else found
+    return Deviation((value.double() - wanted.double()).norm().item(), bound, wanted.norm().item())
+
+
+def deviations(found: Mapping[str, torch.Tensor], wanted: Tensors, bounds: dict[str, float]) -> dict[str, Deviation]:
+    """Of every tensor."""
+    return {name: deviation(found.get(name), value, bounds[name]) for name, value in wanted.items()}
+
+
+def judge_step(record: StepRecord, expected: Expected, *, sum_factor: float, whole_is_the_reference: bool) -> StepFindings:
+    """Gradient, norm and divisor of one step.
+
+    Args:
+        record: What the system did.
+        expected: What it must have done.
+        sum_factor: By what the configuration multiplies the mean (`gradient_allreduce_op` "sum").
+        whole_is_the_reference: Compare with the whole batch where there is one (fp32).
+    """
+    findings = StepFindings(record.step)
+    overflows = not all(torch.isfinite(grad).all() for grad in expected.rounded.values())
+    if not record.applied and overflows:
+        findings.skipped = "skipped by the system, as it must be: the gradient is not finite"
+        return findings
+    use_whole = whole_is_the_reference and expected.whole is not None
+    wanted, bounds = (expected.whole, expected.whole_bounds) if use_whole else (expected.rounded, expected.rounded_bounds)
+    wanted, bounds = _scaled(wanted or {}, bounds, sum_factor)
+    findings.gradients = deviations(record.grads, wanted, bounds)
+    if expected.whole is not None and expected.split is not None:
+        findings.whole = deviations(record.grads, *_scaled(expected.whole, expected.whole_bounds, sum_factor))
+        total = math.sqrt(sum(size**2 for size in expected.sizes.values()))
+        allowed = {name: FP32_TOLERANCE * (size + 0.01 * total) for name, size in expected.sizes.items()}
+        findings.split = deviations(expected.split, expected.whole, allowed)
+    for name, value in wanted.items():
+        grad = record.grads.get(name)
+        dot = 0.0 if grad is None else (grad.double() * value).sum().item()
+        findings.products[name] = (dot, value.square().sum().item())
+    norm = global_norm(wanted.values())
+    bound = math.sqrt(sum(bound**2 for bound in bounds.values())) + FP32_TOLERANCE * norm
+    reported = math.nan if record.norm is None else record.norm
+    findings.norm = Deviation(abs(reported - norm), bound, norm)
+    return findings
+
+
+def _scaled(values: Tensors, bounds: dict[str, float], factor: float) -> tuple[Tensors, dict[str, float]]:
+    if factor == 1.0:
+        return values, bounds
+    return {name: value * factor for name, value in values.items()}, {name: bound * factor for name, bound in bounds.items()}
+
+
+def judge_sgd(findings: StepFindings, record: StepRecord, expected: Expected, clip: float, sum_factor: float) -> None:
+    """Parameters after a step of SGD from the reference's own gradient; see `[Note: parameters]`."""
+    if findings.skipped or findings.norm is None:
+        return
+    norm, norm_bound = findings.norm.size, findings.norm.bound
+    factor = clip_factor(norm, clip)
+    relative = norm_bound / norm if clip > 0 and norm > 0 else 0.0
+    source = expected.whole if set(findings.whole) and findings.gradients == findings.whole else expected.rounded
+    for name, before in record.before.items():
+        grad = (source or {})[name] * sum_factor
+        wanted = before.double() - SGD_LEARNING_RATE * factor * grad
+        allowed = SGD_LEARNING_RATE * factor * (findings.gradients[name].bound + relative * grad.norm().item())
+        rounding = FP32_TOLERANCE * before.norm().item()
+        findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
+
+
+class Twin:
+    """The configuration's optimizer over whole fp32 parameters, fed with the gradients that the system reports.
+
+    Args:
+        run: Whose configuration.
+        before: fp32 weights before the first step.
+
+    Attributes:
+        note: What the twin is, if it is not torch's own optimizer.
+    """
+
+    def __init__(self, run: Run, before: Tensors) -> None:
+        self.note = ""
+        self.params = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
+        try:
+            self.optimizer = plain_optimizer(run.config["optimizer"], list(self.params.values()))
+        except LookupError:
+            config = read_config({**run.config, "zero_optimization": {"stage": 0}}, run.shape.world)
+            self.optimizer = build_basic_optimizer(config, list(self.params.values()))
+            self.note = f"the reference is this package's own {type(self.optimizer).__name__} over whole parameters"
+
+    def judge(self, record: StepRecord, clip: float) -> dict[str, Deviation]:
+        """Step as the system did, and compare the parameters."""
+        for own, other in zip(self.optimizer.param_groups, record.groups, strict=True):
+            # What schedules change; switches of an implementation (fused, foreach) stay the twin's own.
+            own.update({key: other[key] for key in ("lr", "betas", "momentum", "weight_decay") if key in other and key in own})
+        factor = clip_factor(record.norm or 0.0, clip)
+        for name, param in self.params.items():
+            with torch.no_grad():
+                param.copy_(record.before[name])
+            grad = record.grads.get(name)
+            param.grad = None if grad is None else (grad * factor).to(param.dtype)
+        if record.applied:
+            self.optimizer.step()
+        found = {}
+        for name, param in self.params.items():
+            update = (param.detach() - record.before[name]).norm().item()
+            bound = UPDATE_TOLERANCE * update + FP32_TOLERANCE * record.before[name].norm().item()
+            found[name] = deviation(record.after.get(name), param.detach(), bound)
+        return found

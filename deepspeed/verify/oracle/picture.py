@@ -1,0 +1,119 @@
+"""The report as a PNG of its curves and as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from deepspeed.verify.oracle.text import cells, summary
+from deepspeed.verify.oracle.verdicts import Report, Verdict
+from deepspeed.verify.oracle.workload import UsageError
+
+SUFFIXES = (".html", ".png")
+COLORS = {Verdict.PASS: "#1a7f37", Verdict.FAIL: "#cf222e", Verdict.NOT_RUN: "#6e7781"}
+HEADINGS = ("check", "parameters", "gradient error / allowed", "relative", "parameter error / allowed", "divisor", "result", "")
+STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 1em}"
+    "table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px solid #d0d7de;text-align:left;"
+    "vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}pre{margin:0;white-space:pre-wrap}"
+    "img{max-width:100%}td.f{font-family:monospace}"
+)
+
+
+def require_plotting(path: str) -> None:
+    """Refuse early what cannot be written at the end.
+
+    Raises:
+        UsageError: For an unknown suffix, a missing folder, or without matplotlib.
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise UsageError(f"--report {path}: the file must end in {' or '.join(SUFFIXES)}")
+    if not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"--report {path}: there is no folder {Path(path).resolve().parent}")
+    try:
+        # optional: only reports draw
+        import matplotlib  # noqa: F401 - whether it is there
+    except ImportError as error:
+        raise UsageError(f"--report {path}: needs matplotlib; pip install matplotlib, or leave --report out") from error
+
+
+def write_report(report: Report, path: str) -> None:
+    """Write `path`: the curves for .png, everything for .html."""
+    image = draw(report)
+    if Path(path).suffix == ".png":
+        Path(path).write_bytes(image)
+        return
+    Path(path).write_text(page(report, image), encoding="utf-8")
+
+
+def draw(report: Report) -> bytes:
+    """Loss, norm and errors over steps, as PNG."""
+    # optional: only reports draw
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    # optional: as above; it looks at the choice just made
+    from matplotlib import pyplot
+
+    figure, (losses, norms, errors) = pyplot.subplots(1, 3, figsize=(13, 4), dpi=110)
+    long = {name: curve for name, curve in report.curves.items() if curve["step"]}
+    for number, (name, curve) in enumerate(long.items()):
+        color = f"C{number % 10}"
+        losses.plot(_values(curve["loss"]), marker="o", color=color, label=name)
+        norms.plot(_values(curve["norm"]), marker="o", color=color, label=name)
+        norms.plot(curve["step"], _values(curve["expected_norm"]), marker="x", linestyle="none", color="black")
+        errors.plot(curve["step"], _values(curve["gradient"]), marker="o", color=color, label=f"{name}: gradient")
+        if any(value is not None for value in curve["parameter"]):
+            errors.plot(
+                curve["step"], _values(curve["parameter"]), marker="s", linestyle=":", color=color, label=f"{name}: parameter"
+            )
+    errors.axhline(1.0, color="red", linewidth=1)
+    for axes, title in ((losses, "loss (rank 0)"), (norms, "gradient norm (x: reference)"), (errors, "largest error / allowed")):
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if long:
+            axes.legend(fontsize="x-small")
+    if _is_positive(errors):
+        errors.set_yscale("log")
+    figure.tight_layout()
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    pyplot.close(figure)
+    return file.getvalue()
+
+
+def _values(curve: list[Any]) -> list[float]:
+    return [float("nan") if value is None else float(value) for value in curve]
+
+
+def _is_positive(axes: Any) -> bool:
+    values = [value for line in axes.get_lines()[:-1] for value in line.get_ydata() if value == value]
+    return any(value > 0 for value in values)
+
+
+def page(report: Report, image: bytes) -> str:
+    """The HTML file."""
+    heads = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
+    body = "".join(_row(row_cells, row.verdict, row.detail) for row in report.rows for row_cells in [cells(row)])
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
+    settings = "".join(f"<li>{html.escape(str(k))}: <code>{html.escape(str(v))}</code></li>" for k, v in report.settings.items())
+    color = COLORS[Verdict.PASS if report.passed else Verdict.FAIL]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds_verify</title><style>{STYLE}</style></head><body>'
+        f'<h1>ds_verify</h1><p style="color:{color}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'
+        f"<table><tr>{heads}</tr>{body}</table><ul>{notes}</ul>"
+        f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(image).decode()}"></body></html>\n'
+    )
+
+
+def _row(texts: list[str], verdict: Verdict, detail: str) -> str:
+    first = f"<td>{html.escape(texts[0])}</td>"
+    family = f'<td class="f">{html.escape(texts[1])}</td>'
+    numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in texts[2:-1])
+    result = f'<td style="color:{COLORS[verdict]}"><b>{verdict.value}</b></td>'
+    return f"<tr>{first}{family}{numbers}{result}<td><pre>{html.escape(detail)}</pre></td></tr>"

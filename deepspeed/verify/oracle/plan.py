@@ -1,0 +1,197 @@
+"""What is run: the list of engine runs that a check consists of, as plain data that travels to the ranks as JSON.
+
+Owns how the user's configuration is changed for each run. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import parse_dtype
+from deepspeed.runtime.model_setup import model_dtype
+from deepspeed.verify.oracle.workload import Shape, UsageError
+
+LEFT_OUT = ("verify", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "dump_state")
+SPLIT_STEPS = 1
+GUARD_STEPS = 2
+SIM_STEPS = 2
+
+
+class RunKind(str, Enum):
+    """What a run is compared for."""
+
+    SGD = "sgd"  # every step: gradient, norm, parameters, divisor
+    USER = "user"  # the same with the configuration's optimizer
+    SPLIT = "split"  # the first gradient, with the global batch cut differently
+    COMPILED = "compiled"  # the first gradient of the compiled model
+    LEDGER = "ledger"  # nothing: the gradient ledger watches
+    COLLECTIVES = "collectives"  # nothing: the collective intent check watches
+    SIM = "sim"  # parameters equal to those of SGD, while the stream checker watches
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine's life.
+
+    Attributes:
+        name: Shown in progress and report.
+        kind: See `RunKind`.
+        config: DeepSpeed configuration.
+        shape: How the global batch is cut.
+        steps: Optimizer steps.
+        schedule: Which simulated schedule, for SIM.
+        backend: torch.compile backend, for COMPILED.
+    """
+
+    name: str
+    kind: RunKind
+    config: dict[str, Any]
+    shape: Shape
+    steps: int
+    schedule: int = 0
+    backend: str = ""
+
+    @property
+    def has_user_optimizer(self) -> bool:
+        """Whether the configuration's optimizer steps; otherwise SGD."""
+        return self.config.get("optimizer") is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a rank needs to know.
+
+    Attributes:
+        model: `--model`.
+        data: `--data`.
+        seed: `--seed`.
+        steps: `--steps`.
+        shape: The configuration's cut of the global batch.
+        runs: In this order.
+    """
+
+    model: str
+    data: str | None
+    seed: int
+    steps: int
+    shape: Shape
+    runs: list[Run] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """From what `to_json` gave."""
+        runs = [Run(**{**run, "kind": RunKind(run["kind"]), "shape": Shape(**run["shape"])}) for run in data["runs"]]
+        return cls(**{**data, "shape": Shape(**data["shape"]), "runs": runs})
+
+
+class _DataParallel:
+    """Tells the configuration how many ranks there will be."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._world
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the configuration rounds.
+
+    Attributes:
+        model: Dtype of the weights.
+        sums: Narrowest dtype that a sum over micro-batches or ranks passes through.
+        autocast: Dtype of torch.autocast, or None.
+    """
+
+    model: torch.dtype
+    sums: torch.dtype
+    autocast: torch.dtype | None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether forward and backward are in fp32 throughout."""
+        return self.model == torch.float32 and self.autocast is None
+
+
+def read_config(config: dict[str, Any], world: int) -> DeepSpeedConfig:
+    """The typed configuration for that many ranks."""
+    return DeepSpeedConfig(copy.deepcopy(config), _DataParallel(world))
+
+
+def precision_of(config: DeepSpeedConfig) -> Precision:
+    """How `config` rounds; see `Precision`."""
+    model = model_dtype(config)
+    accumulation = parse_dtype(config.tree.data_types.grad_accum_dtype) or model
+    stage = int(config.tree.zero_optimization.stage)
+    # Stages 0 and 1 send the accumulator, stage 2 sends every micro-batch in the model's dtype.
+    sums = [accumulation if stage < 2 else model]
+    if config.communication_data_type is not None:
+        sums.append(config.communication_data_type)
+    autocast = config.torch_autocast_dtype if config.torch_autocast_enabled else None
+    if autocast is not None and config.communication_data_type is None:
+        sums.append(autocast)
+    return Precision(model, max(sums, key=lambda dtype: torch.finfo(dtype).eps), autocast)
+
+
+def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """The configuration with this cut of the global batch."""
+    return {
+        **copy.deepcopy(config),
+        "train_batch_size": shape.micro_batches * shape.rows,
+        "train_micro_batch_size_per_gpu": shape.rows,
+        "gradient_accumulation_steps": shape.accumulation,
+    }
+
+
+def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without its optimizer and schedule; the run brings SGD along."""
+    changed = {key: value for key, value in copy.deepcopy(config).items() if key not in ("optimizer", "scheduler")}
+    # SGD is not one of the host optimizers that offloading insists on; what it does here is the same.
+    return {**changed, "zero_force_ds_cpu_optimizer": False}
+
+
+def quiet(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what writes somewhere, and without checks of the configuration's own: each has its run here."""
+    return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
+
+
+def make_plan(
+    config: dict[str, Any], model: str, data: str | None, *, world: int, steps: int, schedules: int, backend: str | None, seed: int
+) -> Plan:
+    """The runs that `ds_verify` makes for these arguments.
+
+    Raises:
+        UsageError: For a configuration of what this command does not run.
+        DeepSpeedConfigError: For one that is wrong.
+    """
+    read = read_config(config, world)
+    if int(read.tree.zero_optimization.stage) > 2:
+        raise UsageError("--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2")
+    shape = Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
+    base = with_shape(quiet(config), shape)
+    sgd = with_sgd(base)
+    runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
+    if config.get("optimizer") is not None:
+        runs.append(Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps))
+    for split in shape.splits():
+        name = f"{split.accumulation} x {split.rows} per rank"
+        runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, SPLIT_STEPS))
+    if backend is not None:
+        runs.append(Run(f"compiled ({backend})", RunKind.COMPILED, sgd, shape, SPLIT_STEPS, backend=backend))
+    for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
+        watched = {**base, "verify": {kind.value: True}}
+        runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
+    for schedule in range(schedules):
+        runs.append(Run(f"schedule {schedule}", RunKind.SIM, sgd, shape, min(steps, SIM_STEPS), schedule=schedule))
+    return Plan(model, data, seed, steps, shape, runs)

@@ -1,0 +1,254 @@
+"""Starts the ranks of a plan, follows what they write, and ends all of them when one fails or falls silent.
+
+Owns processes and time; what a result means is `verdicts`' business. The caller gets a result or a reason for every run: a run in
+which a rank raised, died or hung is reported, and the rest of the plan is started anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed.verify.oracle.plan import Plan
+
+WORKER = "deepspeed.verify.oracle.worker"
+POLL_S = 0.1
+# Other ranks of a failed one get this long to say what they saw: a checker raises on all of them.
+GRACE_S = 3.0
+LOG_LINES = 12
+
+
+@dataclass
+class Outcome:
+    """What became of one run.
+
+    Attributes:
+        ranks: Result of each rank; empty if the run failed.
+        failure: Why there is no result: a text that names the rank.
+        kind: Class name of the exception that ended it, if there was one.
+    """
+
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+    kind: str = ""
+
+
+@dataclass
+class Session:
+    """What became of a plan.
+
+    Attributes:
+        outcomes: By the name of the run.
+        ready: What every rank said of its model and data; empty if no launch came so far.
+    """
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    ready: list[dict[str, Any]] = field(default_factory=list)
+
+
+Progress = Callable[[str, dict[str, Any]], None]
+
+
+def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
+    """Run everything, starting the ranks anew after each run that failed.
+
+    Args:
+        plan: What to run.
+        timeout_s: How long ranks may say nothing.
+        progress: Called with (event, values) of rank 0's events and all "judged" ones.
+    """
+    session = Session()
+    left = list(plan.runs)
+    while left:
+        launch = _Launch(replace(plan, runs=left), timeout_s, progress)
+        failed = launch.follow()
+        session.ready = session.ready or launch.ready()
+        for run in left:
+            if launch.is_complete(run.name):
+                session.outcomes[run.name] = Outcome([log.results[run.name] for log in launch.logs])
+        if failed is None:
+            return session
+        name = next((run.name for run in left if run.name not in session.outcomes), None)
+        if name is None:
+            return session  # every result was there before a rank failed on its way out
+        session.outcomes[name] = failed
+        if not launch.began(name):
+            # Not even the first run began: starting again would end the same way.
+            for run in left:
+                session.outcomes.setdefault(run.name, failed)
+            return session
+        left = [run for run in left if run.name not in session.outcomes]
+    return session
+
+
+class _RankLog:
+    """What one rank has written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results: dict[str, dict[str, Any]] = {}
+        self.begun: list[str] = []
+        self.ready: dict[str, Any] = {}
+        self.error: dict[str, Any] = {}
+        self._position = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """New events."""
+        if not self.path.exists():
+            return []
+        with self.path.open("r", encoding="utf-8") as file:
+            file.seek(self._position)
+            text = file.read()
+        complete, newline, _ = text.rpartition("\n")
+        self._position += len((complete + newline).encode("utf-8"))
+        events = [json.loads(line) for line in complete.splitlines()]
+        for event in events:
+            self._take(event)
+        return events
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "begin":
+            self.begun.append(event["run"])
+        elif kind == "end":
+            self.results[event["run"]] = event["result"]
+        elif kind == "ready":
+            self.ready = event
+        elif kind == "error":
+            self.error = event
+
+
+class _Launch:
+    """One start of all ranks."""
+
+    def __init__(self, plan: Plan, timeout_s: float, progress: Progress) -> None:
+        self.plan = plan
+        self.timeout_s = timeout_s
+        self.progress = progress
+        self.folder = tempfile.TemporaryDirectory(prefix="ds_verify_")
+        root = Path(self.folder.name)
+        (root / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        self.logs = [_RankLog(root / f"events-{rank}.jsonl") for rank in range(plan.shape.world)]
+        self.outputs = [root / f"output-{rank}.txt" for rank in range(plan.shape.world)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def ready(self) -> list[dict[str, Any]]:
+        """What the ranks said of model and data, if all did."""
+        said = [log.ready for log in self.logs]
+        return said if all(said) else []
+
+    def began(self, run: str) -> bool:
+        """Whether some rank began this run."""
+        return any(run in log.begun for log in self.logs)
+
+    def is_complete(self, run: str) -> bool:
+        """Whether every rank has a result of this run."""
+        return all(run in log.results for log in self.logs)
+
+    def follow(self) -> Outcome | None:
+        """Start the ranks and wait for their end; the first failure, or None."""
+        try:
+            self._start()
+            return self._watch()
+        finally:
+            self._end()
+            self.folder.cleanup()
+
+    def _start(self) -> None:
+        world = self.plan.shape.world
+        threads = max(1, (os.cpu_count() or 1) // world)
+        root = str(Path(__file__).resolve().parents[3])
+        paths = os.pathsep.join([root, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for rank, output in enumerate(self.outputs):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": paths,
+                "DS_ACCELERATOR": "cpu",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            }
+            # The plan's configuration says what is watched; a switch for all runs would mix the rows of the table.
+            environment.pop("DS_VERIFY", None)
+            with output.open("wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", WORKER, str(Path(self.folder.name) / "plan.json"), self.folder.name],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def _watch(self) -> Outcome | None:
+        heard = time.monotonic()
+        while True:
+            done = [process.poll() for process in self.processes]  # before reading: what a rank wrote last is then read
+            if self._read():
+                heard = time.monotonic()
+            if any(code not in (None, 0) for code in done):
+                return self._failure()
+            if all(code == 0 for code in done):
+                return None
+            if time.monotonic() - heard > self.timeout_s:
+                return self._silence(done)
+            time.sleep(POLL_S)
+
+    def _read(self) -> bool:
+        heard = False
+        for rank, log in enumerate(self.logs):
+            for event in log.read():
+                heard = True
+                if rank == 0 or event["event"] == "judged":
+                    self.progress(event["event"], event)
+        return heard
+
+    def _failure(self) -> Outcome:
+        """The first failure, once the others had time to fail with it."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            self._read()
+            time.sleep(POLL_S)
+        self._read()
+        raised = [(rank, log.error) for rank, log in enumerate(self.logs) if log.error]
+        if raised:
+            rank, error = raised[0]
+            also = f" (ranks {', '.join(str(r) for r, _ in raised)})" if len(raised) > 1 else ""
+            return Outcome(failure=f"rank {rank}{also}: {error['kind']}: {error['text']}", kind=error["kind"])
+        rank, code = next((r, p.returncode) for r, p in enumerate(self.processes) if p.returncode not in (None, 0))
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
+        return Outcome(failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died")
+
+    def _silence(self, done: list[int | None]) -> Outcome:
+        waiting = [rank for rank, code in enumerate(done) if code is None]
+        where = [f"rank {rank} in {(self.logs[rank].begun or ['its start'])[-1]}" for rank in waiting]
+        return Outcome(
+            failure=f"no progress for {self.timeout_s:g} s ({', '.join(where)}): they wait for each other, or --timeout is too "
+            f"short; last output of rank {waiting[0]}:\n{self._tail(waiting[0])}",
+            kind="hung",
+        )
+
+    def _tail(self, rank: int) -> str:
+        lines = self.outputs[rank].read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-LOG_LINES:])
+
+    def _end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                # The whole session: data-loader workers of the user's batches too.
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()

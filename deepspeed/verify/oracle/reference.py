@@ -1,0 +1,196 @@
+"""The single-process reference: plain torch on this process's own copy of the model, no process group, no engine.
+
+`[Note: bound]` The gradient of a step from given weights is the mean of A * N micro-batch gradients g[i] (A per rank, N ranks). Let
+M = mean_i |g[i]|, the size of what is averaged, per parameter in the 2-norm, and u half a unit in the last place of the narrowest
+dtype that sums pass through.
+
+1. *Summing.* The system makes at most A - 1 additions over micro-batches, N - 1 over ranks, two scalings, and one more rounding
+   when sums over several optimizer instances are sent on; a vector kernel may round otherwise on other alignments. Each has a
+   relative error of at most u of a partial sum, and no partial sum exceeds M:
+
+       |system - mean g[i]| <= (A + N + 2) * u * M
+
+   with fp16's smallest subnormal, loss scale removed, added per element. g[i] is rounded as the system rounds it; the mean is
+   summed in double precision. This is the bound for half precision.
+2. *Rounding of forward and backward.* Let d[i] be g[i] in double precision. In exact arithmetic their mean is the gradient of the
+   whole batch, so by the triangle inequality
+
+       |system - whole batch| <= (A + N + 2) * u * M + mean_i |g[i] - d[i]|
+
+   The last term is measured here and taken twice, since other kernels (batch shapes, compilers) round otherwise. This is the bound
+   for fp32, and for comparing different cuts of one batch in any precision.
+3. A gradient that is zero in exact arithmetic (a bias before a softmax) is rounding alone. `NEGLIGIBLE` of the whole gradient's
+   norm is allowed to every parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed.verify.oracle.plan import Precision
+from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload
+
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FP16_SMALLEST = 2.0**-24
+FP32_TOLERANCE = 1e-6
+NEGLIGIBLE = 1e-8
+# When the model cannot run in double precision: what fp32 forward and backward may cost.
+UNMEASURED_NOISE = 1e-5
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The gradient that a step must have.
+
+    Attributes:
+        rounded: Mean of the micro-batches' gradients as the model's dtype rounds them, in double precision.
+        rounded_bounds: Allowed 2-norm of the difference per parameter, point 1 of the note.
+        whole: Gradient of the concatenated batch in double precision; None if there is none.
+        whole_bounds: Allowed difference to it, point 2 of the note.
+        split: Mean of the micro-batches' gradients in double precision; None with `whole`.
+        sizes: M per parameter.
+    """
+
+    rounded: Tensors
+    rounded_bounds: dict[str, float]
+    whole: Tensors | None
+    whole_bounds: dict[str, float]
+    split: Tensors | None
+    sizes: dict[str, float]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name; a tied one counts once."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def global_norm(grads: Iterable[torch.Tensor]) -> float:
+    """Norm over all elements of all tensors, in double precision."""
+    return math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+
+
+class Reference:
+    """Gradients of given weights on given steps.
+
+    Args:
+        workload: Model, batches and loss.
+        batches: Its global batches.
+        precision: How the system rounds.
+
+    Attributes:
+        no_whole: Why there is no whole-batch gradient; empty if there is one.
+        no_double: Why double precision could not be used; empty if it could.
+    """
+
+    def __init__(self, workload: Workload, batches: GlobalBatches, precision: Precision) -> None:
+        self.workload = workload
+        self.batches = batches
+        self.precision = precision
+        self.no_whole = batches.whole_reason or ""
+        self.no_double = ""
+        norms = workload.batch_norms()
+        if norms and not self.no_whole:
+            self.no_whole = f"{norms[0]} normalizes over the micro-batch, so cutting the batch differently changes the model itself"
+
+    def expected(self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool) -> Expected:
+        """What the gradient of `step` at the fp32 weights `masters` must be, averaged and unscaled.
+
+        Args:
+            masters: fp32 values of the trainable parameters.
+            step: Which global batch.
+            shape: How it is cut.
+            loss_scale: By what the system multiplies the loss.
+            with_whole: Whether the whole-batch gradient is wanted too.
+        """
+        pieces = self.batches.micro_batches(step, shape)
+        model = self._model(masters, self.precision.model)
+        factor = loss_scale / shape.accumulation
+        rounded, sizes, each = _zeros(masters), dict.fromkeys(masters, 0.0), []
+        for batch in pieces:
+            grads = self._gradients(model, batch, factor, self.precision.model)
+            for name, grad in grads.items():
+                exact = grad.double() / (loss_scale * shape.world)
+                rounded[name] += exact
+                sizes[name] += exact.norm().item()
+            if with_whole:
+                each.append(grads)
+        floor = NEGLIGIBLE * math.sqrt(sum(size**2 for size in sizes.values()))
+        operations = shape.accumulation + shape.world + 2
+        unit = max(operations * ROUNDOFF[self.precision.sums], FP32_TOLERANCE)
+        tiny = operations * FP16_SMALLEST / loss_scale if torch.float16 in (self.precision.model, self.precision.sums) else 0.0
+        bounds = {n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel()) for n, master in masters.items()}
+        if not with_whole or self.no_whole:
+            return Expected(rounded, bounds, None, {}, None, sizes)
+        return self._with_whole(masters, step, pieces, each, (rounded, bounds, sizes), loss_scale * shape.world)
+
+    def _with_whole(
+        self,
+        masters: Tensors,
+        step: int,
+        pieces: list[object],
+        each: list[Tensors],
+        half: tuple[Tensors, dict[str, float], dict[str, float]],
+        divisor: float,
+    ) -> Expected:
+        rounded, bounds, sizes = half
+        wide = self._wide_dtype(masters, step)
+        whole = self._gradients(self._model(masters, wide), self.batches.whole(step), 1.0, wide)
+        model = self._model(masters, wide)
+        split, noise = _zeros(masters), dict.fromkeys(masters, 0.0)
+        for batch, grads in zip(pieces, each, strict=True):
+            exact = self._gradients(model, batch, 1.0 / len(pieces), wide)
+            for name, grad in exact.items():
+                split[name] += grad.double()
+                noise[name] += (grads[name].double() / divisor - grad.double()).norm().item()
+        if self.no_double:
+            noise = {name: max(noise[name], UNMEASURED_NOISE * sizes[name]) for name in noise}
+        whole_bounds = {name: bounds[name] + 2 * noise[name] for name in masters}
+        return Expected(rounded, bounds, {n: g.double() for n, g in whole.items()}, whole_bounds, split, sizes)
+
+    def _wide_dtype(self, masters: Tensors, step: int) -> torch.dtype:
+        """Double precision, unless the model has parts that insist on fp32."""
+        if self.no_double:
+            return torch.float32
+        try:
+            self._gradients(self._model(masters, torch.float64), self.batches.micro_batches(step)[0], 1.0, torch.float64)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            self.no_double = f"the model does not run in double precision ({str(error).splitlines()[0]}); fp32 is the reference"
+            return torch.float32
+        return torch.float64
+
+    @torch.no_grad()
+    def _model(self, masters: Tensors, dtype: torch.dtype) -> nn.Module:
+        model = self.workload.copy_module(self.precision.model)
+        model.to(dtype=dtype)
+        params = trainable(model)
+        for name, master in masters.items():
+            # Rounded to the model's dtype first: the whole-batch gradient is that of the weights which the model has.
+            params[name].copy_(master.to(self.precision.model))
+        return model
+
+    def _gradients(self, model: nn.Module, batch: object, factor: float, dtype: torch.dtype) -> Tensors:
+        """Gradient of the loss times `factor`; zero for parameters that take no part."""
+        model.zero_grad(set_to_none=True)
+        with self._autocast(dtype):
+            loss = self.workload.loss_of(model, batch, dtype)
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        (wide * factor).backward()
+        params = trainable(model)
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
+
+    def _autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        if self.precision.autocast is None or dtype != self.precision.model:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.precision.autocast)
+
+
+def _zeros(masters: Tensors) -> Tensors:
+    return {name: torch.zeros_like(master, dtype=torch.float64) for name, master in masters.items()}

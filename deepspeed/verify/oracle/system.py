@@ -1,0 +1,209 @@
+"""One engine run on this rank: trains as a user would and keeps what the reference is compared with. Collective."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grad, safe_get_full_grads
+from deepspeed.verify.oracle.plan import Run, RunKind
+from deepspeed.verify.oracle.reference import Tensors, trainable
+from deepspeed.verify.oracle.workload import GlobalBatches, Workload
+
+# Small enough that a step does not throw the model about: each step starts from where the last one led.
+SGD_LEARNING_RATE = 0.1
+
+
+@dataclass
+class StepRecord:
+    """What one step of the system did.
+
+    Attributes:
+        step: Its number.
+        before: fp32 weights before it.
+        grads: The averaged gradient that the optimizer saw, before clipping; a parameter without one is missing.
+        norm: Reported norm; None if there is none.
+        after: fp32 weights after it.
+        loss: Mean loss over this rank's micro-batches.
+        loss_scale: By what losses were multiplied.
+        applied: Whether the step changed the weights.
+        groups: Hyper-parameters of the optimizer's groups at the step, without the parameters.
+    """
+
+    step: int
+    before: Tensors
+    grads: Tensors
+    norm: float | None
+    after: Tensors
+    loss: float
+    loss_scale: float
+    applied: bool
+    groups: list[dict[str, Any]]
+
+
+@dataclass
+class RunRecord:
+    """What one run did on this rank.
+
+    Attributes:
+        steps: Every step that this rank keeps.
+        losses: Of all steps.
+        norms: Of all steps.
+        checksums: Digest of this rank's model parameters after each step; equal on all ranks.
+        faults: What was wrong without any reference: frozen parameters that changed, parameters that are not their master's.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    checksums: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+class SystemRun:
+    """An engine over a copy of the model.
+
+    Args:
+        run: What to run.
+        workload: Model, batches and loss.
+        batches: The global batches.
+        rank: This rank.
+    """
+
+    def __init__(self, run: Run, workload: Workload, batches: GlobalBatches, rank: int) -> None:
+        self.run = run
+        self.workload = workload
+        self.batches = batches
+        self.rank = rank
+        self.model = workload.copy_module()
+        self.params = trainable(self.model)
+        optimizer = None
+        if not run.has_user_optimizer:
+            optimizer = torch.optim.SGD(self.params.values(), lr=SGD_LEARNING_RATE)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=run.config)
+        self.frozen = {n: p.detach().clone() for n, p in self.model.named_parameters() if not p.requires_grad}
+        if run.kind is RunKind.COMPILED:
+            self.engine.compile(backend=run.backend)
+
+    def masters(self) -> Tensors:
+        """The fp32 values of the trainable parameters, whole."""
+        if not self._has_masters():
+            return {name: param.detach().clone() for name, param in self.params.items()}
+        values = safe_get_full_fp32_params(list(self.params.values()))
+        return {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+
+    def _has_masters(self) -> bool:
+        return hasattr(next(iter(self.params.values())), "_hp_mapping")
+
+    def gradients(self) -> Tensors:
+        """What the coming step will use."""
+        if not self._has_masters():
+            plain = {name: safe_get_full_grad(param) for name, param in self.params.items()}
+            return {name: grad.clone() for name, grad in plain.items() if grad is not None}
+        values = safe_get_full_grads(list(self.params.values()))
+        return {} if values is None else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+
+    def train(
+        self,
+        keep: Callable[[int], bool],
+        progress: Callable[[int], None],
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> RunRecord:
+        """All steps.
+
+        Args:
+            keep: Whether the record of a step is kept.
+            progress: Called after each step.
+            on_step: Called with every step's record.
+        """
+        record = RunRecord()
+        wants_tensors = self.run.kind not in (RunKind.LEDGER, RunKind.COLLECTIVES)
+        masters = self.masters() if wants_tensors else {}
+        for step in range(self.run.steps):
+            before = masters
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+            loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+            loss = self._backwards(step)
+            grads = self.gradients() if wants_tensors else {}
+            self.engine.step()
+            masters = self.masters() if wants_tensors else {}
+            norm = self.engine.get_global_grad_norm()
+            found = StepRecord(
+                step,
+                before,
+                grads,
+                None if norm is None else float(norm),
+                masters,
+                loss,
+                loss_scale,
+                self.engine.was_step_applied(),
+                groups,
+            )
+            record.losses.append(loss)
+            record.norms.append(found.norm)
+            record.checksums.append(self._checksum())
+            if wants_tensors:
+                record.faults += self._faults(step, masters)
+            if on_step is not None:
+                on_step(found)
+            if keep(step):
+                record.steps.append(found)
+            progress(step)
+        return record
+
+    def _backwards(self, step: int) -> float:
+        shape = self.run.shape
+        pieces = self.batches.micro_batches(step, shape)
+        total = 0.0
+        for micro in range(shape.accumulation):
+            if micro:
+                self.engine.step()
+            batch = pieces[shape.place(self.rank, micro)]
+            loss = self.workload.loss_of(self.engine, batch, self.engine.model_dtype)
+            self.engine.backward(loss)
+            total += float(loss.detach())
+        return total / shape.accumulation
+
+    def _checksum(self) -> str:
+        digest = hashlib.sha256()
+        for param in self.params.values():
+            digest.update(param.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _faults(self, step: int, masters: Tensors) -> list[str]:
+        changed = [name for name, before in self.frozen.items() if not torch.equal(self.model.get_parameter(name), before)]
+        apart = [
+            name
+            for name, param in self.params.items()
+            if not torch.equal(param.detach(), masters[name].to(param.dtype).to(param.device))
+        ]
+        return [f"step {step}: frozen {name} changed" for name in changed] + [
+            f"step {step}: {name} is not its master rounded to {self.params[name].dtype}" for name in apart
+        ]
+
+    def close(self) -> None:
+        """Remove the engine's hooks."""
+        self.engine.destroy()
+
+
+def plain_optimizer(config_block: dict[str, Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The configuration's optimizer over whole parameters: torch's where torch has it, else this package's own class."""
+    settings = dict(config_block.get("params") or {})
+    name = str(config_block["type"]).lower()
+    if name in ("adam", "adamw", "fusedadam"):
+        decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
+        for option in ("torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states", "freeze_step"):
+            settings.pop(option, None)
+        if "betas" in settings:
+            settings["betas"] = tuple(settings["betas"])
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
+    for candidate, cls in vars(torch.optim).items():
+        if candidate.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+            return cls(params, **settings)
+    raise LookupError(name)

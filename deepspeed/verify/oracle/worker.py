@@ -1,0 +1,194 @@
+"""One rank of `ds_verify`: makes the runs of a plan and judges its share of their steps. Started by `ranks.launch`.
+
+Every rank writes one line of JSON per event to its own file, which the parent follows; nothing of the user's model has to be quiet.
+A run that raises ends the process: the other ranks may be inside a collective, and the parent starts the rest of the plan anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+import deepspeed
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.verify.oracle.judge import Deviation, StepFindings, Twin, deviation, judge_sgd, judge_step
+from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
+from deepspeed.verify.oracle.reference import FP32_TOLERANCE, ROUNDOFF, Reference
+from deepspeed.verify.oracle.system import RunRecord, StepRecord, SystemRun
+from deepspeed.verify.oracle.workload import GlobalBatches, load_workload, seed_everything
+
+# Gradients are accumulated on this many streams beside autograd's own under the simulated device.
+BACKWARD_STREAMS = 2
+
+
+class Worker:
+    """One rank.
+
+    Args:
+        plan: What to run.
+        rank: This rank.
+        events: Where to write.
+    """
+
+    def __init__(self, plan: Plan, rank: int, events: IO[str]) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.events = events
+        self.workload = load_workload(plan.model, plan.data, plan.seed, plan.shape.rows)
+        self.batches = GlobalBatches(self.workload, plan.shape, plan.steps)
+        self.sgd_steps: list[StepRecord] = []
+
+    def tell(self, event: str, **values: Any) -> None:
+        """Write one event."""
+        self.events.write(json.dumps({"event": event, **values}) + "\n")
+        self.events.flush()
+
+    def work(self) -> None:
+        """All runs, one after the other."""
+        weights = [float(param.detach().double().sum()) for param in self.workload.module.parameters()]
+        self.tell("ready", batches=self.batches.checksum(), weights=weights, notes=self.workload.notes)
+        for run in self.plan.runs:
+            self.tell("begin", run=run.name)
+            result = self._simulated(run) if run.kind is RunKind.SIM else self._run(run)
+            self.tell("end", run=run.name, result=result)
+
+    def _run(self, run: Run) -> dict[str, Any]:
+        seed_everything(self.plan.seed + 1)
+        config = read_config(run.config, run.shape.world)
+        precision = precision_of(config)
+        system = SystemRun(run, self.workload, self.batches, self.rank)
+        twin_findings: dict[int, dict[str, Deviation]] = {}
+        twins: list[Twin] = []
+
+        def follow(record: StepRecord) -> None:
+            if not twins:
+                twins.append(Twin(run, record.before))
+            twin_findings[record.step] = twins[0].judge(record, config.tree.gradient_clipping)
+
+        # One rank's twin is enough: that all ranks hold the same parameters is checked by their checksums.
+        follows = run.kind is RunKind.USER and self.rank == 0
+        judged = run.kind in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
+        try:
+            record = system.train(
+                keep=lambda step: judged and self._keeps(run, step),
+                progress=lambda step: self.tell("step", run=run.name, step=step),
+                on_step=follow if follows else None,
+            )
+        finally:
+            system.close()
+        reference = Reference(self.workload, self.batches, precision)
+        findings = [self._judge(run, one, reference, precision) for one in record.steps if one.step % run.shape.world == self.rank]
+        if run.kind is RunKind.SGD:
+            self.sgd_steps = [one for one in record.steps if one.step < self._sim_steps()]
+        result = _summary(record, findings)
+        result["parameters"] = {step: {name: vars(d) for name, d in found.items()} for step, found in twin_findings.items()}
+        result["notes"] = [note for note in (reference.no_whole, reference.no_double, *(t.note for t in twins)) if note]
+        result["is_single"] = precision.is_single
+        result["start"] = self._start(record, precision)
+        return result
+
+    def _sim_steps(self) -> int:
+        return max((run.steps for run in self.plan.runs if run.kind is RunKind.SIM), default=0)
+
+    def _keeps(self, run: Run, step: int) -> bool:
+        return step % run.shape.world == self.rank or (run.kind is RunKind.SGD and step < self._sim_steps())
+
+    def _start(self, record: RunRecord, precision: Precision) -> dict[str, dict[str, float]]:
+        """fp32 weights before the first step against the model's own, rounded to its dtype."""
+        if not record.steps or record.steps[0].step != 0:
+            return {}
+        given = {name: param.detach() for name, param in self.workload.module.named_parameters()}
+        unit = ROUNDOFF.get(precision.model, 0.0) if precision.model != torch.float32 else 0.0
+        return {
+            name: vars(deviation(value, given[name], unit * given[name].norm().item()))
+            for name, value in record.steps[0].before.items()
+        }
+
+    def _judge(self, run: Run, record: StepRecord, reference: Reference, precision: Precision) -> StepFindings:
+        config = read_config(run.config, run.shape.world)
+        # Double precision is the reference of fp32; for half precision it is looked at once per run.
+        with_whole = precision.is_single or record.step == 0
+        expected = reference.expected(record.before, record.step, run.shape, record.loss_scale, with_whole)
+        factor = float(run.shape.world) if config.tree.gradient_allreduce_op == "sum" else 1.0
+        findings = judge_step(record, expected, sum_factor=factor, whole_is_the_reference=precision.is_single)
+        if run.kind is RunKind.SGD:
+            judge_sgd(findings, record, expected, config.tree.gradient_clipping, factor)
+        self.tell("judged", run=run.name, step=record.step)
+        return findings
+
+    def _simulated(self, run: Run) -> dict[str, Any]:
+        """A run on the simulated device, watched by the stream checker."""
+        seed_everything(self.plan.seed + 1)
+        # optional: the checker is loaded only where it is used
+        from deepspeed.verify import check_streams
+
+        with simulate(self.plan.seed, run.schedule, BACKWARD_STREAMS), check_streams(raises=False) as checker:
+            system = SystemRun(run, self.workload, self.batches, self.rank)
+            try:
+                record = system.train(keep=lambda step: True, progress=lambda step: self.tell("step", run=run.name, step=step))
+            finally:
+                system.close()
+        result = _summary(record, [])
+        result["hazards"] = [
+            {"kind": finding.kind.value, "edge": finding.edge, "text": finding.describe()} for finding in checker.findings
+        ]
+        result["compared"] = len(self.sgd_steps)
+        result["against_cpu"] = self._against_cpu(record, precision_of(read_config(run.config, run.shape.world)), run)
+        return result
+
+    def _against_cpu(self, record: RunRecord, precision: Precision, run: Run) -> list[dict[str, Any]]:
+        """Parameters after each step against those of the SGD run on the host, to the rounding of sums in another order."""
+        unit = 2 * (run.shape.accumulation + run.shape.world + 2) * ROUNDOFF[precision.sums]
+        found = []
+        for simulated, plain in zip(record.steps, self.sgd_steps, strict=False):
+            for name, value in plain.after.items():
+                update = (value - plain.before[name]).norm().item()
+                allowed = FP32_TOLERANCE * value.norm().item() + max(unit, FP32_TOLERANCE) * update
+                one = deviation(simulated.after[name], value, allowed)
+                if not one.is_within:
+                    found.append({"step": plain.step, "name": name, **vars(one)})
+        return found
+
+
+def _summary(record: RunRecord, findings: list[StepFindings]) -> dict[str, Any]:
+    return {
+        "losses": record.losses,
+        "norms": record.norms,
+        "checksums": record.checksums,
+        "faults": record.faults,
+        "findings": [one.to_json() for one in findings],
+    }
+
+
+def main(plan_path: str, folder: str) -> int:
+    """Run the plan on this rank; its number comes from the environment, as any launcher sets it.
+
+    Args:
+        plan_path: Plan as JSON.
+        folder: For the events and the meeting point of the process group.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plan = Plan.from_json(json.loads(Path(plan_path).read_text(encoding="utf-8")))
+    with (Path(folder) / f"events-{rank}.jsonl").open("w", encoding="utf-8") as events:
+        try:
+            meeting_point = f"file://{Path(folder).resolve()}/rendezvous"
+            deepspeed.init_distributed(init_method=meeting_point, rank=rank, world_size=world, verbose=False)
+            worker = Worker(plan, rank, events)
+            worker.work()
+        except Exception as error:
+            text = traceback.format_exc()
+            events.write(json.dumps({"event": "error", "kind": type(error).__name__, "text": str(error), "trace": text}) + "\n")
+            sys.stderr.write(text)
+            return 1
+    # No barrier and no destroy: all results are on disk, and a rank that is gone must not hold up the others.
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], sys.argv[2]))
