@@ -17,8 +17,9 @@ otherwise on other alignments, so the gradient used deviates by at most (F + N +
 half the smallest subnormal per element besides. The fingerprints of that error are SLACK times as long at most, and have a rounding
 error of their own (`fingerprint`).
 
-Not seen: what a client does to `param.grad` itself between two backwards, and gradients that `torch.autograd.grad` takes from
-parameters of a model called past the engine.
+Not excused: what a client does to `param.grad` itself between two backwards, and gradients that `torch.autograd.grad` takes from
+parameters of a model called past the engine; nor what it does to `param.grad` between the reduction and the step, but for stage 0
+without masters, which is checked right after the reduction. `safe_set_full_grad` is the way to replace a gradient.
 """
 
 from __future__ import annotations
@@ -169,10 +170,10 @@ class GradientLedger:
         self._micro_batches.append(micro_batch)
         self._is_open = True
         for param, handle in self._handles.items():
-            hooks: Any = param._backward_hooks
+            hooks = param._backward_hooks
             if hooks is not None and next(reversed(hooks)) != handle.id:
                 # A hook that the client registered later may change the gradient: be the last one again.
-                hooks.move_to_end(handle.id)
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads the plain dict, which move_to_end leaves as it is
         if loss is not None and loss.requires_grad:
 
             def on_loss(grad: torch.Tensor) -> None:

@@ -1,0 +1,152 @@
+"""The ledger's arithmetic: fingerprints, and how a deviation is explained. No ranks, no optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed.runtime.gradients.fingerprint import DIMS, WIDTH, Fingerprint, fingerprint_roundoff
+from deepspeed.runtime.gradients.ledger_findings import LedgerFinding, RankRecord, explain
+
+CPU = torch.device("cpu")
+SIZES = (1, DIMS, DIMS + 1, WIDTH - 1, WIDTH, WIDTH + 1, 3 * WIDTH + 5)
+PIECES = 4
+
+
+def gradient(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+class TestFingerprint:
+    @pytest.mark.parametrize("numel", SIZES)
+    def test_fragments_add_up(self, numel: int) -> None:
+        # Kills: signs that start anew with each fragment; a part of a row that is left out or taken twice.
+        prints = Fingerprint(CPU, numel)
+        grad = gradient(numel)
+        whole = prints.of(grad)
+        for cut in {0, 1, numel // 3, numel // 2, numel - 1, min(numel, WIDTH), numel}:
+            parts = [prints.of(part, start) for part, start in ((grad[:cut], 0), (grad[cut:], cut)) if part.numel()]
+            torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-4)
+
+    @pytest.mark.parametrize("numel", SIZES)
+    def test_linear_and_as_long_as_the_gradient(self, numel: int) -> None:
+        prints = Fingerprint(CPU, numel)
+        a, b = gradient(numel, 1), gradient(numel, 2)
+        torch.testing.assert_close(prints.of(2 * a - b), 2 * prints.of(a) - prints.of(b), rtol=0, atol=1e-4)
+        # Kills: a sketch that loses elements or counts some several times.
+        assert 0.4 < prints.of(a).norm() / a.norm() < 2.0
+
+    def test_every_element_counts(self) -> None:
+        # Kills: an element that no component takes in.
+        prints = Fingerprint(CPU, 2 * WIDTH + 3)
+        for position in (0, 1, WIDTH - 1, WIDTH, 2 * WIDTH - 1, 2 * WIDTH, 2 * WIDTH + 2):
+            one = torch.zeros(2 * WIDTH + 3)
+            one[position] = 1.0
+            assert prints.of(one).abs().sum() == 1.0
+
+    def test_signs_do_not_depend_on_the_largest_parameter(self) -> None:
+        # Kills: ranks of a pipeline, or an engine made later, with other signs for the same parameter.
+        grad = gradient(5 * WIDTH)
+        assert torch.equal(Fingerprint(CPU, 5 * WIDTH).of(grad), Fingerprint(CPU, 50 * WIDTH).of(grad))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_sums_are_fp32(self, dtype: torch.dtype) -> None:
+        # Kills: sums in the gradient's dtype; a bf16 dot product has three digits.
+        grad = gradient(4 * WIDTH + 7).to(dtype)
+        exact = Fingerprint(CPU, grad.numel())
+        wide = exact.of(grad.float())
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                assert (exact.of(grad) - wide).norm() <= fingerprint_roundoff(grad.numel()) * grad.float().norm()
+                assert (exact.of(grad.float()) - wide).norm() == 0
+
+
+class Scene:
+    """What ranks contributed, and what each of them found."""
+
+    def __init__(self, ranks: int, micro: int) -> None:
+        self.parts = torch.randn(ranks, micro, PIECES, DIMS, generator=torch.Generator().manual_seed(3))
+        self.right = self.parts.sum((0, 1))
+        self.found = [self.right.clone() for _ in range(ranks)]
+        self.late = torch.zeros(ranks, PIECES, DIMS)
+        self.before: torch.Tensor | None = None
+
+    def explain(self, wrong: list[int] | None = None, tolerance: float = 1e-3) -> list[LedgerFinding]:
+        held = list(range(PIECES))
+        records = []
+        for rank, found in enumerate(self.found):
+            off = (found - self.right).norm(dim=1) > tolerance
+            mine = off.nonzero().flatten().tolist() if wrong is None else wrong
+            sizes = torch.full((PIECES,), tolerance)
+            records.append(RankRecord(self.parts[rank], self.late[rank], held, found, self.before, sizes, mine))
+        return explain(records, ["a", "b", "b", "c"])
+
+
+def only(findings: list[LedgerFinding]) -> LedgerFinding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+class TestExplanations:
+    def test_one_contribution(self) -> None:
+        scene = Scene(3, 4)
+        scene.found = [scene.right - scene.parts[1, 2] for _ in range(3)]
+        finding = only(scene.explain())
+        assert (finding.kind, finding.parameters) == ("lost", ("a", "b", "c"))
+        assert "rank 1, micro-batch 3 of 4" in finding.text
+        scene.found = [scene.right + scene.parts[2, 0] for _ in range(3)]
+        assert "rank 2, micro-batch 1 of 4 was counted twice" in only(scene.explain()).text
+
+    def test_the_last_ones_of_a_rank(self) -> None:
+        scene = Scene(2, 4)
+        scene.found[0] = scene.right - scene.parts[1, 2:].sum(0)
+        assert "rank 1, all from micro-batch 3 of 4 on" in only(scene.explain()).text
+
+    def test_different_errors_of_different_parameters(self) -> None:
+        # Kills: one explanation for all; a name that is listed once per fragment.
+        scene = Scene(2, 2)
+        scene.found[0] = scene.right.clone()
+        scene.found[0][1:3] -= scene.parts[0, 1, 1:3]
+        scene.found[1] = scene.right.clone()
+        scene.found[1][0] *= 0.5
+        lost, divisor = scene.explain()
+        assert (lost.kind, lost.parameters) == ("lost", ("b",)) and "rank 0, micro-batch 2" in lost.text
+        assert divisor.kind == "divisor" and divisor.parameters == ("a",)
+
+    def test_groups(self) -> None:
+        scene = Scene(4, 1)
+        pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
+        scene.found = [scene.parts[pair].sum((0, 1)) * 2 for pair in pairs]
+        texts = [finding.text for finding in scene.explain()]
+        assert texts == [f"averaged over ranks {pair} instead of [0, 1, 2, 3]" for pair in ([0, 1], [2, 3])]
+        scene.found = [scene.parts[rank].sum(0) * 4 for rank in range(4)]
+        assert only(scene.explain()).text.startswith("not reduced")
+
+    def test_any_divisor(self) -> None:
+        scene = Scene(2, 1)
+        scene.found = [scene.right / 7 for _ in range(2)]
+        finding = only(scene.explain())
+        assert finding.kind == "divisor" and "effective divisor is 7 times the right one" in finding.text
+
+    def test_late_comes_before_lost(self) -> None:
+        # Kills: calling late what is lost for the reason that it came late.
+        scene = Scene(2, 1)
+        scene.late[1, 0] = scene.parts[1, 0, 0]
+        scene.found = [scene.right.clone() for _ in range(2)]
+        for found in scene.found:
+            found[0] -= scene.parts[1, 0, 0]
+        finding = only(scene.explain())
+        assert finding.kind == "late" and "rank 1" in finding.text and finding.parameters == ("a",)
+
+    def test_what_nothing_explains(self) -> None:
+        # Kills: a finding for something else, and no finding at all.
+        scene = Scene(2, 2)
+        scene.found[0] = torch.randn(PIECES, DIMS, generator=torch.Generator().manual_seed(9))
+        scene.found[1][3] = float("nan")
+        finding = only(scene.explain(wrong=[3]))
+        assert finding.kind == "unexplained" and finding.parameters == ("c",)
+
+    def test_many_names_are_counted(self) -> None:
+        names = tuple(f"layer.{i}" for i in range(25))
+        shown = str(LedgerFinding("lost", "gone", names))
+        assert "layer.9" in shown and "layer.10" not in shown and "and 15 more" in shown

@@ -1,0 +1,214 @@
+"""The gradient ledger finds what is done to gradients, says what it was, and raises on all ranks.
+
+Each fault is planted in the library; `tests/unit/verify/test_ledger_silence.py` holds the ledger to be silent without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import StepSequence
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.gradients.ledger import GradientLedgerError
+from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from unit.common import DistributedTest
+from unit.v1.contract import test_contract_bites as bites
+from unit.v1.contract.matrix import Case
+from unit.v1.contract.runner import CaseRun
+
+STAGE_2_BF16 = Case(2, "bf16", 3, False, False, True, False, "huge", 2)
+FAULT = Callable[[pytest.MonkeyPatch], None]
+
+
+def on_rank(rank: int, change: Callable[[DeepSpeedZeroOptimizer, int, list[Any]], None]) -> FAULT:
+    """What is to be sent is changed on one rank; `change` gets the optimizer, the micro-batch and the bucket's gradients."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = DeepSpeedZeroOptimizer.average_tensor
+
+        def average_tensor(self: DeepSpeedZeroOptimizer, index: int, grads: list[Any]) -> None:
+            if dist.get_rank() == rank:
+                change(self, self.tracker.micro_steps % self.tracker.steps, grads)
+            original(self, index, grads)
+
+        patch.setattr(DeepSpeedZeroOptimizer, "average_tensor", average_tensor)
+
+    return plant
+
+
+def double_the_second(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+    if micro == 1:
+        grads[:] = [None if grad is None else grad * 2 for grad in grads]
+
+
+def drop_the_second(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+    if micro == 1:
+        grads[:] = [None] * len(grads)
+
+
+def drop_biases_of_nine(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+    grads[:] = [None if grad is not None and grad.shape == (9,) else grad for grad in grads]
+
+
+def do_not_divide_the_loss(patch: pytest.MonkeyPatch) -> None:
+    """engine.backward forgets the accumulation steps."""
+    patch.setattr(DeepSpeedEngine, "_divided", lambda self, loss, scale_wrt_gas: loss)
+
+
+def unscale_by_another_scale(patch: pytest.MonkeyPatch) -> None:
+    """The loss scale that the step divides by is not the one that the loss was multiplied by."""
+    original = StepSequence._used_scale
+    patch.setattr(StepSequence, "_used_scale", lambda self: original(self) * 8)
+
+
+def read_one_element_too_early(patch: pytest.MonkeyPatch) -> None:
+    """What memory that was read before it was written does: NaN, though all contributions are finite."""
+    original = DeepSpeedZeroOptimizer.finish_gradients
+
+    def finish_gradients(self: DeepSpeedZeroOptimizer) -> None:
+        original(self)
+        if dist.get_rank() == 0:
+            self.groups[0].grad[0] = float("nan")
+
+    patch.setattr(DeepSpeedZeroOptimizer, "finish_gradients", finish_gradients)
+
+
+FAULTS: list[tuple[FAULT, Case, str, str, str]] = [
+    # fault, where, kind, text, a parameter that must be named
+    (bites.divide_twice, bites.STAGE_0, "divisor", "divided by the number of ranks twice", "embed.weight"),
+    (bites.divide_twice, bites.STAGE_1, "divisor", "divided by the number of ranks twice", "embed.weight"),
+    (bites.keep_stale_buffers, bites.STAGE_0_ONCE, "stale", "previous step is used again", "sometimes.weight"),
+    (bites.leave_absent_as_it_was, bites.STAGE_2, "unexplained", "differs from the right one", "never"),
+    (bites.keep_the_last_micro_batch, bites.STAGE_2, "lost", "everything but micro-batch 3 of 3", "wide.weight"),
+    (bites.keep_the_last_micro_batch, bites.OFFLOAD, "lost", "everything but micro-batch 3 of 3", "wide.weight"),
+    (bites.add_to_the_last_step, bites.STAGE_1_FP32, "stale", "previous step was added", "lift.bias"),
+    (bites.lose_own_part, bites.STAGE_1, "lost", "rank 0, all micro-batches, never arrived", "back.weight"),
+    (bites.reduce_before_the_last_micro_batch, bites.ACCUMULATOR, "lost", "3 of 3 was added after the reduction", "wide.weight"),
+    (bites.skip_a_small_gradient, bites.ACCUMULATOR, "lost", "nothing arrived", "lift.bias"),
+    (bites.skip_a_small_gradient, bites.LOCAL_ACCUMULATOR, "lost", "nothing arrived", "lift.bias"),
+    (bites.send_what_is_ready_only, bites.STAGE_1_FP32, "lost", "nothing arrived", "embed.weight"),
+    (on_rank(1, double_the_second), STAGE_2_BF16, "doubled", "rank 1, micro-batch 2 of 3 was counted twice", "wide.weight"),
+    (on_rank(0, drop_the_second), STAGE_2_BF16, "lost", "rank 0, micro-batch 2 of 3 never arrived", "wide.weight"),
+    (on_rank(1, drop_biases_of_nine), bites.STAGE_1, "lost", "rank 1, all micro-batches, never arrived", "twice.bias"),
+    (do_not_divide_the_loss, bites.STAGE_1_FP32, "divisor", "not divided by the accumulation steps", "embed.weight"),
+    (do_not_divide_the_loss, bites.STAGE_0, "divisor", "not divided by the accumulation steps", "embed.weight"),
+    (unscale_by_another_scale, bites.STAGE_2, "divisor", "effective divisor is 8 times", "embed.weight"),
+    (read_one_element_too_early, bites.STAGE_1_FP32, "unexplained", "differs from the right one", "embed.weight"),
+]
+
+
+def error_of(plant: FAULT, case: Case) -> GradientLedgerError:
+    """What the ledger says of the case with the fault; the same on all ranks."""
+    error: GradientLedgerError | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        try:
+            CaseRun(case).run()
+        except GradientLedgerError as raised:
+            error = raised
+    return agreed(error)
+
+
+def agreed(error: GradientLedgerError | None) -> GradientLedgerError:
+    """The error, which every rank must have, in the same words."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(error))
+    assert error is not None and len(set(texts)) == 1, f"not the same on all ranks: {texts}"
+    return error
+
+
+class TestFaults(DistributedTest):
+    """All faults in one launched world."""
+
+    world_size = 2
+    exec_timeout = 120
+
+    def test_every_fault_is_found_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a ledger that asks the optimizer instead of comparing, misses a kind, or names it wrongly.
+        monkeypatch.setenv("DS_VERIFY", "ledger")
+        for plant, case, kind, text, parameter in FAULTS:
+            first = error_of(plant, case).findings[0]
+            where = f"{getattr(plant, '__name__', plant)} on {case.name}: {first}"
+            assert first.kind == kind and text in first.text and parameter in first.parameters, where
+            # Kills: blaming parameters that the fault leaves alone.
+            assert ("never" in first.parameters) == (parameter == "never"), where
+
+
+class TestWrongGroup(DistributedTest):
+    """Two groups of two ranks that think they are the whole world."""
+
+    world_size = 4
+    exec_timeout = 120
+
+    def test_group_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: comparing only the mean over ranks, which is right; taking the group from the optimizer.
+        monkeypatch.setenv("DS_VERIFY", "ledger")
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        original = ReplicatedOptimizer.__init__
+
+        def init(self: ReplicatedOptimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.dp_process_group = pairs[dist.get_rank() // 2]
+
+        case = Case(0, "fp32", 3, False, False, True, False, "huge", 4)
+        error = error_of(lambda patch: patch.setattr(ReplicatedOptimizer, "__init__", init), case)
+        kinds = {(finding.kind, finding.text) for finding in error.findings}
+        wanted = {("group", f"summed over ranks {pair} instead of [0, 1, 2, 3], and divided by 4") for pair in ([0, 1], [2, 3])}
+        assert wanted <= kinds, error
+        assert "rank(s) [0, 1, 2, 3]" in str(error)
+
+
+class Recomputed(nn.Module):
+    """A layer used by two reentrant checkpoints: its gradient comes twice per backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.shared = nn.Linear(8, 8)
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.shared, self.before(x), use_reentrant=True)
+        x = checkpoint(self.shared, x.tanh(), use_reentrant=True)
+        return self.after(x).square().mean()
+
+
+class TestLate(DistributedTest):
+    world_size = 2
+
+    def test_a_gradient_that_misses_its_bucket(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a ledger that does not know when buckets are sealed, or calls what is sent again late.
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 72},
+            "verify": {"ledger": True},
+        }
+        for forgets in (False, True):
+            torch.manual_seed(0)
+            engine, *_ = deepspeed.initialize(model=Recomputed(), config=config)
+            error = None
+            with pytest.MonkeyPatch.context() as patch:
+                if forgets:
+                    patch.setattr(DeepSpeedZeroOptimizer, "_send_late_gradients", lambda self: None)
+                try:
+                    engine.backward(engine(torch.randn(2, 8)))
+                    engine.step()
+                except GradientLedgerError as raised:
+                    error = raised
+            engine.destroy()
+            if forgets:
+                found = agreed(error).findings[0]
+                assert found.kind == "late" and "after their bucket had been sealed" in found.text
+                assert set(found.parameters) == {"shared.weight", "shared.bias"}
+            else:
+                assert error is None
