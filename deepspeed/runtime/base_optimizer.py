@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, re
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ class MasterWeightOptimizer(StepSequence):
             raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
         self._per_param = per_param
         self._link_params()
+        memory_names.register(self)
 
     # Construction
 
@@ -440,6 +442,14 @@ class MasterWeightOptimizer(StepSequence):
         return []
 
     # Reading
+
+    def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of buffers, for reports; see `deepspeed.utils.memory_names`."""
+        for index, group in enumerate(self.groups):
+            names = [self.param_names.get(param, "?") for param in group.params]
+            yield from group.named_memory(index, names)
+            grads = ((name, param.grad) for name, param in zip(names, group.params, strict=True))
+            yield from ((f"gradient of {name}", grad) for name, grad in grads if grad is not None)
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: the fragments of all parameters."""

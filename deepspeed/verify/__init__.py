@@ -5,13 +5,13 @@
 
 from deepspeed._lazy import lazy_attributes
 
-_CHECK = "deepspeed.verify.streams.check"
+_CHECK = "deepspeed.verify.streams"
 _NAMES = {
     **dict.fromkeys(("check_streams", "enable_stream_checking", "disable_stream_checking", "raise_findings"), _CHECK),
     "StreamChecker": "deepspeed.verify.streams.checker",
     "Finding": "deepspeed.verify.streams.findings",
     "StreamRaceError": "deepspeed.verify.streams.findings",
-    "ledger": "deepspeed.verify.ledger",
+    "ledger": "deepspeed.verify.ledgers",
 }
 
 __getattr__ = lazy_attributes(__name__, _NAMES, ("streams", "oracle"))

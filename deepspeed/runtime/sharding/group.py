@@ -5,7 +5,7 @@ Owns the storage of the parameters (they become views of `flat`). Knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -101,6 +101,25 @@ class ShardedGroup:
     def param_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """`param_view` of every parameter."""
         return [self.param_view(flat, index) for index in range(len(self.params))]
+
+    def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of the buffers, for `deepspeed.utils.memory_names`: first by parameter, then (padding) by buffer.
+
+        Args:
+            index: Which group this is.
+            names: Name of each parameter.
+        """
+        buffers = [("flat parameters", self.flat)] if self.aliased else [("flat parameters", self.flat), ("master shard", self.master)]
+        if self._grad is not None:
+            buffers.append(("gradient shard", self._grad))
+        for what, buffer in buffers:
+            label = f"{what} of group {index}"
+            if buffer is self.flat:
+                pieces = [(param, start, self.table.numels[param]) for param, start in enumerate(self.table.offsets[:-1])]
+            else:
+                pieces = [(part.param, part.shard_start, part.numel) for part in self.table.of_shard(self.rank)]
+            yield from ((f"{label} ({names[param]})", buffer[start : start + numel]) for param, start, numel in pieces)
+            yield f"{label} (padding)", buffer
 
     @torch.no_grad()
     def write_back(self) -> None:

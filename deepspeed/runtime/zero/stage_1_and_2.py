@@ -16,7 +16,7 @@ zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at their lin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -391,6 +391,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.contiguous_gradients:
             numel = max(other.numel for other in self.plans if other.kind == dtype)
         return BucketBuffer(numel, dtype, self.device)
+
+    def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See base class; also bucket buffers, and gradients on their way into one."""
+        used = [(reduction.index, reduction.buffer) for reduction in self._in_flight]
+        used += [(bucket.index, buffer) for bucket in self.ipg_buckets for buffer in bucket.buffer]
+        for index, buffer in used:
+            names = (self.param_names.get(param, "?") for param in self.ipg_buckets[index].params)
+            views = buffer.views(self.ipg_buckets[index], self.plans[index].starts)
+            yield from ((f"ipg bucket {index} ({name})", view) for name, view in zip(names, views, strict=True))
+        yield from (("ipg bucket buffer", buffer.tensor) for buffer in self._free_buffers)
+        yield from super().named_memory()
 
     def finish_gradients(self) -> None:
         """See base class."""

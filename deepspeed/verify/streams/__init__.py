@@ -4,3 +4,7 @@
 `accesses` keeps who touched which bytes, `findings` says what is wrong in words, `stacks` where in the code, and `check` switches
 the checker on. Users start at `deepspeed.verify.check_streams`.
 """
+
+from deepspeed.verify.streams.check import check_streams, disable_stream_checking, enable_stream_checking, raise_findings
+
+__all__ = ["check_streams", "disable_stream_checking", "enable_stream_checking", "raise_findings"]

@@ -144,7 +144,7 @@ class StreamChecker:
         else:
             known.count += 1
 
-    # StreamTracer: accesses
+    # What a tracer hears about accesses
 
     def launched(self, operator: str, stream: Hashable, accesses: Sequence[Access]) -> None:
         """See `StreamTracer`."""
@@ -195,7 +195,7 @@ class StreamChecker:
         clock = self._host if stream is HOST else self._clocks[stream]
         return clock.get(earlier.launch.stream, 0) > 0
 
-    # StreamTracer: order
+    # What a tracer hears about order
 
     def event_recorded(self, event: Hashable, stream: Hashable) -> None:
         """See `StreamTracer`."""
@@ -229,7 +229,7 @@ class StreamChecker:
                 join(self._host, clock)
             self._sweep()
 
-    # StreamTracer: memory
+    # What a tracer hears about memory
 
     def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
         """See `StreamTracer`, and [Note: memory that is handed out again]."""

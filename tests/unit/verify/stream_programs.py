@@ -1,0 +1,312 @@
+"""Small programs of streams, and two judges of them: the stream checker, and brute force over all orders a device may choose.
+
+A program is what a host issues, in order. Brute force knows nothing of clocks: it builds the graph of what must come before what,
+runs every order that the graph allows on symbolic values, and every choice of freed memory that an allocation may take, and looks
+whether two orders differ in anything that an operator saw or left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deepspeed.accelerator.stream_trace import Access
+from deepspeed.verify.streams.checker import StreamChecker
+
+NBYTES = 4
+STREAMS = 3
+EVENTS = 2
+
+
+class Range(NamedTuple):
+    """A view: bytes of one of the memories that live at that moment (index modulo their number)."""
+
+    memory: int
+    start: int
+    end: int
+
+
+class Op(NamedTuple):
+    """An operator that reads one view and writes another; either may be missing."""
+
+    stream: int
+    read: Range | None
+    write: Range | None
+
+
+class Record(NamedTuple):
+    event: int
+    stream: int
+
+
+class Wait(NamedTuple):
+    event: int
+    stream: int
+
+
+class SyncEvent(NamedTuple):
+    event: int
+
+
+class SyncStream(NamedTuple):
+    stream: int
+
+
+class SyncDevice(NamedTuple):
+    pass
+
+
+class HostAccess(NamedTuple):
+    view: Range
+    writes: bool
+
+
+class Free(NamedTuple):
+    memory: int
+
+
+class Alloc(NamedTuple):
+    stream: int
+
+
+class RecordStream(NamedTuple):
+    memory: int
+    stream: int
+
+
+Step = Op | Record | Wait | SyncEvent | SyncStream | SyncDevice | HostAccess | Free | Alloc | RecordStream
+
+
+class Event:
+    """A key that can be weakly referenced, as devices' events are."""
+
+
+def touched(step: Op | HostAccess) -> list[tuple[Range, bool]]:
+    """Views and whether they are written."""
+    if isinstance(step, HostAccess):
+        return [(step.view, step.writes)]
+    return [(view, writes) for view, writes in ((step.read, False), (step.write, True)) if view is not None]
+
+
+class Issuer:
+    """Issues a program to a checker. Two memories live at the start: one of stream 0, one of stream 1, and nothing is under way."""
+
+    def __init__(self) -> None:
+        self.checker = StreamChecker()
+        self.events = [Event() for _ in range(EVENTS)]
+        self.live: list[int] = []
+        self.made = 0
+        self.alloc(Alloc(0))
+        self.alloc(Alloc(1))
+        self.checker.device_synchronized()
+
+    def issue(self, step: Step) -> None:
+        """Tell the checker of one step; one on memory does nothing when no memory lives."""
+        if isinstance(step, Op | HostAccess):
+            self.touch(step)
+        elif isinstance(step, Free | RecordStream):
+            self.release(step)
+        elif isinstance(step, Alloc):
+            self.alloc(step)
+        elif isinstance(step, Record):
+            self.checker.event_recorded(self.events[step.event], step.stream)
+        elif isinstance(step, Wait):
+            self.checker.event_waited(self.events[step.event], step.stream)
+        elif isinstance(step, SyncEvent):
+            self.checker.event_synchronized(self.events[step.event])
+        elif isinstance(step, SyncStream):
+            self.checker.stream_synchronized(step.stream)
+        else:
+            self.checker.device_synchronized()
+
+    def touch(self, step: Op | HostAccess) -> None:
+        if not self.live:
+            return
+        views = [(self.live[view.memory % len(self.live)], view, writes) for view, writes in touched(step)]
+        accesses = [Access(storage, view.start, view.end, writes, 0) for storage, view, writes in views]
+        if isinstance(step, Op):
+            self.checker.launched("op", step.stream, accesses)
+        else:
+            self.checker.host_accessed("op", accesses)
+
+    def release(self, step: Free | RecordStream) -> None:
+        if not self.live:
+            return
+        position = step.memory % len(self.live)
+        if isinstance(step, Free):
+            self.checker.freed(self.live.pop(position))
+        else:
+            self.checker.stream_recorded(self.live[position], step.stream)
+
+    def alloc(self, step: Alloc) -> None:
+        self.checker.allocated(self.made, NBYTES, step.stream)
+        self.live.append(self.made)
+        self.made += 1
+
+
+def checked(program: list[Step]) -> StreamChecker:
+    """What the checker says."""
+    issuer = Issuer()
+    for step in program:
+        issuer.issue(step)
+    return issuer.checker
+
+
+@dataclass
+class Node:
+    """Something with an effect: an operator, a host access or an allocation.
+
+    Attributes:
+        before: Nodes (indices) that every order puts before it.
+        views: (storage, start, end, writes).
+        takes: Of an allocation: storages whose memory it may take, each with the nodes that then come before it.
+    """
+
+    before: frozenset[int]
+    views: list[tuple[int, int, int, bool]]
+    takes: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+
+
+@dataclass
+class Graph:
+    """What precedes what. A cursor (stream, host, event) is the set of nodes that precede whatever comes next there."""
+
+    nodes: list[Node] = field(default_factory=list)
+    streams: list[frozenset[int]] = field(default_factory=lambda: [frozenset()] * STREAMS)
+    host: frozenset[int] = frozenset()
+    events: dict[int, frozenset[int]] = field(default_factory=dict)
+    freed: list[tuple[int, int, frozenset[int]]] = field(default_factory=list)  # storage, its stream, whom it waits for
+
+    def add(self, before: frozenset[int], views: list[tuple[int, int, int, bool]]) -> frozenset[int]:
+        """A node; returns the cursor behind it."""
+        self.nodes.append(Node(before, views))
+        return before | {len(self.nodes) - 1}
+
+    def tail(self, stream: int) -> frozenset[int]:
+        """What precedes the next thing issued on a stream."""
+        return self.streams[stream] | self.host
+
+
+class GraphBuilder:
+    """Makes the graph of a program; steps without an effect are folded into their successors."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.live = [0, 1]
+        self.owner = {0: 0, 1: 1}
+        self.recorded: dict[int, set[int]] = {0: set(), 1: set()}
+
+    def add(self, step: Step) -> None:
+        """One more step."""
+        if isinstance(step, Op | HostAccess):
+            self.touch(step)
+        elif isinstance(step, Free | RecordStream):
+            self.release(step)
+        elif isinstance(step, Alloc):
+            self.alloc(step)
+        else:
+            self.order(step)
+
+    def order(self, step: Record | Wait | SyncEvent | SyncStream | SyncDevice) -> None:
+        graph = self.graph
+        if isinstance(step, Record):
+            graph.events[step.event] = graph.tail(step.stream)
+        elif isinstance(step, Wait):
+            graph.streams[step.stream] = graph.tail(step.stream) | graph.events.get(step.event, frozenset())
+        elif isinstance(step, SyncEvent):
+            graph.host |= graph.events.get(step.event, frozenset())
+        elif isinstance(step, SyncStream):
+            graph.host |= graph.streams[step.stream]
+        else:
+            graph.host = graph.host.union(*graph.streams)
+
+    def touch(self, step: Op | HostAccess) -> None:
+        if not self.live:
+            return
+        graph = self.graph
+        views = [(self.live[v.memory % len(self.live)], v.start, v.end, writes) for v, writes in touched(step)]
+        if isinstance(step, Op):
+            graph.streams[step.stream] = graph.add(graph.tail(step.stream), views)
+        else:
+            graph.host = graph.add(graph.host, views)
+
+    def release(self, step: Free | RecordStream) -> None:
+        if not self.live:
+            return
+        position = step.memory % len(self.live)
+        if isinstance(step, RecordStream):
+            self.recorded[self.live[position]].add(step.stream)
+            return
+        storage = self.live.pop(position)
+        waits = frozenset[int]().union(*(self.graph.tail(stream) for stream in self.recorded[storage]))
+        self.graph.freed.append((storage, self.owner[storage], waits))
+
+    def alloc(self, step: Alloc) -> None:
+        graph, storage = self.graph, len(self.owner)
+        self.owner[storage], self.recorded[storage] = step.stream, set()
+        self.live.append(storage)
+        graph.streams[step.stream] = graph.add(graph.tail(step.stream), [(storage, 0, NBYTES, True)])
+        graph.nodes[-1].takes = [(old, waits) for old, stream, waits in graph.freed if stream == step.stream]
+
+
+def graph_of(program: list[Step]) -> Graph:
+    """The graph of a program."""
+    builder = GraphBuilder()
+    for step in program:
+        builder.add(step)
+    return builder.graph
+
+
+def choices(graph: Graph, index: int = 0, taken: frozenset[int] = frozenset()) -> Iterator[dict[int, tuple[int, frozenset[int]]]]:
+    """For each allocation (node) that takes freed memory: which storage's, and what that adds before it. No memory goes twice."""
+    if index == len(graph.nodes):
+        yield {}
+        return
+    yield from choices(graph, index + 1, taken)
+    for storage, waits in graph.nodes[index].takes:
+        if storage not in taken:
+            for rest in choices(graph, index + 1, taken | {storage}):
+                yield {index: (storage, waits), **rest}
+
+
+def orders_differ(program: list[Step]) -> bool:
+    """Whether some two orders that the device may choose differ in what an operator saw or left behind."""
+    graph = graph_of(program)
+    return any(_differs(graph, choice) for choice in choices(graph))
+
+
+def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> bool:
+    """Run all orders at once, as sets of finished nodes: reached by two orders with two outcomes, a set is where they differ."""
+    block: dict[int, int] = {}
+    before = [node.before for node in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        if index in choice:
+            old, waits = choice[index]
+            block[node.views[0][0]] = block.get(old, old)
+            before[index] |= waits
+    # (finished nodes) -> (memory by (block, byte), what each finished node saw); equal terms are equal values.
+    level: dict[frozenset[int], Hashable] = {frozenset(): (frozenset(), frozenset())}
+    while level:
+        following: dict[frozenset[int], Hashable] = {}
+        for done, state in level.items():
+            for index in range(len(graph.nodes)):
+                if index in done or not before[index] <= done:
+                    continue
+                outcome = _run(graph.nodes[index], index, block, state)
+                if following.setdefault(done | {index}, outcome) != outcome:
+                    return True
+        level = following
+    return False
+
+
+def _run(node: Node, index: int, block: dict[int, int], state: Hashable) -> Hashable:
+    assert isinstance(state, tuple)
+    memory, seen = dict(state[0]), state[1]
+    cells = [((block.get(s, s), byte), writes) for s, start, end, writes in node.views for byte in range(start, end)]
+    # A write also notices what it overwrites; hashes of terms stand for terms.
+    term = hash((index, tuple(memory.get(cell, 0) for cell, _ in cells)))
+    for cell, writes in cells:
+        if writes:
+            memory[cell] = term
+    return frozenset(memory.items()), seen | {(index, term)}
