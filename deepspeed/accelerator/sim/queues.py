@@ -270,11 +270,11 @@ class Scheduler:
         return position
 
     def _explore(self) -> None:
+        # With all that it waits for and nothing else: a reader that forgot to wait then runs before the write.
         stream = self._random.choice(self.streams)
-        with self._executing():
-            for _ in range(self._random.randint(1, EXPLORE_RUN)):
-                if not stream.queue or not self._step(stream):
-                    return
+        position = min(stream.issued, stream.done + self._random.randint(1, EXPLORE_RUN))
+        if self.can_run(stream, position):
+            self.drain(stream, position)
 
     # Running
 
