@@ -241,10 +241,15 @@ class OperationTimer:
         return result
 
 
-def call_site(skip: str | tuple[str, ...] = "deepspeed.comm") -> FrameType | None:
-    """The innermost frame on the stack outside of the packages in ``skip``; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(skip):
+def call_site() -> FrameType | None:
+    """Where the operation that is being observed was called: outside of the communication layer and of observers."""
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    # Observers live anywhere; the operation's caller is beyond the chain that called them.
+    while frame is not None and frame.f_code is not ObserverChain.run.__code__:
+        frame = frame.f_back
+    frame = frame or here
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.comm"):
         frame = frame.f_back
     return frame
 

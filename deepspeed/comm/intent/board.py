@@ -45,6 +45,8 @@ class Board:
         self._store = store
         self._world_size = world_size
         self._failure: str | None = None
+        # Notes that were there once: reading one that is not would block in the store.
+        self._known: set[str] = set()
         self._num_waits = 0
         self._waiting_now = 0
         # The circle of waiting ranks as it was first seen: (number of the wait, number of its note) by rank.
@@ -62,8 +64,12 @@ class Board:
         with self._connected():
             return bool(self._store.check(list(keys)))
 
-    def read(self, keys: Sequence[str]) -> list[str]:
-        """Notes that are there."""
+    def read(self, *keys: str) -> list[str]:
+        """Notes that are never erased, and empty texts for all of them while not all are there."""
+        if not self._known.issuperset(keys):
+            if not self.has(*keys):
+                return [""] * len(keys)
+            self._known.update(keys)
         with self._connected():
             return [note.decode() for note in self._store.multi_get(list(keys))]
 
@@ -105,8 +111,9 @@ class Board:
         """
         if self._failure is not None:
             raise CollectiveMismatchError(self._failure)
-        if self.has("failed"):
-            self._raise(self.read(["failed"])[0])
+        (failure,) = self.read("failed")
+        if failure:
+            self._raise(failure)
 
     @property
     def failed(self) -> bool:
@@ -215,8 +222,7 @@ class Board:
 
     def _path_back(self, start: int, notes: dict[int, dict[str, Any]], visited: set[int]) -> list[int]:
         """Ranks from ``start`` along what they wait for back to this rank; empty if there is no such path."""
-        key = f"waits/{start}"
-        text = self.read([key])[0] if self.has(key) else ""
+        (text,) = self.read(f"waits/{start}")
         if not text:
             return []
         notes[start] = json.loads(text)
@@ -240,7 +246,7 @@ class Board:
 
     def whereabouts(self, rank: int) -> str:
         """What is known of a rank, in words that follow its name."""
-        left, waits, seen = (self.read([key])[0] if self.has(key) else "" for key in (f"{k}/{rank}" for k in _KINDS))
+        left, waits, seen = (self.read(f"{kind}/{rank}")[0] for kind in ("left", "waits", "seen"))
         last = f"its last collective was {seen}" if seen else "it took part in no collective that was checked"
         if left:
             return f"{left}; {last}"
@@ -249,9 +255,6 @@ class Board:
         if seen:
             return f"is elsewhere; {last}"
         return f"was never heard of; {last}: is the check switched on there?"
-
-
-_KINDS = ("left", "waits", "seen")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 Collectives: every rank of the group leaves its intent on the board; the first rank of the group, its leader, compares them
 and says "go"; the others wait for that. So each collective, an asynchronous one too, is a rendezvous on the host while the
-check is on. A collective's number in its group is part of the key: a rank that skips one meets the others with its next.
+check is on. They compare by number in the group: a rank that skips one meets the others with its next.
 
 Messages between two ranks are in `deepspeed.comm.intent.pairs`: they never wait longer than the backend itself would.
 """
@@ -123,35 +123,34 @@ class IntentCheck:
     def _agree(self, board: Board, group: _Group, mine: Intent) -> None:
         number = group.issued
         group.issued += 1
-        base = f"group/{group.name}/{number}"
         what = f"{mine} (number {number} in the group of ranks {group.ranks})"
-        posts = {rank: f"{base}/{rank}" for rank in group.ranks}
+        # One note per rank and group, overwritten each time: nobody goes on before all have been read.
+        posts = [f"post/{group.name}/{rank}" for rank in group.ranks]
+        go = f"go/{group.name}"
         # In this order: who finds the intent must find a fresh `seen` too.
-        board.write({f"seen/{self._rank}": what, posts[self._rank]: mine.encoded()})
-
-        go = f"{base}/go"
+        board.write({f"seen/{self._rank}": what, f"post/{group.name}/{self._rank}": f"{number} {mine.encoded()}"})
 
         def missing() -> list[int]:
-            absent = [rank for rank, key in posts.items() if not board.has(key)]
-            # Asked last: with the go, ranks begin to remove their posts.
-            return [] if board.has(go) else absent
+            return [rank for rank, post in zip(group.ranks, posts, strict=True) if _number(board.read(post)[0]) < number]
 
         if self._rank == group.ranks[0]:
-            board.wait(lambda: board.has(*posts.values()), missing, what)
-            self._compare(board, group, dict(zip(posts, board.read(list(posts.values())), strict=True)), mine)
-            board.write({go: ""})
-            # All have come here, so nobody still asks for the go before this one.
-            if number > 0:
-                board.erase(f"group/{group.name}/{number - 1}/go")
+            found: list[str] = []
+
+            def all_posted() -> bool:
+                found[:] = board.read(*posts)
+                return all(_number(post) >= number for post in found)
+
+            board.wait(all_posted, missing, what)
+            self._compare(board, group, dict(zip(group.ranks, found, strict=True)), mine)
+            board.write({go: str(number)})
         else:
-            board.wait(lambda: board.has(go), missing, what)
-        board.erase(posts[self._rank])
+            board.wait(lambda: _number(board.read(go)[0]) >= number, missing, what)
         group.agreed = mine
 
     def _compare(self, board: Board, group: _Group, posts: Mapping[int, str], mine: Intent) -> None:
         # Equal texts are equal intents, and nearly always are; what ranks send each other has to be matched all the same.
         if mine.sends or len(set(posts.values())) > 1:
-            intents = {rank: Intent.decoded(post) for rank, post in posts.items()}
+            intents = {rank: Intent.decoded(post.partition(" ")[2]) for rank, post in posts.items()}
             difference = divergence(intents)
             if difference is not None:
                 board.fail(_mismatch(group, intents, difference))
@@ -159,6 +158,11 @@ class IntentCheck:
             if len(group.followers) >= _MAX_FOLLOWERS:
                 group.followers.clear()
             group.followers[str(group.agreed)] = str(mine)
+
+
+def _number(note: str) -> int:
+    """The number of a collective at the beginning of a note; -1 if there is no note yet."""
+    return int(note.partition(" ")[0]) if note else -1
 
 
 def _mismatch(group: _Group, intents: Mapping[int, Intent], difference: str) -> str:
@@ -178,14 +182,13 @@ def _explanation(group: _Group, by_text: Mapping[str, list[int]], difference: st
     # The rule is what most ranks do; of two, what the first does.
     most = max(by_text, key=lambda text: len(by_text[text]))
     others = {text: ranks for text, ranks in by_text.items() if text != most}
-    sites = {text.rpartition(" at ")[2] for text in by_text}
-    if not others or (len(sites) == 1 and difference != "the operation differs"):
-        return "The call is the same: look at what the ranks pass to it."
     name = _name([rank for ranks in others.values() for rank in ranks])
-    if all(group.followers.get(most) == text for text in others):
+    if others and all(group.followers.get(most) == text for text in others):
         return f"{name} skipped it or is one ahead: the last time, what it does now came right after what the other ranks do."
-    if group.agreed is not None and all(text == str(group.agreed) for text in others):
+    if others and group.agreed is not None and all(text == str(group.agreed) for text in others):
         return f"{name} does the one before once more, or the other ranks did it once less."
+    if difference != "the operation differs" and len({text.rpartition(" at ")[2] for text in by_text}) == 1:
+        return "The call is the same: look at what the ranks pass to it; or, if it stands in a loop, at who skipped a pass."
     if difference == "the call sites differ":
         return f"{name} skipped a collective or is one ahead; or the program branches by rank here: then call it in one place."
     return f"{name} skipped it or is one ahead, or takes another branch than the other ranks."

@@ -135,7 +135,6 @@ class TestTwo(DistributedTest):
         assert "wait for each other" in text and text.count("waits in all_reduce") == 2
 
     def test_one_rank_never_comes(self) -> None:
-        release = dist.new_group([0, 1])
         with checked(timeout_s=0.6):
             dist.all_reduce(torch.ones(3))
             if on(0):
@@ -145,7 +144,7 @@ class TestTwo(DistributedTest):
                 assert "rank 1 did not come within 0.6 s" in text and "rank 0 waits in barrier" in text
                 assert "rank 1 is elsewhere; its last collective was all_reduce(SUM) of float32[3]" in text
                 assert "raise verify.collectives_timeout" in text
-            collectives_store_barrier(release)
+            meet_unchecked()
             # It comes after all: everybody fails alike, and again.
             for _ in range(2):
                 with pytest.raises(CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"):
@@ -175,9 +174,12 @@ class TestTwo(DistributedTest):
 
     @pytest.mark.parametrize("late", [0, 1])
     def test_blocking_messages_that_do_not_match(self, late: int) -> None:
+        before = num_keys()
+        meet_unchecked()
+
         def act() -> None:
-            if on(late):
-                time.sleep(0.3)  # either side may come second
+            while on(late) and num_keys() == before:  # either side may come second: until the other's note is there
+                pass
             if on(0):
                 dist.send(torch.ones(4), 1)
             else:
@@ -203,11 +205,11 @@ class TestTwo(DistributedTest):
         assert "wait for each other" in text and "waits in recv of float32[1] from rank 1" in text and "waits in barrier" in text
 
 
-def collectives_store_barrier(group: Any) -> None:
-    """Meet past the check, which has failed by then."""
+def meet_unchecked() -> None:
+    """A barrier past the check."""
     import torch.distributed
 
-    torch.distributed.barrier(group)
+    torch.distributed.barrier()
 
 
 class TestThree(DistributedTest):

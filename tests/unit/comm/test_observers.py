@@ -10,7 +10,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import collectives
-from deepspeed.comm.observation import CollectiveCall, CollectiveObserver
+from deepspeed.comm.observation import CollectiveCall, CollectiveObserver, call_site
 from unit.common import DistributedTest
 
 
@@ -83,6 +83,20 @@ class TestChain(DistributedTest):
             dist.all_reduce(torch.ones(1)).wait()
             # A barrier's arguments stand in another order.
             dist.barrier().wait()
+
+    def test_the_call_site_is_the_callers_whoever_observes(self) -> None:
+        found = []
+
+        class Inside:
+            def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+                frame = call_site()
+                found.append("" if frame is None else frame.f_code.co_name)
+                return proceed()
+
+        # The other observer's own frame, in this file, lies between.
+        with observed_by(Inside(), Recorder()):
+            dist.all_reduce(torch.ones(1))
+        assert found == ["test_the_call_site_is_the_callers_whoever_observes"]
 
     def test_without_a_choice_of_asynchrony(self) -> None:
         call = CollectiveCall("isend", lambda: None, (torch.ones(1), 0, None, 0))

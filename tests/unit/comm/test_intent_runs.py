@@ -1,0 +1,142 @@
+"""The intent check around whole programs: training is silent under it, and ranks that end are named."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import collectives, intent
+from deepspeed.comm.intent import CollectiveMismatchError
+from deepspeed.comm.observation import CollectiveCall
+from unit.common import DistributedTest
+
+
+class Counter:
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        self.counts[call.name] = self.counts.get(call.name, 0) + 1
+        return proceed()
+
+
+def config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 64, "allgather_bucket_size": 64},
+        "verify": {"collectives": True, "collectives_timeout": 20},
+    }
+
+
+def train(stage: int, steps: int = 3) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage))
+    for _ in range(2 * steps):
+        engine.backward(engine(torch.randn(2, 7, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+
+
+class TestTraining(DistributedTest):
+    world_size = 3  # odd: slices are uneven
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_is_silent(self, stage: int) -> None:
+        counter = Counter()
+        collectives.add_observer(counter)
+        train(stage)
+        assert intent.is_enabled() and sum(counter.counts.values()) >= (7 if stage == 0 else 20)
+        intent.disable()
+
+    def test_a_rank_that_skips_one_is_named(self) -> None:
+        train(stage=1, steps=1)  # switches the check on, so that the next observer is outside of it
+        skip = SkipFirst("all_reduce" if dist.get_rank() == 2 else "")
+        collectives.add_observer(skip)
+        with pytest.raises(CollectiveMismatchError) as failed:
+            train(stage=1)
+        collectives.remove_observer(skip)
+        text = str(failed.value)
+        assert "ranks 0, 1: all_reduce(" in text and "rank 2: " in text and "rank 2 skipped it or is one ahead" in text
+        # The lines of the package that issue the two, not those of the communication layer.
+        assert text.count("deepspeed/runtime/") >= 2 and "deepspeed/comm" not in text
+        intent.disable()
+
+
+class SkipFirst:
+    """Leaves out the first operation of a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        if call.name != self.name:
+            return proceed()
+        self.name = ""
+        return None
+
+
+PROGRAM = """
+import os, sys
+import torch
+from deepspeed import comm as dist
+from deepspeed.comm import intent
+
+dist.init_distributed("gloo", verbose=False)
+intent.enable(60.0)
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == int(sys.argv[1]):
+    if sys.argv[2] == "raises":
+        raise ValueError("planted")
+    os._exit(3)
+dist.all_reduce(torch.ones(5))
+"""
+
+
+def outputs_of(*arguments: str) -> list[str]:
+    """What two ranks of `PROGRAM` write; rank 0 hosts the store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_rank_that_ends_by_an_exception_is_named() -> None:
+    """The one that hosts the store: it stays until the others have read why it ends."""
+    text = outputs_of("0", "raises")[1]
+    assert "CollectiveMismatchError: rank 0 ended and will not come" in text
+    assert "rank 1 waits in all_reduce(SUM) of float32[5]" in text
+    assert "rank 0 has ended after ValueError: planted; its last collective was all_reduce(SUM) of float32[3]" in text
+
+
+def test_a_rank_that_takes_the_store_with_it() -> None:
+    """Killed, it leaves no note; the others must not wait for the limit of sixty seconds."""
+    assert "CollectiveMismatchError: the key-value store of the process group cannot be reached" in outputs_of("0", "dies")[1]
