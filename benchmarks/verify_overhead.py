@@ -4,9 +4,9 @@
     python benchmarks/verify_overhead.py --model tiny --stage 2 --rounds 30
 
 Two ranks over gloo, one thread each. All variants live in the same processes and take turns: a block of steps of each, for many
-rounds, each round in another order. A ratio is taken within a round, against `without` (the engine with the calls to the checks cut
-out, which stands for a build without them); reported is its median, and the spread of the middle half. The checker is measured on the
-simulated device against the simulated device, in processes of its own.
+rounds, each round in another order. A ratio is taken within a round, against `without` (the engine with the calls to the checks
+cut out, which stands for a build without them); reported is its median, and the spread of the middle half. The checker is measured
+on the simulated device against the simulated device, in processes of its own.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ def timed(step: Step, steps: int, barrier: Callable[[], Any]) -> float:
 def rank_main(rank: int, store: str, arguments: argparse.Namespace, variants: tuple[str, ...], results: Any) -> None:
     """One rank: builds all variants, then measures them in turns."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), DS_ACCELERATOR="cpu")
-    if variants is SIM_VARIANTS or variants[0] == "sim":
-        os.environ["DS_ACCELERATOR"] = "sim"
+    accelerator = "sim" if variants == SIM_VARIANTS else "cpu"
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), DS_ACCELERATOR=accelerator)
     import deepspeed  # startup: the accelerator is chosen above
 
     deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, verbose=False)

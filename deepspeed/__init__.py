@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __git_hash__, __git_branch__ = git_hash, git_branch
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
 
-_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "runtime", "utils")
+_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "runtime", "utils", "verify")
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.runtime.config",
     "DeepSpeedConfigError": "deepspeed.runtime.config",

@@ -57,10 +57,10 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
 
         intent.enable(timeout_s=block.collectives_timeout)
     if "streams" in wanted:
-        from deepspeed.verify import streams  # optional: only a run that asks for it pays for it
+        from deepspeed.verify.streams import check  # optional: only a run that asks for it pays for it
 
-        streams.enable_stream_checking()
-        at_step = streams.raise_findings
+        check.enable_stream_checking()
+        at_step = check.raise_findings
     engines.add(engine)
     for watcher in watchers:
         watcher(engine)

@@ -20,7 +20,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.gradients.ledger import GradientLedger, GradientLedgerError
 from deepspeed.runtime.verification import wanted_checks
 from deepspeed.utils import safe_set_full_grad
-from deepspeed.verify.ledger import ledger
+from deepspeed.verify import ledger
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import of_world, pairwise_cases
 from unit.v1.contract.runner import run_cases
@@ -251,7 +251,7 @@ class TestContext(DistributedTest):
 
     def test_findings_without_an_exception(self) -> None:
         engine = start("stage 1", verify={})
-        with ledger(engine, raises=False) as book:
+        with deepspeed.verify.ledger(engine, raises=False) as book:
             engine._divided = lambda loss, scale_wrt_gas: loss
             managed(engine)
         assert [finding.kind for finding in book.findings] == ["divisor"]
