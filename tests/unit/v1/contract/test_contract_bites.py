@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.runtime import base_optimizer
+from deepspeed.comm.shard_ops import PendingShards
+from deepspeed.runtime import base_optimizer, bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.gradients import sink
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from deepspeed.runtime.gradients.replicated import FlatGradients
-from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero import stage_1_and_2, zero_optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import Case
@@ -29,6 +30,8 @@ STAGE_2 = Case(2, "fp16", 3, True, True, True, False, "tiny", 2)
 OFFLOAD = Case(2, "fp32", 3, True, True, True, True, "exact", 2)
 ACCUMULATOR = Case(1, "bf16+fp32", 3, True, False, True, False, "huge", 2)
 LOCAL_ACCUMULATOR = Case(1, "fp16+fp32", 3, False, False, True, False, "tiny", 2)
+INSTANCES = Case(2, "fp32", 3, True, True, True, False, "tiny", 2, instances=2)
+INSTANCES_ACCUMULATOR = Case(1, "bf16+fp32", 3, True, False, True, False, "huge", 2, instances=2)
 
 
 def divide_twice(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +166,39 @@ def clip_by_the_scaled_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base_optimizer, "clip_factor", lambda norm, limit: original(norm * 1.01, limit))
 
 
+def stay_inside_the_instance(patch: pytest.MonkeyPatch) -> None:
+    """Buckets never go to the other instances."""
+    patch.setattr(DeepSpeedZeroOptimizer, "_send_across", lambda self, limit: None)
+
+
+def cross_from_one_instance_twice(patch: pytest.MonkeyPatch) -> None:
+    """The sum across is added to what it is the sum of."""
+    original = PendingShards.sum_over
+
+    def sum_over(self: PendingShards, group: Any) -> None:
+        own = self.wait()[0].clone()
+        original(self, group)
+        self.wait()[0].add_(own)
+
+    patch.setattr(PendingShards, "sum_over", sum_over)
+
+
+def count_every_instance_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """Each copy of a shard counts."""
+    patch.setattr(zero_optimizer, "_counts_elsewhere", lambda param: True)
+
+
+def average_the_accumulator_inside(patch: pytest.MonkeyPatch) -> None:
+    """BF16_Optimizer all-reduces over its instance (here: one rank) instead of all ranks."""
+    patch.setattr(bf16_optimizer, "all_reduce_flat", lambda flats, numel, factors, group, dtype: None)
+
+
 MUTATIONS = [
+    (stay_inside_the_instance, [INSTANCES]),
+    (cross_from_one_instance_twice, [INSTANCES]),
+    (count_every_instance_in_the_norm, [INSTANCES]),
+    (count_every_instance_in_the_norm, [INSTANCES_ACCUMULATOR]),
+    (average_the_accumulator_inside, [INSTANCES_ACCUMULATOR]),
     (divide_twice, [STAGE_0]),
     (divide_twice, [STAGE_1]),
     (keep_stale_buffers, [STAGE_0_ONCE]),
