@@ -130,10 +130,14 @@ class IntentCheck:
         # In this order: who finds the intent must find a fresh `seen` too.
         board.write({f"seen/{self._rank}": what, f"post/{group.name}/{self._rank}": f"{number} {mine.encoded()}"})
 
-        def missing() -> list[int]:
-            return [rank for rank, post in zip(group.ranks, posts, strict=True) if _number(board.read(post)[0]) < number]
+        leader = group.ranks[0]
 
-        if self._rank == group.ranks[0]:
+        def missing() -> list[int]:
+            absent = [rank for rank, post in zip(group.ranks, posts, strict=True) if _number(board.read(post)[0]) < number]
+            # When all have come, the leader is waited for: it may end before it has said "go".
+            return absent or [leader] * (self._rank != leader and _number(board.read(go)[0]) < number)
+
+        if self._rank == leader:
             found: list[str] = []
 
             def all_posted() -> bool:

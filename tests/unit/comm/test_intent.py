@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import collectives, intent
 from deepspeed.comm.intent import CollectiveMismatchError
+from deepspeed.comm.intent.check import IntentCheck
 from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
 from unit.common import DistributedTest
 
@@ -149,6 +150,20 @@ class TestTwo(DistributedTest):
             for _ in range(2):
                 with pytest.raises(CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"):
                     dist.barrier()
+
+    def test_a_leader_that_ends_before_it_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*args: Any) -> None:
+            raise MemoryError
+
+        if on(0):
+            monkeypatch.setattr(IntentCheck, "_compare", broken)
+        with checked(60.0):
+            with pytest.raises(MemoryError if on(0) else CollectiveMismatchError) as failed:
+                dist.barrier()
+            if on(0):
+                intent.disable()  # as at its end
+            else:
+                assert "rank 0 ended and will not come" in str(failed.value)
 
     def test_one_rank_switched_it_off(self) -> None:
         intent.enable(60.0)
