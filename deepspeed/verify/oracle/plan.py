@@ -18,7 +18,7 @@ from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.verify.oracle.workload import Shape, UsageError
 
 LEFT_OUT = ("verify", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "dump_state")
-SPLIT_STEPS = 1
+SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
 SIM_STEPS = 2
 
@@ -28,8 +28,8 @@ class RunKind(str, Enum):
 
     SGD = "sgd"  # every step: gradient, norm, parameters, divisor
     USER = "user"  # the same with the configuration's optimizer
-    SPLIT = "split"  # the first gradient, with the global batch cut differently
-    COMPILED = "compiled"  # the first gradient of the compiled model
+    SPLIT = "split"  # gradients with the global batch cut differently
+    COMPILED = "compiled"  # gradients of the compiled model
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
     SIM = "sim"  # parameters equal to those of SGD, while the stream checker watches
@@ -186,9 +186,9 @@ def make_plan(
         runs.append(Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps))
     for split in shape.splits():
         name = f"{split.accumulation} x {split.rows} per rank"
-        runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, SPLIT_STEPS))
+        runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS)))
     if backend is not None:
-        runs.append(Run(f"compiled ({backend})", RunKind.COMPILED, sgd, shape, SPLIT_STEPS, backend=backend))
+        runs.append(Run(f"compiled ({backend})", RunKind.COMPILED, sgd, shape, min(steps, SPLIT_STEPS), backend=backend))
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))

@@ -49,10 +49,12 @@ class Session:
     Attributes:
         outcomes: By the name of the run.
         ready: What every rank said of its model and data; empty if no launch came so far.
+    not_started: Why the ranks did not come to their first run; empty if they did.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     ready: list[dict[str, Any]] = field(default_factory=list)
+    not_started: str = ""
 
 
 Progress = Callable[[str, dict[str, Any]], None]
@@ -80,12 +82,10 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
         name = next((run.name for run in left if run.name not in session.outcomes), None)
         if name is None:
             return session  # every result was there before a rank failed on its way out
-        session.outcomes[name] = failed
-        if not launch.began(name):
-            # Not even the first run began: starting again would end the same way.
-            for run in left:
-                session.outcomes.setdefault(run.name, failed)
+        if not session.outcomes and not launch.began(name):
+            session.not_started = failed.failure  # starting again would end the same way
             return session
+        session.outcomes[name] = failed
         left = [run for run in left if run.name not in session.outcomes]
     return session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from deepspeed.verify.oracle.verdicts import Report, Row, Verdict
+from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, culprits
 
 WIDTH = 132
 COLUMNS = ("check", "parameters", "gradient", "relative", "parameter", "divisor", "")
@@ -56,7 +56,7 @@ def _wrapped(text: str) -> list[str]:
 def summary(report: Report) -> str:
     """One sentence."""
     counts = {verdict: sum(row.verdict is verdict for row in report.rows) for verdict in Verdict}
-    named = sorted({name for row in report.rows for name in row.parameters})
+    named = culprits(report)
     text = f"{counts[Verdict.PASS]} passed, {counts[Verdict.FAIL]} failed, {counts[Verdict.NOT_RUN]} not run"
     blame = f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" if named else ""
     return f"{'PASS' if report.passed else 'FAIL'}: {text}{blame}"

@@ -82,6 +82,7 @@ class Report:
         """As plain data."""
         return {
             "passed": self.passed,
+            "culprits": culprits(self),
             "settings": self.settings,
             "rows": [asdict(row) for row in self.rows],
             "notes": self.notes,
@@ -96,6 +97,10 @@ def family_of(name: str) -> str:
 
 def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Report:
     """All rows, notes and curves of a session."""
+    if session.not_started:
+        rows = [Row("start of the ranks", Verdict.FAIL, session.not_started)]
+        rows += [Row(run.name, Verdict.NOT_RUN, "the ranks did not start") for run in plan.runs]
+        return Report(rows, [], {}, settings)
     rows, curves, notes = _same_everywhere(session), {}, []
     for entry in session.ready[:1]:
         notes += entry["notes"]
@@ -109,6 +114,12 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
     rows += _absent(plan)
     rows += _stream_rows([(run, session.outcomes[run.name]) for run in plan.runs if run.kind is RunKind.SIM])
     return Report(rows, notes, curves, settings)
+
+
+def culprits(report: Report) -> list[str]:
+    """Parameters to look at first: those of the first failing check that names some, since later ones follow from it."""
+    naming = [row for row in report.rows if row.verdict is Verdict.FAIL and row.parameters]
+    return sorted({name for row in naming if row.check == naming[0].check for name in row.parameters})
 
 
 # What all rows need
@@ -157,7 +168,7 @@ def _outside(findings: list[StepFindings], pick: Callable[[StepFindings], dict[s
 
 
 def _describe(what: str, outside: Outside) -> str:
-    name, (step, value) = next(iter(outside.items()))
+    name, (step, value) = max(outside.items(), key=lambda item: _share(item[1][1]))
     return (
         f"{what} of {_named(outside)} wrong: at step {step} {name} is off by {value.error:.2e}, allowed {value.bound:.2e}, "
         f"its norm {value.size:.2e}"
@@ -242,15 +253,17 @@ def _family_rows(label: str, run: Run, findings: list[StepFindings]) -> list[Row
     families: dict[str, list[str]] = {}
     for name in compared[0].gradients:
         families.setdefault(family_of(name), []).append(name)
-    return [_family_row(label, family, set(names), run, compared) for family, names in families.items()]
+    # Clipping spreads one wrong gradient over all parameters; then only the gradients tell where it is.
+    are_gradients_right = not _outside(compared, lambda one: one.gradients)
+    return [_family_row(label, family, set(names), run, compared, are_gradients_right) for family, names in families.items()]
 
 
-def _family_row(label: str, family: str, names: set[str], run: Run, findings: list[StepFindings]) -> Row:
+def _family_row(label: str, family: str, names: set[str], run: Run, findings: list[StepFindings], judges_parameters: bool) -> Row:
     def only(values: dict[str, Deviation]) -> dict[str, Deviation]:
         return {name: value for name, value in values.items() if name in names}
 
     grads = [value for one in findings for value in only(one.gradients).values()]
-    params = [value for one in findings for value in only(one.parameters).values()]
+    params = [value for one in findings for value in only(one.parameters).values() if judges_parameters]
     row = Row(label, Verdict.PASS, family=family, gradient=_worst(grads), parameter=_worst(params))
     row.relative = max((value.error / value.size for value in grads if value.size > 0), default=None)
     row.divisor, expected, allowed = _divisor(names, run, findings)
@@ -258,9 +271,9 @@ def _family_row(label: str, family: str, names: set[str], run: Run, findings: li
     outside = _outside(findings, lambda one: only(one.gradients))
     if outside:
         wrong.append(_describe("gradient", outside))
-    outside_params = _outside(findings, lambda one: only(one.parameters))
+    outside_params = _outside(findings, lambda one: only(one.parameters)) if judges_parameters else {}
     if outside_params:
-        wrong.append(_describe("parameter", outside_params))
+        wrong.append(_describe("value after the step", outside_params))
     if row.divisor is not None and not abs(row.divisor / expected - 1) <= allowed:
         wrong.append(f"divided by {row.divisor:.4g}, not by {expected:g}")
     if wrong:
@@ -321,7 +334,7 @@ def _ranks_row(label: str, outcome: Outcome) -> Row:
 
 
 def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
-    """First gradient of another cut, or of the compiled model, against the whole batch."""
+    """Gradients of another cut, or of the compiled model, against the whole batch."""
     check = "eager = compiled" if run.kind is RunKind.COMPILED else "accumulation invariance"
     family = run.name
     if outcome.failure:

@@ -16,7 +16,6 @@ from typing import IO, Any
 import torch
 
 import deepspeed
-from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.verify.oracle.judge import Deviation, StepFindings, Twin, deviation, judge_sgd, judge_step
 from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
 from deepspeed.verify.oracle.reference import FP32_TOLERANCE, ROUNDOFF, Reference
@@ -112,8 +111,9 @@ class Worker:
 
     def _judge(self, run: Run, record: StepRecord, reference: Reference, precision: Precision) -> StepFindings:
         config = read_config(run.config, run.shape.world)
-        # Double precision is the reference of fp32; for half precision it is looked at once per run.
-        with_whole = precision.is_single or record.step == 0
+        # Double precision is the reference of fp32 and of other cuts; in half precision it is looked at at both ends of a run.
+        all_of_them = precision.is_single or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
+        with_whole = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
         expected = reference.expected(record.before, record.step, run.shape, record.loss_scale, with_whole)
         factor = float(run.shape.world) if config.tree.gradient_allreduce_op == "sum" else 1.0
         findings = judge_step(record, expected, sum_factor=factor, whole_is_the_reference=precision.is_single)
@@ -125,7 +125,8 @@ class Worker:
     def _simulated(self, run: Run) -> dict[str, Any]:
         """A run on the simulated device, watched by the stream checker."""
         seed_everything(self.plan.seed + 1)
-        # optional: the checker is loaded only where it is used
+        # optional: device and checker are loaded only where they are used
+        from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
 
         with simulate(self.plan.seed, run.schedule, BACKWARD_STREAMS), check_streams(raises=False) as checker:
