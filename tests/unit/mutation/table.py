@@ -97,13 +97,13 @@ EPILOGUE = """\
         sequence.backward_epilogue()
         if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
             self.allreduce_gradients()
-        sequence.exit_backward()
+        self._exit_backward(sequence)
 """
 EPILOGUE_REDUCES_FIRST = """\
         if self.enable_backward_allreduce and not self.inside_no_sync_ctxt:
             self.allreduce_gradients()
         sequence.backward_epilogue()
-        sequence.exit_backward()
+        self._exit_backward(sequence)
 """
 ABSORB = "            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)\n"
 ABSORB_ELSEWHERE = """\

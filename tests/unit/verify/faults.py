@@ -1,0 +1,353 @@
+"""Faults to put into a copy of the package, and the guard of `deepspeed.verify` that must find each.
+
+Unlike `unit.mutation.table`, whose faults a regression test must notice, these must be found by the tools that users run, in a scenario
+of `unit.verify.scenarios`, and what the tool says must name the right place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unit.mutation.table import (
+    ABSORB,
+    ABSORB_ELSEWHERE,
+    ACCELERATOR_IMPORT,
+    BF16,
+    DIST_IMPORT,
+    ENGINE,
+    EPILOGUE,
+    EPILOGUE_REDUCES_FIRST,
+    READINESS,
+    RECORD_AND_COMMENT,
+    SEQUENCE,
+    SINK,
+    WAIT,
+    ZERO,
+    Fault,
+)
+
+STREAMS = "deepspeed/runtime/streams.py"
+SHARD_OPS = "deepspeed/comm/shard_ops.py"
+REPLICATED = "deepspeed/runtime/gradients/replicated.py"
+REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
+GROUP = "deepspeed/runtime/sharding/group.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault and how it comes to light.
+
+    Attributes:
+        name: What goes wrong.
+        file: Which file is changed, relative to the repository.
+        changes: Pairs of the exact text, which occurs once in the file, and its replacement.
+        scenario: Of `scenarios.SCENARIOS`; its first word is the guard.
+        names: What one of the findings must say, as a regular expression over its lines.
+    """
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    scenario: str
+    names: str
+
+    @property
+    def guard(self) -> str:
+        """Which tool must find it."""
+        return self.scenario.partition(":")[0]
+
+    @property
+    def fault(self) -> Fault:
+        """The change of the text alone."""
+        return Fault(self.name, self.file, self.changes, test=self.scenario)
+
+
+PRODUCER_NOT_AWAITED = r"never waits for <.*which wrote.*gradient of(.|\n)*average_tensor"
+FREED_TOO_EARLY = r"(?i)freed(.|\n)*_fill"
+
+CHECKER = (
+    Mutation("no wait for the producers", ZERO, ((WAIT, ""),), "streams: stage 2", PRODUCER_NOT_AWAITED),
+    Mutation(
+        "a hook records the default stream",
+        ZERO,
+        (
+            ("copy_streams.add(self.comm_context.current_stream())", "copy_streams.add(get_accelerator().default_stream())"),
+            (DIST_IMPORT, DIST_IMPORT + ACCELERATOR_IMPORT),
+        ),
+        "streams: stage 2",
+        PRODUCER_NOT_AWAITED,
+    ),
+    Mutation("no stream is recorded", ZERO, ((RECORD_AND_COMMENT, ""),), "streams: stage 2", PRODUCER_NOT_AWAITED),
+    Mutation(
+        "only the last producer is recorded",
+        ZERO,
+        (("copy_streams.add(self.comm_context.current_stream())", "copy_streams = {self.comm_context.current_stream()}"),),
+        "streams: stage 2",
+        PRODUCER_NOT_AWAITED,
+    ),
+    Mutation(
+        "no fallback to the current stream",
+        ZERO,
+        (("wait_for(bucket.copy_streams or {self.comm_context.current_stream()})", "wait_for(bucket.copy_streams)"),),
+        "streams: stage 1, no overlap",
+        PRODUCER_NOT_AWAITED,
+    ),
+    Mutation(
+        "the bucket is filled on the hook's stream",
+        STREAMS,
+        (("if self.reduction_stream is None else get_accelerator().stream(self.reduction_stream)", ""),),
+        "streams: stage 2",
+        PRODUCER_NOT_AWAITED,
+    ),
+    Mutation(
+        "gradients are not kept alive",
+        ZERO,
+        (("        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n", ""),),
+        "streams: stage 2",
+        FREED_TOO_EARLY,
+    ),
+    Mutation(
+        "only the bucket is kept alive",
+        ZERO,
+        (("keep_alive([*bucket.grads, buffer.tensor])", "keep_alive([buffer.tensor])"),),
+        "streams: stage 1",
+        FREED_TOO_EARLY,
+    ),
+    Mutation(
+        "let go before the event has passed",
+        STREAMS,
+        (("while self._alive and self._alive[0][1].query():", "while self._alive:"),),
+        "streams: stage 2",
+        FREED_TOO_EARLY,
+    ),
+    Mutation(
+        "the step does not wait for the reduction",
+        STREAMS,
+        (
+            (
+                "            get_accelerator().current_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
+                "            self._alive.clear()\n",
+            ),
+        ),
+        "streams: stage 2",
+        r"gradient shard of group(.|\n)*local_squared_norm",
+    ),
+    Mutation(
+        "the default stream waits for the reduction",
+        STREAMS,
+        (
+            (
+                "            get_accelerator().current_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
+                "            get_accelerator().default_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
+            ),
+        ),
+        "streams: stage 2 on a side stream",
+        r"gradient shard of group(.|\n)*local_squared_norm",
+    ),
+    Mutation(
+        "a reduced piece is used before its reduction",
+        SHARD_OPS,
+        (("        for work in self._works:\n            work.wait()\n        self._works = []\n", "        self._works = []\n"),),
+        "streams: stage 2",
+        r"never waits for <nccl stream",
+    ),
+    Mutation(
+        "gathered parameters are not awaited",
+        SEQUENCE,
+        (("        for gather in pending:\n            gather.wait()\n", ""),),
+        "streams: stage 2",
+        r"never waits for <nccl stream.*flat parameters",
+    ),
+    Mutation(
+        "an all-reduced accumulator is not awaited",
+        REPLICATED,
+        (("        if work is not None:\n            work.wait()\n", ""),),
+        "streams: BF16_Optimizer",
+        r"never waits for <nccl stream.*group(.|\n)*all_reduce_flat",
+    ),
+    Mutation(
+        "a bf16 hook works on another stream",
+        BF16,
+        ((ABSORB, ABSORB_ELSEWHERE),),
+        "streams: BF16_Optimizer, from hooks",
+        r"never waits for <.*gradient of(.|\n)*absorb_one",
+    ),
+    Mutation(
+        "the host reads a slice before its copy",
+        SINK,
+        (("        event.synchronize()\n", ""),),
+        "streams: stage 2, offload",
+        r"the host never waits(.|\n)*_accumulate",
+    ),
+)
+LEDGER = (
+    Mutation(
+        "an absent gradient leaves what was in the bucket",
+        ZERO,
+        (("            torch._foreach_zero_(absent)\n", "            pass\n"),),
+        "ledger: stage 2",
+        r"never|sometimes",
+    ),
+    Mutation(
+        "an absent gradient leaves what was in the flat buffer",
+        REPLICATED,
+        (("            torch._foreach_zero_(absent)\n", "            pass\n"),),
+        "ledger: stage 0, no accumulation",
+        r"sometimes",
+    ),
+    Mutation(
+        "the first write adds to the last step's gradient",
+        SINK,
+        (("first = bucket not in self._written", "first = False"),),
+        "ledger: stage 2",
+        r"weight",
+    ),
+    Mutation(
+        "a reduced piece is added twice",
+        ZERO,
+        (
+            (
+                "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
+                "            self.sink.add(reduction.index, self.groups[plan.group], segments, pieces, reduction.factors.post)\n"
+                "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
+            ),
+        ),
+        "ledger: stage 1",
+        r"(?i)twice|doubled|instead of",
+    ),
+    Mutation(
+        "divided by the number of ranks twice",
+        REDUCE_RULE,
+        (("post / accumulation_divisor)", "post / accumulation_divisor / self.world)"),),
+        "ledger: stage 1",
+        r"(?i)divided",
+    ),
+    Mutation(
+        "the boundary micro-batch never joins",
+        BF16,
+        (("        self.update_hp_grads()\n", "        if not self.tracker.is_boundary:\n            self.update_hp_grads()\n"),),
+        "ledger: BF16_Optimizer",
+        r"(?i)lost(.|\n)*micro-batch",
+    ),
+    Mutation(
+        "reduced before the epilogue",
+        ENGINE,
+        ((EPILOGUE, EPILOGUE_REDUCES_FIRST),),
+        "ledger: BF16_Optimizer",
+        r"(?i)lost(.|\n)*micro-batch|late",
+    ),
+    Mutation(
+        "the accumulator is not cleared",
+        BF16,
+        (("        self.accumulator.clear()\n        self._reduced = False\n", "        self._reduced = False\n"),),
+        "ledger: BF16_Optimizer",
+        r"weight",
+    ),
+    Mutation(
+        "a bucket is sealed early",
+        READINESS,
+        (("self._missing[self._next] == 0:", "self._missing[self._next] <= 1:"),),
+        "ledger: stage 2",
+        r"(?i)late",
+    ),
+    Mutation(
+        "the last bucket is not sent",
+        ZERO,
+        (("        for index in self.readiness.remaining():\n", "        for index in list(self.readiness.remaining())[:-1]:\n"),),
+        "ledger: stage 1, no overlap",
+        r"(?i)lost",
+    ),
+    Mutation(
+        "instances keep their gradients to themselves",
+        ZERO,
+        (("        if self.instances.across is None:\n", "        if True:\n"),),
+        "ledger: stage 2, 2 instances",
+        r"(?i)wrong group|ranks",
+    ),
+    Mutation(
+        "a bucket is used again while it is sent",
+        ZERO,
+        (
+            (
+                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n",
+                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n        self._free_buffers.append(buffer)\n",
+            ),
+        ),
+        "ledger: stage 2",
+        r"weight|bias",
+    ),
+)
+INTENT = (
+    Mutation(
+        "one rank skips the norm's reduction",
+        ZERO,
+        (("        if self.norm_group is not None:\n", "        if self.norm_group is not None and dist.get_rank() == 0:\n"),),
+        "intent: stage 2",
+        r"(?i)rank 1(.|\n)*scaled_global_norm|scaled_global_norm(.|\n)*rank 1",
+    ),
+    Mutation(
+        "one rank skips a bucket",
+        ZERO,
+        (
+            (
+                "        for index in self.readiness.remaining():\n",
+                "        for index in list(self.readiness.remaining())[dist.get_rank() :]:\n",
+            ),
+        ),
+        "intent: stage 1",
+        r"_start_reduction",
+    ),
+    Mutation(
+        "buckets leave as they are ready",
+        READINESS,
+        (
+            (
+                "        return range(first, self._next)\n\n    def remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def remaining",
+            ),
+        ),
+        "intent: stage 2",
+        r"(?i)do not agree(.|\n)*_start_reduction",
+    ),
+)
+ORACLE = (
+    Mutation(
+        "unscaled with the next scale",
+        SEQUENCE,
+        (
+            (
+                "        return float(self.loss_scaler.update_scale(self.overflow))\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n        return float(self.loss_scaler.loss_scale)\n",
+            ),
+        ),
+        "oracle: fp16",
+        r"weight is off",
+    ),
+    Mutation(
+        "parameters are not gathered",
+        SEQUENCE,
+        (("        if self.num_shards == 1 or group.flat.numel() == 0:\n", "        if True:\n"),),
+        "oracle: stage 1",
+        r"weight is off",
+    ),
+    Mutation(
+        "masters are not written back",
+        GROUP,
+        (
+            (
+                "        if not self.aliased:\n            self.shard.copy_(self.master",
+                "        if False:\n            self.shard.copy_(self.master",
+            ),
+        ),
+        "oracle: BF16_Optimizer",
+        r"weight is off",
+    ),
+    Mutation(
+        "fix 1 undone: the numbers",
+        ZERO,
+        ((RECORD_AND_COMMENT, ""),),
+        "oracle: stage 2 on the device",
+        r"is off by nan",
+    ),
+)
+MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE)

@@ -1,0 +1,123 @@
+"""Runs a scenario of `unit.verify.scenarios` on two ranks against a copy of the package, one after another and fast.
+
+A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner` keeps one that has imported torch
+and nothing else, and forks the ranks of each scenario from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import IO
+
+LIMIT_S = 60.0
+
+
+class MutantRunner:
+    """Handle of the interpreter that ranks are forked from."""
+
+    def __init__(self) -> None:
+        tests = Path(__file__).resolve().parents[2]
+        environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unit.verify.mutants"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=tempfile.gettempdir(),  # the checkout must not be importable
+            text=True,
+        )
+
+    def run(self, package: Path, scenario: str, world: int = 2) -> list[str]:
+        """What the guards of `scenario` found with the package below `package`, over all ranks; nothing if all were silent."""
+        stdin, stdout = self._pipes()
+        stdin.write(json.dumps([str(package), scenario, world]) + "\n")
+        stdin.flush()
+        answer: list[str] = json.loads(stdout.readline())
+        return answer
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the interpreter was started without pipes")
+        return self._process.stdin, self._process.stdout
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._pipes()[0].close()
+        self._process.wait()
+
+
+def serve() -> None:
+    """Run jobs from standard input until it closes."""
+    import torch
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
+    for line in sys.stdin:
+        package, scenario, world = json.loads(line)
+        sys.stdout.write(json.dumps(_run_ranks(package, scenario, world)) + "\n")
+        sys.stdout.flush()
+
+
+def _run_ranks(package: str, scenario: str, world: int) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = {_fork(package, scenario, rank, world, port, Path(folder)): rank for rank in range(world)}
+        _wait(set(ranks))
+        return [finding for rank in range(world) for finding in _answer(Path(folder), rank)]
+
+
+def _fork(package: str, scenario: str, rank: int, world: int, port: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        sys.path.insert(0, package)
+        from unit.verify.scenarios import run
+
+        found = run(scenario)
+    except BaseException as error:
+        traceback.print_exc()
+        found = [f"{type(error).__name__}: {error}"]
+    (folder / f"{rank}.tmp").write_text(json.dumps(found))
+    (folder / f"{rank}.tmp").rename(folder / f"{rank}.json")
+    sys.stdout.flush()
+    os._exit(0)  # without the destructors of process groups whose other ranks may be gone
+
+
+def _wait(pids: set[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while pids and time.monotonic() < deadline:
+        pids -= {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.01)
+    for pid in pids:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _answer(folder: Path, rank: int) -> list[str]:
+    answer = folder / f"{rank}.json"
+    if answer.exists():
+        found: list[str] = json.loads(answer.read_text())
+        return [f"rank {rank}: {finding}" for finding in found]
+    log = (folder / f"{rank}.log").read_text(errors="replace")
+    return [f"rank {rank}: HANG or crash within {LIMIT_S} s\n{log[-3000:]}"]
+
+
+if __name__ == "__main__":
+    serve()

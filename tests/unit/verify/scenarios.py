@@ -1,0 +1,195 @@
+"""Short trainings with one guard switched on, run by name on every rank; what they return is what the guard found.
+
+Each trains the contract suite's model, with different data on every rank and SGD. Only `deepspeed` as a user has it is used here, so
+that a scenario runs against any copy of the package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from unit.v1.contract import reference
+from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
+
+STEPS = 3
+ACCUMULATION = 2
+SMALL_BUCKET = 300
+# Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter moves, and to its own size.
+TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-11)}
+
+
+def config_of(
+    precision: str = "fp32", accumulation: int = ACCUMULATION, verify: dict[str, Any] | None = None, **zero: Any
+) -> dict[str, Any]:
+    """A configuration with many small buckets."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"reduce_bucket_size": SMALL_BUCKET, "allgather_bucket_size": SMALL_BUCKET * 10, **zero},
+    }
+    dtype, _, accumulate_in = precision.partition("+")
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+    if accumulate_in:
+        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+    if verify is not None:
+        config["verify"] = verify
+    return config
+
+
+def immediate(config: dict[str, Any]) -> dict[str, Any]:
+    """The same, with gradients that join the accumulator from their hooks."""
+    return {**config, "bf16": {"enabled": True, "immediate_grad_update": True}}
+
+
+def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.Tensor]:
+    """Train for a few steps; returns the fp32 parameters by name, whole, on every rank.
+
+    Args:
+        config: DeepSpeed's.
+        side_stream: Do everything on a stream that is not the default one.
+    """
+    import deepspeed
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = make_model()
+    with _side_stream() if side_stream else nullcontext():
+        optimizer = torch.optim.SGD(parameter_groups(model), lr=reference.LEARNING_RATE)
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(STEPS):
+            for micro in range(config["gradient_accumulation_steps"]):
+                loss = engine(*micro_batch(step, dist.get_rank(), micro, dist.get_world_size()))
+                engine.backward(loss)
+                del loss
+                engine.step()
+        result = _masters(engine)
+        accelerator.synchronize()
+    return result
+
+
+def _side_stream() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    stream = accelerator.Stream()
+    stream.wait_stream(accelerator.current_stream())
+    return accelerator.stream(stream)
+
+
+def _masters(engine: Any) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_params
+
+    params = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    if not engine.zero_optimization_stage() and not engine.bfloat16_enabled():
+        return {name: param.detach().clone() for name, param in params.items()}
+    return {name: value.clone() for name, value in zip(params, safe_get_full_fp32_params(list(params.values())), strict=True)}
+
+
+@contextmanager
+def simulated(backward_streams: int = 2) -> Iterator[None]:
+    """Everything within runs on the simulated device."""
+    from deepspeed.accelerator.sim_accelerator import simulate
+
+    with simulate(seed=0, backward_streams=backward_streams):
+        yield
+
+
+def checker(config: dict[str, Any], side_stream: bool = False) -> list[str]:
+    """What the stream checker finds on the simulated device."""
+    from deepspeed.verify import check_streams
+
+    with simulated(), check_streams(raises=False) as found:
+        train(config, side_stream)
+    return [str(finding) for finding in found.findings]
+
+
+def ledger(config: dict[str, Any]) -> list[str]:
+    """What the gradient ledger finds."""
+    return _raised("GradientLedgerError", config)
+
+
+def intent(config: dict[str, Any]) -> list[str]:
+    """What the collective intent check finds."""
+    return _raised("CollectiveMismatchError", config)
+
+
+def _raised(kind: str, config: dict[str, Any]) -> list[str]:
+    try:
+        train(config)
+    except RuntimeError as error:
+        if type(error).__name__ != kind:
+            raise
+        return [f"{kind}: {error}"]
+    return []
+
+
+def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> list[str]:
+    """Which parameters are not what one process gets that sees the whole batch."""
+    with simulated() if on_device else nullcontext():
+        actual = train(config)
+    world = int(os.environ["WORLD_SIZE"])
+    expected = reference.fp32_run(STEPS, config["gradient_accumulation_steps"], False, world)[-1].params
+    start = {name: param.detach() for name, param in make_model().named_parameters()}
+    of_the_way, of_the_value = TOLERANCE[precision]
+    found = []
+    for name, value in actual.items():
+        moved = (expected[name] - start[name]).norm()
+        error = (value - expected[name]).norm()
+        if not error <= of_the_way * moved + of_the_value * start[name].norm():
+            found.append(f"oracle: {name} is off by {float(error):.3g}, it should have moved by {float(moved):.3g}")
+    return found
+
+
+_LEDGER = {"ledger": True}
+_INTENT = {"collectives": True, "collectives_timeout": 10}
+_OFFLOAD = {"device": "cpu", "pin_memory": True}
+
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "streams: stage 1": partial(checker, config_of(stage=1, overlap_comm=True)),
+    "streams: stage 1, no overlap": partial(checker, config_of(stage=1, overlap_comm=False)),
+    "streams: stage 2": partial(checker, config_of(stage=2, overlap_comm=True)),
+    "streams: stage 2, no overlap": partial(checker, config_of(stage=2, overlap_comm=False)),
+    "streams: stage 2, new buffers": partial(checker, config_of(stage=2, overlap_comm=True, contiguous_gradients=False)),
+    "streams: stage 2, all-reduce": partial(checker, config_of(stage=2, overlap_comm=True, reduce_scatter=False)),
+    "streams: stage 2 on a side stream": partial(checker, config_of(stage=2, overlap_comm=True), True),
+    "streams: stage 2, offload": partial(checker, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD)),
+    "streams: stage 2, 2 instances": partial(checker, config_of(stage=2, overlap_comm=True, num_optimizer_instances=2)),
+    "streams: BF16_Optimizer": partial(checker, config_of("bf16+fp32", stage=1)),
+    "streams: BF16_Optimizer, from hooks": partial(checker, immediate(config_of("bf16+fp32", stage=1))),
+    "streams: stage 1, bf16": partial(checker, config_of("bf16", stage=1, overlap_comm=True)),
+    "streams: stage 0": partial(checker, config_of(stage=0)),
+    "ledger: stage 1": partial(ledger, config_of(stage=1, overlap_comm=True, verify=_LEDGER)),
+    "ledger: stage 1, no overlap": partial(ledger, config_of(stage=1, overlap_comm=False, verify=_LEDGER)),
+    "ledger: stage 2": partial(ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER)),
+    "ledger: stage 2, 2 instances": partial(ledger, config_of(stage=2, num_optimizer_instances=2, verify=_LEDGER)),
+    "ledger: BF16_Optimizer": partial(ledger, config_of("bf16+fp32", stage=1, verify=_LEDGER)),
+    "ledger: stage 0": partial(ledger, config_of(stage=0, verify=_LEDGER)),
+    "ledger: stage 0, no accumulation": partial(ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)),
+    "intent: stage 1": partial(intent, config_of(stage=1, verify=_INTENT)),
+    "intent: stage 2": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT)),
+    "oracle: stage 1": partial(oracle, config_of(stage=1, overlap_comm=True), "fp32"),
+    "oracle: stage 2": partial(oracle, config_of(stage=2, overlap_comm=True), "fp32"),
+    "oracle: stage 1, bf16": partial(oracle, config_of("bf16", stage=1), "bf16"),
+    "oracle: BF16_Optimizer": partial(oracle, config_of("bf16+fp32", stage=1), "bf16"),
+    "oracle: fp16": partial(oracle, config_of("fp16", stage=1), "fp16"),
+    "oracle: stage 2 on the device": partial(oracle, config_of(stage=2, overlap_comm=True), "fp32", True),
+}
+
+
+def run(scenario: str) -> list[str]:
+    """Run one by name."""
+    torch.set_num_threads(1)
+    return SCENARIOS[scenario]()
