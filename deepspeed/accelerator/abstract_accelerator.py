@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.stream_trace import StreamTracer
+from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 
 
 class DeepSpeedAccelerator(abc.ABC):
@@ -143,8 +143,10 @@ class DeepSpeedAccelerator(abc.ABC):
     def default_stream(self, device_index: int | None = None) -> Any:
         """The stream that is current when none was chosen."""
 
-    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[None]:
+    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[CollectiveTracing | None]:
         """A context manager within which `tracer` hears of every launch, wait and allocation of this thread.
+
+        It gives None, or whom to tell of collectives where their backend orders them by itself.
 
         Raises:
             RuntimeError: this device has no streams.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerator
 
 # The first GPUs that compute in float16, and the first on which Triton's compiler works.
@@ -54,6 +55,14 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
         if not self.is_available():
             return False
         return self._is_rocm() or torch.cuda.get_device_capability()[0] >= FIRST_TRITON_MAJOR
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[CollectiveTracing]:
+        # startup: only the stream checker needs it.
+        from deepspeed.accelerator.cuda_trace import CudaTrace, traced
+
+        return traced(CudaTrace(tracer))
 
     # -- profiling ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,10 @@ anything, while no tracer is set. This module holds the vocabulary only.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Access(NamedTuple):
@@ -61,3 +64,20 @@ class StreamTracer(Protocol):
 
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
         """`record_stream`: freed memory is not handed out before the work that `stream` has by then is done."""
+
+
+class TracedCollective(Protocol):
+    """A collective that was issued on a stream of its own."""
+
+    def stream_waits(self) -> None:
+        """The stream current now waits for it."""
+
+    def host_waited(self) -> None:
+        """The host knows that it is done."""
+
+
+class CollectiveTracing(Protocol):
+    """A device's trace that has to be told of collectives, because their backend orders them past the accelerator's sight."""
+
+    def collective(self, name: str, group: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> TracedCollective:
+        """Called right before a collective of `group` is issued, with the tensors it touches."""

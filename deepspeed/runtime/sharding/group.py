@@ -109,7 +109,9 @@ class ShardedGroup:
             index: Which group this is.
             names: Name of each parameter.
         """
-        buffers = [("flat parameters", self.flat)] if self.aliased else [("flat parameters", self.flat), ("master shard", self.master)]
+        buffers = (
+            [("flat parameters", self.flat)] if self.aliased else [("flat parameters", self.flat), ("master shard", self.master)]
+        )
         if self._grad is not None:
             buffers.append(("gradient shard", self._grad))
         for what, buffer in buffers:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import memory_names
 from deepspeed.verify.streams.checker import StreamChecker
+from deepspeed.verify.streams.collectives import telling
 
 _process_wide: ExitStack | None = None
 _process_checker: StreamChecker | None = None
@@ -17,7 +18,7 @@ _process_checker: StreamChecker | None = None
 def _traced() -> Iterator[StreamChecker]:
     """A checker that hears of everything the accelerator does."""
     checker = StreamChecker(memory_names.describe)
-    with get_accelerator().trace_streams(checker):
+    with get_accelerator().trace_streams(checker) as tracing, telling(tracing):
         yield checker
 
 

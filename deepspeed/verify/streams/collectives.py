@@ -1,0 +1,82 @@
+"""Collectives of a device whose streams torch's backend orders by itself (NCCL), told to the device's trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator.stream_trace import CollectiveTracing, TracedCollective
+from deepspeed.comm.collectives import add_observer, remove_observer
+from deepspeed.comm.observation import CollectiveCall
+
+_BY_THE_HOST = ("barrier", "monitored_barrier")
+_PAIRWISE = ("send", "recv", "isend", "irecv")
+
+
+class TracedWork:
+    """An asynchronous operation's handle that also tells who waits for it; otherwise the handle itself."""
+
+    def __init__(self, work: Any, issued: TracedCollective) -> None:
+        self._work = work
+        self._issued = issued
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as the wrapped handle does: the current stream waits, the host goes on."""
+        result = self._work.wait(*args, **kwargs)
+        self._issued.stream_waits()
+        return result
+
+    def is_completed(self) -> bool:
+        """Whether the host knows it to be done."""
+        is_done = bool(self._work.is_completed())
+        if is_done:
+            self._issued.host_waited()
+        return is_done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class CollectiveTeller:
+    """Observer next to the backend.
+
+    Args:
+        tracing: The device's trace.
+    """
+
+    def __init__(self, tracing: CollectiveTracing) -> None:
+        self._tracing = tracing
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Tell of the operation, issue it, and tell who waits."""
+        issued = self._tracing.collective(call.name, _communicator(call), call.reads, call.writes)
+        result = proceed()
+        if call.async_op and hasattr(result, "wait"):
+            return TracedWork(result, issued)
+        issued.stream_waits()
+        if call.name in _BY_THE_HOST:
+            issued.host_waited()
+        return result
+
+
+def _communicator(call: CollectiveCall) -> str:
+    """One stream each: every group has its own, and every pair of ranks that exchange something."""
+    ranks = dist.get_all_ranks_from_group(call.group)
+    peer = call.argument("dst" if call.name in ("send", "isend") else "src") if call.name in _PAIRWISE else None
+    return f"group {list(ranks)}" + ("" if peer is None else f" with rank {peer}")
+
+
+@contextmanager
+def telling(tracing: CollectiveTracing | None) -> Iterator[None]:
+    """Within it, `deepspeed.comm` tells `tracing` of its operations; None means that the device tells of them itself."""
+    if tracing is None:
+        yield
+        return
+    teller = CollectiveTeller(tracing)
+    add_observer(teller, innermost=True)
+    try:
+        yield
+    finally:
+        remove_observer(teller)
