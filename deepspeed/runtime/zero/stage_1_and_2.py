@@ -243,12 +243,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
         if self._hook_handles:
             self._send_late_gradients()
-        if self.accumulator is not None:
-            self.accumulator.clear()
+        self._clear_accumulator()
         # Whatever is called before the step (reading a gradient on one rank, say) then finds all collectives issued already.
         self._send_across(0)
         if not self.overlap_comm:
             self._finish_in_flight(0)
+
+    def _clear_accumulator(self) -> None:
+        if self.accumulator is not None:
+            # The reduction stream copies out of the accumulator; zeroing it here and now must come after that.
+            self.comm_context.join()
+            self.accumulator.clear()
 
     def exit_backward(self) -> None:
         """See base class."""
@@ -438,8 +443,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._finish_in_flight(0)
         for _, param in self._slots:
             param.grad = None
-        if self.accumulator is not None:
-            self.accumulator.clear()
+        self._clear_accumulator()
         self.sink.clear()
         super().zero_grad(set_to_none)
 
