@@ -56,9 +56,16 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(tree.values()))
 
 
+@cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by name."""
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    given = dict(zip(_argument_names(func), args, strict=False))
+    given.update(kwargs)
+    return given
 
 
 def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -1,10 +1,10 @@
 """Collectives of a device whose work is deferred: NCCL's order on streams, carried out by a host backend.
 
 [Note: how a collective is ordered]
-An operation goes to an internal stream of its group, which waits for the stream current at the call. Waiting for its handle makes the
-stream current *then* wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two entries:
-*start* copies the inputs and hands them to the backend, *finish* waits for the backend and stores the outputs. Copies, because the
-backend's threads must not see what the program does to the memory meanwhile: that is decided by the order of the queues alone.
+An operation goes to an internal stream of its group, which waits for the stream current at the call. Waiting for its handle makes
+the stream current *then* wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two
+entries: *start* copies the inputs and hands them to the backend, *finish* waits for the backend and stores the outputs. Copies,
+because the backend's threads must not see what the program does to the memory meanwhile: only the order of the queues decides it.
 
 [Note: no rank waits in vain]
 Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before it, in

@@ -213,8 +213,7 @@ class _Run:
 
     def _entering(self, node: Any) -> Callable[[Any], Any]:
         stream = self._streams[node]
-        is_root, summed = not self._producers[node], len(self._producers[node]) > 1
-        crosses = any(self._streams[producer] is not stream for producer in self._producers[node])
+        accumulates = hasattr(node, "variable")
 
         def enter(grads: Any) -> Any:
             if not self._is_joining:
@@ -222,32 +221,31 @@ class _Run:
                 self._is_joining = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._join)
             self._scheduler.switch(stream)
-            if is_root and stream is not self._caller:
-                stream.wait_event(self._begun)
-            for producer in self._producers[node]:
-                if self._streams[producer] is stream:
-                    continue
-                if summed:
-                    # The engine has added the gradients up on the stream of the last producer, after that one's own event.
-                    stream.wait_stream(self._streams[producer])
-                elif producer in self._done:
-                    stream.wait_event(self._done[producer])
-            if crosses:
-                # As torch's engine does: the gradient's memory is its producer's stream's, which reuses it at once when it is freed.
-                for grad in grads:
-                    if grad is not None:
-                        grad.record_stream(stream)
-            accumulates = hasattr(node, "variable")
+            self._await_producers(node)
             if (self._captures or accumulates) and stream is not self._caller and stream not in self._finished:
                 self._finished.append(stream)
             for grad in grads:
-                if grad is not None and stream is not self._caller:
-                    grad.record_stream(stream)  # autograd does, for gradients that cross streams
+                if grad is not None:
+                    # As autograd does: its producer's stream reuses the memory as soon as it is freed.
+                    grad.record_stream(stream)
             if not (accumulates and self._copies) or stream is self._caller:
                 return None
             return tuple(grad if grad is None else grad.clone() for grad in grads)
 
         return enter
+
+    def _await_producers(self, node: Any) -> None:
+        stream, producers = self._streams[node], self._producers[node]
+        if not producers and stream is not self._caller:
+            stream.wait_event(self._begun)
+        for producer in producers:
+            if self._streams[producer] is stream:
+                continue
+            if len(producers) > 1:
+                # The engine has added the gradients up on the stream of the last producer, after that one's own event.
+                stream.wait_stream(self._streams[producer])
+            elif producer in self._done:
+                stream.wait_event(self._done[producer])
 
     def _leaving(self, node: Any) -> Callable[[Any, Any], None]:
         stream = self._streams[node]

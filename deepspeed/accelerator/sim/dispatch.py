@@ -131,12 +131,13 @@ class Operators(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _elsewhere(args, kwargs):
+        tensors = list(operators.tensors_in((*args, *kwargs.values())))
+        if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
         if kind is Kind.COLLECTIVE:
             self._before_collective()
             return func(*args, **kwargs)
-        if kind is Kind.READ or not _is_strided(args, kwargs) or (func._schema.name in _MAY_BE_MASKED and _has_mask(args)):
+        if kind is Kind.READ or not _is_strided(tensors, kwargs) or (func._schema.name in _MAY_BE_MASKED and _has_mask(args)):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
@@ -249,7 +250,7 @@ class Operators(TorchDispatchMode):
     # Results' shapes
 
     def _plan(self, func: Any, args: Any, kwargs: Any) -> Plan | None:
-        has_tensors = next(operators.tensors_in((args, kwargs)), None) is not None
+        has_tensors = next(operators.tensors_in((*args, *kwargs.values())), None) is not None
         key = (func, torch.get_default_dtype(), _key(args, has_tensors), *((n, _key(v, has_tensors)) for n, v in kwargs.items()))
         plan = self._plans.get(key)
         if plan is None:
@@ -314,17 +315,17 @@ def _contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _elsewhere(args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _elsewhere(tensors: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return True
-    return any(tensor.device.type != "cpu" for tensor in operators.tensors_in((args, kwargs)))
+    return not all([tensor.is_cpu for tensor in tensors])
 
 
-def _is_strided(args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_strided(tensors: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("layout") not in (None, torch.strided):
         return False
-    return all(tensor.layout == torch.strided and not tensor.is_quantized for tensor in operators.tensors_in((args, kwargs)))
+    return all([tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors])
 
 
 def _has_mask(args: Any) -> bool:

@@ -1,0 +1,242 @@
+"""The simulated device: what is not ordered is wrong, in every run; what is ordered is the host's result bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+
+
+@pytest.fixture
+def sim() -> Iterator[Sim_Accelerator]:
+    with simulate() as accelerator:
+        yield accelerator
+
+
+def on_side(sim: Sim_Accelerator, value: float = 1.0) -> tuple[object, torch.Tensor]:
+    """A side stream, and a tensor of fours that it produces late."""
+    side = sim.Stream()
+    base = torch.full((4,), value)
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        produced = base + 3.0
+    return side, produced
+
+
+def test_missing_wait_reads_poison(sim: Sim_Accelerator) -> None:
+    # Kills: a scheduler that runs a producer nobody waits for.
+    _, produced = on_side(sim)
+    assert (produced * 2).isnan().all().item()
+
+
+@pytest.mark.parametrize("how", ["wait_stream", "event", "synchronize", "device", "event_synchronize"])
+def test_waits_order(sim: Sim_Accelerator, how: str) -> None:
+    # Kills: a way to wait that doesn't.
+    side, produced = on_side(sim)
+    current = sim.current_stream()
+    if how == "wait_stream":
+        current.wait_stream(side)
+    elif how == "event":
+        event = sim.Event()
+        event.record(side)
+        event.wait()
+    elif how == "synchronize":
+        side.synchronize()
+    elif how == "device":
+        sim.synchronize()
+    else:
+        side.record_event().synchronize()
+    assert (produced * 2).tolist() == [8.0] * 4
+
+
+def test_wait_covers_only_what_was_issued_before(sim: Sim_Accelerator) -> None:
+    # Kills: a wait for the whole stream instead of a position.
+    side, _ = on_side(sim)
+    sim.current_stream().wait_stream(side)
+    with sim.stream(side):
+        late = torch.ones(3) * 2
+    assert late.isnan().all().item()
+    sim.current_stream().wait_stream(side)
+    assert late.tolist() == [2.0] * 3
+
+
+def test_queries_run_nothing(sim: Sim_Accelerator) -> None:
+    # Kills: a query that hurries the device.
+    side, produced = on_side(sim)
+    event = side.record_event()
+    assert not side.query()
+    assert not event.query()
+    assert produced.isnan().all().item()
+    side.synchronize()
+    assert side.query()
+    assert event.query()
+
+
+def test_integers_and_flags_are_poisoned(sim: Sim_Accelerator) -> None:
+    # Kills: fresh memory that looks like a result.
+    with sim.stream(sim.Stream()):
+        numbers, flags = torch.arange(3), torch.zeros(3, dtype=torch.bool)
+    assert (numbers < -1_000_000).all().item()
+    assert flags.tolist() == [True] * 3
+
+
+def test_freed_memory_is_reused_under_queued_work(sim: Sim_Accelerator) -> None:
+    # Kills: an allocator that is kinder than a device's.
+    source = torch.full((1000,), 5.0) + 0.0
+    side = sim.Stream()
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        copied = source * 1.0
+    del source
+    torch.full((1000,), 7.0) + 0.0  # takes the memory on the default stream
+    sim.default_stream().synchronize()
+    side.synchronize()
+    assert copied[0].item() != 5.0
+
+
+@pytest.mark.parametrize("how", ["record_stream", "keep"])
+def test_memory_that_is_kept_is_not_reused(sim: Sim_Accelerator, how: str) -> None:
+    # Kills: a record_stream that does nothing, and reuse of memory that is still referenced.
+    source = torch.full((1000,), 5.0) + 0.0
+    side = sim.Stream()
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        copied = source * 1.0
+    kept = source if how == "keep" else source.record_stream(side)
+    del source
+    torch.full((1000,), 7.0) + 0.0
+    sim.default_stream().synchronize()
+    side.synchronize()
+    assert copied.tolist() == [5.0] * 1000
+    del kept
+
+
+def test_memory_counters(sim: Sim_Accelerator) -> None:
+    # Kills: counters that forget frees, or peaks that follow them.
+    before = sim.memory_allocated()
+    tensor = torch.ones(1 << 18)
+    assert sim.memory_allocated() - before == 1 << 20
+    del tensor
+    assert sim.memory_allocated() == before
+    assert sim.max_memory_allocated() >= before + (1 << 20)
+    assert sim.memory_reserved() >= 1 << 20
+    sim.synchronize()
+    sim.empty_cache()
+    assert sim.memory_reserved() <= before + (1 << 20) // 2
+
+
+def model() -> nn.Sequential:
+    layers = (nn.Embedding(11, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 11))
+    return nn.Sequential(*layers)
+
+
+def train(steps: int = 4) -> list[torch.Tensor]:
+    """Losses and parameters; uses dropout, foreach optimizers, clipping, autocast and a random batch."""
+    torch.manual_seed(3)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(11, (6,))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(net(tokens).float(), tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in net.parameters()), torch.rand(3)]
+
+
+@pytest.mark.parametrize("schedule", [0, 1, 2])
+def test_training_equals_the_host_bit_for_bit(schedule: int) -> None:
+    # Kills: numbers that depend on when work runs (generators, autocast, grad mode), wrong strides or dtypes of results.
+    expected = train()
+    with simulate(schedule=schedule):
+        found = [tensor.clone() for tensor in train()]
+    for wanted, value in zip(expected, found, strict=True):
+        assert torch.equal(wanted, value)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_gradients_on_side_streams_are_joined(streams: int) -> None:
+    # Kills: a backward whose end doesn't wait for the streams that accumulated.
+    expected = train(2)
+    with simulate(backward_streams=streams):
+        found = [tensor.clone() for tensor in train(2)]
+    for wanted, value in zip(expected, found, strict=True):
+        assert torch.equal(wanted, value)
+
+
+def test_hooks_find_the_stream_of_their_node(sim: Sim_Accelerator) -> None:
+    # Kills: hooks on the caller's stream, whatever stream the gradient is produced on.
+    side = sim.Stream()
+    weight = nn.Parameter(torch.ones(4))
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(sim.current_stream()))
+    with sim.backward_on_streams(lambda param: side):
+        (weight * 2).sum().backward()
+    assert seen == [side]
+    assert sim.current_stream() is sim.default_stream()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4
+
+
+def test_nodes_run_where_forward_made_them(sim: Sim_Accelerator) -> None:
+    # Kills: forgetting which stream was current in forward.
+    side = sim.Stream()
+    inputs = torch.ones(4, requires_grad=True)
+    seen = []
+    with sim.stream(side):
+        middle = inputs * 3
+    middle.grad_fn.register_hook(lambda inputs, outputs: seen.append(sim.current_stream()))
+    sim.current_stream().wait_stream(side)
+    (middle * 2).sum().backward()
+    assert seen == [side]
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [6.0] * 4
+
+
+def test_host_reads_see_the_current_stream(sim: Sim_Accelerator, tmp_path: Path) -> None:
+    # Kills: a way to look at memory that doesn't wait for what the current stream still has to do.
+    value = torch.ones(3) * 2
+    assert "2., 2., 2." in repr(value)
+    assert (torch.ones(3) * 2).numpy().tolist() == [2.0] * 3
+    assert copy.deepcopy(torch.ones(3) * 2).sum().item() == 6.0
+    torch.save(torch.ones(3) * 2, tmp_path / "saved.pt")
+    assert torch.load(tmp_path / "saved.pt").tolist() == [2.0] * 3
+    assert (torch.ones(3) * 2).nonzero().numel() == 3
+    assert torch.arange(4)[torch.tensor([True, False, True, False])].tolist() == [0, 2]
+
+
+def test_errors_name_the_operator(sim: Sim_Accelerator) -> None:
+    # Kills: an error of a queued operator that nobody can place.
+    table = torch.randn(4, 2)
+    torch.nn.functional.embedding(torch.tensor([9]) + 0, table)
+    with pytest.raises(RuntimeError, match="aten::embedding, issued on <default stream>"):
+        sim.synchronize()
+
+
+def test_closing_restores_the_host() -> None:
+    # Kills: patches, modes or accelerators that outlive the simulation.
+    before, numpy = get_accelerator(), torch.Tensor.numpy
+    with simulate() as sim:
+        inside = torch.ones(2) + 1
+        assert get_accelerator() is sim
+    assert get_accelerator() is before
+    assert torch.Tensor.numpy is numpy
+    assert inside.tolist() == [2.0, 2.0]
+
+
+def test_numbers_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: a typing mistake that silently means schedule 0.
+    monkeypatch.setenv("DS_SIM_SCHEDULE", "all")
+    with pytest.raises(ValueError, match="DS_SIM_SCHEDULE='all' is not a number"):
+        Sim_Accelerator()
