@@ -228,7 +228,7 @@ class TestWays(DistributedTest):
     """n instances against one, which `test_usage_patterns` holds against plain torch."""
 
     world_size = 4
-    exec_timeout = 120
+    exec_timeout = 90
 
     @each(options=tuple(OPTIONS))
     def test_as_with_one_instance(self, options: str) -> None:
