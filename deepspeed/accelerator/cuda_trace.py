@@ -245,7 +245,7 @@ class CudaTrace:
         ]
         for registry, callback in callbacks:
             registry.add_callback(callback)
-        torch._C._activate_gpu_trace()  # type: ignore[attr-defined]  # undeclared in torch's stubs
+        torch._C._activate_gpu_trace()
         try:
             with (
                 _query_tells(torch.cuda.Event, "cuda_event", self._event_synchronized),
