@@ -297,8 +297,17 @@ class Scheduler:
                 if current.done >= until:
                     goals.pop()
                 elif not self._step(current):
-                    head = current.queue[0]
-                    goals.append((head.stream, head.position))  # type: ignore[union-attr]  # only a Wait doesn't step
+                    goals.append(self._last_obstacle(current, until))
+
+    def _last_obstacle(self, stream: Stream, until: int) -> tuple[Stream, int]:
+        """Of all that `stream` waits for up to there, what it waits for last.
+
+        Work behind a wait can't run, but what it will wait for can. Running that first lets a consumer (a reduction, waited for at
+        the end) run before a producer that it should have waited for itself, and that somebody else waits for anyway.
+        """
+        entries = list(islice(stream.queue, until - stream.done))
+        last = next(entry for entry in reversed(entries) if isinstance(entry, Wait) and not entry.passed)
+        return last.stream, last.position
 
     def can_run(self, stream: Stream, position: int) -> bool:
         """Whether the first `position` entries of `stream` can run without waiting for other ranks."""
