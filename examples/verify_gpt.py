@@ -2,7 +2,7 @@
 
     ds_verify --config examples/ds_config.json --model examples/verify_gpt.py:make_model
 
-Returns (module, batches): the module returns its own loss, and batches are random bytes, since what is checked is not what it learns.
+Returns (module, batches): the module returns its own loss, and batches are random bytes, since what it learns is not checked.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ def build_model(spec: str, seed: int, rows: int) -> tuple[nn.Module, Callable[[i
         import transformers
     except ImportError as error:
         raise UsageError(f"--model hf:{spec}: needs transformers; pip install 'deepspeed[transformers]'") from error
+    transformers.logging.set_verbosity_error()  # special tokens outside a smaller vocabulary do not matter here
     name, _, query = spec.partition("?")
     overrides = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     sequence = overrides.pop("sequence", None)
@@ -80,7 +81,6 @@ def _config(transformers: Any, name: str, overrides: dict[str, Any]) -> Any:
     unknown = [key for key in overrides if not hasattr(known, key)]
     if unknown:
         raise UsageError(f"--model hf:{name}?{unknown[0]}=...: {type(known).__name__} has no {unknown[0]!r}")
-    # Loss and gradient checks need no special tokens; those of a full-size vocabulary may not exist in a smaller one.
     return transformers.AutoConfig.for_model(kind, **{**given, **overrides})
 
 

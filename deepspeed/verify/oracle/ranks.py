@@ -82,7 +82,7 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
         name = next((run.name for run in left if run.name not in session.outcomes), None)
         if name is None:
             return session  # every result was there before a rank failed on its way out
-        if not session.outcomes and not launch.began(name):
+        if not session.ready:
             session.not_started = failed.failure  # starting again would end the same way
             return session
         session.outcomes[name] = failed
@@ -145,10 +145,6 @@ class _Launch:
         """What the ranks said of model and data, if all did."""
         said = [log.ready for log in self.logs]
         return said if all(said) else []
-
-    def began(self, run: str) -> bool:
-        """Whether some rank began this run."""
-        return any(run in log.begun for log in self.logs)
 
     def is_complete(self, run: str) -> bool:
         """Whether every rank has a result of this run."""
@@ -223,14 +219,17 @@ class _Launch:
             self._read()
             time.sleep(POLL_S)
         self._read()
-        raised = [(rank, log.error) for rank, log in enumerate(self.logs) if log.error]
-        if raised:
-            rank, error = raised[0]
-            also = f" (ranks {', '.join(str(r) for r, _ in raised)})" if len(raised) > 1 else ""
-            return Outcome(failure=f"rank {rank}{also}: {error['kind']}: {error['text']}", kind=error["kind"])
-        rank, code = next((r, p.returncode) for r, p in enumerate(self.processes) if p.returncode not in (None, 0))
-        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
-        return Outcome(failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died")
+        # A rank that went without a word comes first: errors of the others are about losing it.
+        for rank, (process, log) in enumerate(zip(self.processes, self.logs, strict=True)):
+            code = process.returncode
+            if code not in (None, 0) and not log.error:
+                how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
+                return Outcome(failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died")
+        raised = {rank: log.error for rank, log in enumerate(self.logs) if log.error}
+        first = min(raised, key=lambda rank: float(raised[rank]["time"]))
+        error = raised[first]
+        also = f" (ranks {', '.join(map(str, raised))})" if len(raised) > 1 else ""
+        return Outcome(failure=f"rank {first}{also}: {error['kind']}: {error['text']}", kind=error["kind"])
 
     def _silence(self, done: list[int | None]) -> Outcome:
         waiting = [rank for rank, code in enumerate(done) if code is None]

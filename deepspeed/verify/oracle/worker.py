@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import IO, Any
@@ -184,7 +185,8 @@ def main(plan_path: str, folder: str) -> int:
             worker.work()
         except Exception as error:
             text = traceback.format_exc()
-            events.write(json.dumps({"event": "error", "kind": type(error).__name__, "text": str(error), "trace": text}) + "\n")
+            said = {"event": "error", "time": time.time(), "kind": type(error).__name__, "text": str(error)}
+            events.write(json.dumps(said) + "\n")
             sys.stderr.write(text)
             return 1
     # No barrier and no destroy: all results are on disk, and a rank that is gone must not hold up the others.

@@ -1,0 +1,55 @@
+"""The oracle on ranks that a test already has: what `ds_verify` does, without starting processes. Collective."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
+from deepspeed.verify.oracle.ranks import Outcome, Session
+from deepspeed.verify.oracle.verdicts import Report, make_report
+from deepspeed.verify.oracle.worker import Worker
+
+MODELS = Path(__file__).with_name("planted_models.py")
+TRAINING = (RunKind.SGD, RunKind.USER, RunKind.SPLIT)
+
+
+def config_of(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
+        **more,
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"]["loss_scale"] = 128
+    return config
+
+
+def plan_of(config: dict[str, Any], function: str, kinds: tuple[RunKind, ...], steps: int = 3, schedules: int = 0) -> Plan:
+    plan = make_plan(config, f"{MODELS}:{function}", None, world=2, steps=steps, schedules=schedules, backend="aot_eager", seed=0)
+    return Plan(plan.model, None, 0, steps, plan.shape, [run for run in plan.runs if run.kind in kinds])
+
+
+def report_of(plan: Plan) -> Report:
+    """Run the plan here; the same report on every rank."""
+    events = io.StringIO()
+    Worker(plan, dist.get_rank(), events).work()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [json.loads(line) for line in events.getvalue().splitlines()])
+    session = Session(ready=[next(e for e in said if e["event"] == "ready") for said in everywhere])
+    for run in plan.runs:
+        results = [next(e["result"] for e in said if e["event"] == "end" and e["run"] == run.name) for said in everywhere]
+        session.outcomes[run.name] = Outcome(results)
+    return make_report(plan, session, {})
+
+
+def failures(report: Report) -> list[str]:
+    return [f"{row.check} {row.family}: {row.detail}" for row in report.rows if row.verdict.value == "FAIL"]

@@ -1,0 +1,108 @@
+"""Model functions for `ds_verify`: a right one, and ones with a bug of the kind that users write."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+FEATURES = 8
+ROWS = 4
+
+Made = tuple[nn.Module, Callable[[int, int, int], Any], Callable[[Any, Any], torch.Tensor]]
+
+
+def batch(step: int, micro_batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 100 + micro_batch * 10 + rank)
+    return torch.randn(ROWS, FEATURES, generator=generator), torch.randn(ROWS, 1, generator=generator)
+
+
+def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(output, batch[1])
+
+
+def layers(middle: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), middle, nn.GELU(), nn.Linear(16, 1))
+
+
+def right() -> Made:
+    return layers(nn.Linear(16, 16)), batch, loss
+
+
+def with_dropout() -> Made:
+    return layers(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))), batch, loss
+
+
+class DropOnOdd(torch.autograd.Function):
+    """Drops the gradient of every second backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        DropOnOdd.calls += 1
+        return grad * (DropOnOdd.calls % 2)
+
+
+class Forgetful(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, DropOnOdd.apply(self.weight), self.bias)
+
+
+def forgetful() -> Made:
+    """The planted bug: gradients of `2.weight` are dropped on odd micro-batches."""
+    return layers(Forgetful(16, 16)), batch, loss
+
+
+def sum_loss() -> Made:
+    """A loss that is a sum, not a mean: it grows with the micro-batch, so its mean over micro-batches is another one."""
+    return layers(nn.Linear(16, 16)), batch, lambda output, pair: nn.functional.mse_loss(output, pair[1], reduction="sum")
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+def random_forward() -> Made:
+    return layers(Noisy(16, 16)), batch, loss
+
+
+def without_batches() -> nn.Module:
+    return layers(nn.Linear(16, 16))
+
+
+def frozen() -> Made:
+    return layers(nn.Linear(16, 16)).requires_grad_(False), batch, loss
+
+
+def no_loss() -> tuple[nn.Module, Any]:
+    return layers(nn.Linear(16, 16)), lambda step, micro_batch, rank: batch(step, micro_batch, rank)[0]
+
+
+def too_few() -> tuple[nn.Module, Any, Any]:
+    return layers(nn.Linear(16, 16)), [batch(0, 0, 0)], loss
+
+
+def wrong_rows() -> Made:
+    return layers(nn.Linear(16, 16)), lambda *place: tuple(part[:3] for part in batch(*place)), loss
+
+
+def one_rank_dies() -> Made:
+    if os.environ.get("RANK") == "1":
+        os._exit(3)
+    return right()
+
+
+def one_rank_hangs() -> Made:
+    if os.environ.get("RANK") == "1":
+        threading.Event().wait()
+    return right()

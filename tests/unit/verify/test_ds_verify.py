@@ -1,0 +1,178 @@
+"""The command `ds_verify`: exit codes, files, messages for wrong use, ranks that die or hang; and its pure parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.verify.oracle import picture
+from deepspeed.verify.oracle.cli import main
+from deepspeed.verify.oracle.judge import Deviation
+from deepspeed.verify.oracle.plan import Plan, RunKind
+from deepspeed.verify.oracle.ranks import run_plan
+from deepspeed.verify.oracle.text import render
+from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, family_of
+from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
+from unit.verify.oracle_runs import MODELS, config_of, plan_of
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config_of(1)))
+    return str(path)
+
+
+def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command, processes and all. Kills: an exit code or a file that does not say what was found."""
+    pytest.importorskip("matplotlib")
+    wanted = tmp_path / "r.json", tmp_path / "r.html"
+    arguments = ["--config", config, "--model", f"{MODELS}:forgetful", "--steps", "2", "--schedules", "1"]
+    assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
+    found = json.loads(wanted[0].read_text())
+    assert found["passed"] is False and found["culprits"] == ["2.weight"]
+    assert "2.weight" in capsys.readouterr().out
+    page = wanted[1].read_text()
+    assert "2.weight" in page and "data:image/png;base64," in page
+    assert "src=" not in page.replace('src="data:', "") and "http" not in page  # self-contained
+
+
+MISUSES = {
+    "nowhere": "has no function 'nowhere'",
+    "without_batches": "there are no batches",
+    "frozen": "requires a gradient",
+    "no_loss": "without a loss function",
+    "too_few": "need 16",
+    "wrong_rows": "train_micro_batch_size_per_gpu",
+    "random_forward": "forward is random",
+}
+
+
+@pytest.mark.parametrize("function", MISUSES)
+def test_a_wrong_model_function_is_told_at_once(config: str, function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a mistake that only shows in the log of a rank."""
+    assert main(["--config", config, "--model", f"{MODELS}:{function}"]) == 2
+    assert MISUSES[function] in capsys.readouterr().err
+
+
+WRONG = [
+    (["--world-size", "0"], "--world-size 0"),
+    (["--steps", "0"], "--steps 0"),
+    (["--schedules", "-1"], "--schedules -1"),
+    (["--timeout", "0"], "--timeout 0"),
+    (["--compile", "nothing"], "--compile nothing"),
+    (["--report", "r.pdf"], ".html or .png"),
+    (["--json", "/no/such/folder/r.json"], "there is no folder"),
+    (["--data", "nothing.pt"], "--data nothing.pt"),
+    (["--model", "nothing"], "expected package.module:function"),
+    (["--model", "no_such_module:f"], "no_such_module"),
+    (["--config", "nothing.json"], "nothing.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_wrong_arguments(config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", config, "--model", f"{MODELS}:right", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_stage_3_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(config_of(3)))
+    assert main(["--config", str(path), "--model", f"{MODELS}:right"]) == 2
+    assert "stage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "text"),
+    [("one_rank_dies", 60.0, "rank 1 exited with 3"), ("one_rank_hangs", 1.0, "no progress for 1 s")],
+)
+def test_a_rank_that_does_not_go_on(function: str, timeout_s: float, text: str) -> None:
+    """Kills: a parent that waits for ever, or that leaves the other rank behind."""
+    session = run_plan(plan_of(config_of(1), function, (RunKind.SGD,)), timeout_s, lambda event, values: None)
+    assert text in session.not_started
+
+
+# Pure parts
+
+
+def test_families() -> None:
+    assert family_of("transformer.h.11.attn.c_attn.weight") == "transformer.h.*.attn.c_attn.weight"
+    assert family_of("0.weight") == "*.weight"
+    assert family_of("conv1.weight") == "conv1.weight"
+
+
+def test_splits_keep_the_global_batch() -> None:
+    shape = Shape(world=2, accumulation=2, rows=6)
+    assert {(s.accumulation, s.rows) for s in shape.splits()} == {(1, 12), (6, 2)}
+    assert Shape(2, 1, 1).splits() == []
+
+
+def test_another_cut_has_the_same_samples_in_order() -> None:
+    """Kills: a split that repeats or drops samples."""
+    workload = Workload(torch.nn.Linear(1, 1), lambda step, micro, rank: torch.arange(4.0) + 100 * step + 10 * micro + 40 * rank)
+    batches = GlobalBatches(workload, Shape(2, 2, 4), steps=2)
+    whole = batches.whole(1)
+    assert whole.numel() == 16
+    for split in Shape(2, 2, 4).splits():
+        pieces = batches.micro_batches(1, split)
+        assert len(pieces) == split.micro_batches
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_data_from_a_file_is_dealt_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "data.pt"
+    torch.save((torch.randn(64, 8), torch.randn(64, 1)), path)
+    workload = load_workload(f"{MODELS}:right", str(path), 0, 4)
+    batches = GlobalBatches(workload, Shape(2, 2, 4), steps=2)
+    assert torch.equal(batches.whole(1)[0], torch.load(path)[0][16:32])
+
+
+def test_ranks_see_one_order_of_micro_batches() -> None:
+    shape = Shape(world=3, accumulation=2, rows=1)
+    assert sorted(shape.place(rank, micro) for rank in range(3) for micro in range(2)) == list(range(6))
+
+
+def test_nan_is_never_within_bounds() -> None:
+    """Kills: a comparison that NaN passes."""
+    assert not Deviation(math.nan, 1.0, 1.0).is_within
+
+
+def test_a_plan_survives_its_journey() -> None:
+    plan = plan_of(config_of(2), "right", tuple(RunKind), schedules=2)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert [run.kind for run in plan.runs].count(RunKind.SIM) == 2
+
+
+def test_the_table_shows_every_row_and_the_page_escapes() -> None:
+    rows = [Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"]), Row("c", Verdict.NOT_RUN, "because")]
+    report = Report(rows, ["a note"], {}, {})
+    assert all(text in render(report) for text in ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w"))
+    assert "a &lt;b&gt;" in picture.page(report, b"")
+    assert not report.passed and Report([replace(rows[1])], [], {}, {}).passed
+
+
+def test_a_hugging_face_model_from_a_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = "n_layer=1&n_embd=8&n_head=2&vocab_size=16"
+    workload = load_workload(f"hf:gpt2?{small}&sequence=6", None, 0, 2)
+    batches = GlobalBatches(workload, Shape(2, 1, 2), steps=1)
+    assert batches.whole(0)["input_ids"].shape == (4, 6)
+    assert workload.loss_of(workload.copy_module(), batches.whole(0), torch.float32).isfinite()
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16})
+    )
+    again = load_workload(f"hf:{tmp_path}", None, 0, 2)
+    assert len(again.module.transformer.h) == 2
+
+
+@pytest.mark.parametrize("spec", ["hf:gpt2?no_such_key=1", "hf:no_such_type", "hf:gpt2?sequence=1"])
+def test_a_wrong_hugging_face_model(config: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without transformers the message is that it is missing; each names the argument."""
+    assert main(["--config", config, "--model", spec]) == 2
+    assert "--model hf:" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The numerics oracle on real ranks: silent on what is right, and the right name on what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
+from deepspeed.verify.oracle.plan import RunKind
+from unit.common import DistributedTest
+from unit.verify.oracle_runs import TRAINING, config_of, failures, plan_of, report_of
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+class TestCleanRuns(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_every_precision_passes(self, stage: int) -> None:
+        """Kills: a bound that rounding exceeds, a wrong expectation of clipping, divisor or optimizer."""
+        for precision in PRECISIONS:
+            report = report_of(plan_of(config_of(stage, precision), "with_dropout", TRAINING))
+            assert failures(report) == [], precision
+            divisors = [row.divisor for row in report.rows if row.divisor is not None]
+            assert divisors and all(divisor == pytest.approx(4, rel=0.05) for divisor in divisors)
+            assert any("dropout" in note for note in report.notes)
+
+    def test_other_ways_to_say_it(self) -> None:
+        """Kills: an expectation that knows the default configuration only."""
+        more: list[dict[str, Any]] = [
+            {"prescale_gradients": True},
+            {"gradient_allreduce_op": "sum", "gradient_clipping": 0.0},
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.01}}},
+            {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
+        ]
+        for extra in more:
+            report = report_of(plan_of(config_of(1, **extra), "right", (RunKind.SGD, RunKind.USER)))
+            assert failures(report) == [], extra
+
+    def test_offload_and_accumulation_of_one(self) -> None:
+        config = config_of(2, gradient_accumulation_steps=1)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        assert failures(report_of(plan_of(config, "right", TRAINING))) == []
+
+    def test_watched_and_simulated_runs_pass(self) -> None:
+        """Kills: a ledger, intent check, compiled or simulated run that the worker does not really make."""
+        kinds = (RunKind.SGD, RunKind.COMPILED, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
+        report = report_of(plan_of(config_of(2, "bf16"), "right", kinds, steps=2, schedules=2))
+        assert failures(report) == []
+        passed = {row.check for row in report.rows if row.verdict.value == "PASS"}
+        assert {"gradient ledger", "collective agreement", "stream races", "memory lifetimes"} <= passed
+        assert {"simulated device = host", "eager = compiled"} <= passed
+
+
+class TestFaults(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_a_gradient_divided_twice(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: a reference that takes its divisor from the system."""
+        right = ReduceRule.factors
+
+        def twice(self: ReduceRule, divisor: float = 1.0) -> ReduceFactors:
+            factors = right(self, divisor)
+            return ReduceFactors(factors.pre, factors.post / 2)
+
+        monkeypatch.setattr(ReduceRule, "factors", twice)
+        report = report_of(plan_of(config_of(1, precision), "right", (RunKind.SGD,)))
+        found = failures(report)
+        assert any("divided by 8" in text and "not by 4" in text for text in found), found
+        assert "2.weight" in {name for row in report.rows for name in row.parameters}
+
+    def test_the_data_of_a_rank_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: a comparison with this rank's own data only."""
+        right = DeepSpeedEngine.backward
+
+        def without_rank_1(self: DeepSpeedEngine, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return right(self, loss * (dist.get_rank() == 0), *args, **kwargs)
+
+        monkeypatch.setattr(DeepSpeedEngine, "backward", without_rank_1)
+        for precision in ("fp32", "bf16"):
+            report = report_of(plan_of(config_of(2, precision), "right", TRAINING))
+            checks = {row.check for row in report.rows if row.verdict.value == "FAIL"}
+            assert {"SGD", "SGD: gradient norm", "accumulation invariance"} <= checks
+
+    def test_an_optimizer_that_steps_too_far(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: parameters that are not compared, as the gradients are right here."""
+        monkeypatch.setattr("deepspeed.runtime.base_optimizer.clip_factor", lambda norm, limit: 1.0)
+        report = report_of(plan_of(config_of(1), "right", (RunKind.SGD, RunKind.USER)))
+        wrong = [row for row in report.rows if row.verdict.value == "FAIL"]
+        assert any("value after the step" in row.detail and row.check == "SGD" for row in wrong)
+
+    def test_a_loss_that_is_a_sum(self) -> None:
+        """The engine is right and the model is not: the row of the model says so."""
+        report = report_of(plan_of(config_of(1, "bf16"), "sum_loss", (RunKind.SGD,)))
+        (row,) = [row for row in report.rows if row.check.startswith("model:")]
+        assert row.verdict.value == "FAIL" and "in one plain process" in row.detail
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_gradients_dropped_on_odd_micro_batches(self, precision: str) -> None:
+        """Kills: a reference that repeats the model's bug in the same places."""
+        report = report_of(plan_of(config_of(1, precision), "forgetful", (RunKind.SGD, RunKind.SPLIT)))
+        assert failures(report)
+        assert report.to_json()["culprits"] == ["2.weight"]
