@@ -37,11 +37,15 @@ class Board:
         rank: This rank.
         world_size: Number of ranks in the world.
         timeout_s: How long to wait for others, in seconds.
+        relieve: Called in long waits: whatever this rank owes others, who may not come before they have it.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float, relieve: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
+        self._relieve = relieve
         self._store = store
         self._world_size = world_size
         self._failure: str | None = None
@@ -170,6 +174,7 @@ class Board:
                 now = time.monotonic()
                 if now >= next_look:
                     looks += 1
+                    self._relieve()
                     self._look(missing, what, now - started, (number, looks))
                     next_look = now + LOOK_S
                 # In proportion to the wait: prompt after short ones, and out of the way of busy cores in long ones.

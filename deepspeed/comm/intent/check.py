@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import process_groups
 from deepspeed.comm.intent.board import Board
 from deepspeed.comm.intent.pairs import PAIR_OPERATIONS, PairCheck
@@ -108,7 +109,7 @@ class IntentCheck:
         self._groups = {}
         prefix = f"deepspeed_intent/{self._number}.{self._num_worlds}"
         store = torch_dist.PrefixStore(prefix, process_groups.get_store())
-        self._board = Board(store, self._rank, torch_dist.get_world_size(), self.timeout_s)
+        self._board = Board(store, self._rank, torch_dist.get_world_size(), self.timeout_s, _start_deferred)
         self._pairs = PairCheck(self._board, self._rank)
 
     def _group(self, group: Any) -> _Group:
@@ -200,3 +201,12 @@ def _explanation(group: _Group, by_text: Mapping[str, list[int]], difference: st
 
 def _name(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _start_deferred() -> None:
+    """On a device that defers collectives: start those issued, which a rank that this one waits for may be blocked in."""
+    if get_accelerator().defers_collectives:
+        # startup: for simulated devices only.
+        from deepspeed.comm import stream_collectives
+
+        stream_collectives.start_issued()

@@ -1,7 +1,7 @@
 """Faults to put into a copy of the package, and the guard of `deepspeed.verify` that must find each.
 
-Unlike `unit.mutation.table`, whose faults a regression test must notice, these must be found by the tools that users run, in a scenario
-of `unit.verify.scenarios`, and what the tool says must name the right place.
+Unlike those of `unit.mutation.table`, which a regression test must notice, these must be found by the tools that users run, in a
+scenario of `unit.verify.scenarios`, and what the tool says must name the right place.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Mutation:
         return Fault(self.name, self.file, self.changes, test=self.scenario)
 
 
+JOIN = """\
+            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+            self._alive.clear()
+"""
 PRODUCER_NOT_AWAITED = r"never waits for <.*which wrote.*gradient of(.|\n)*average_tensor"
 FREED_TOO_EARLY = r"(?i)freed(.|\n)*_fill"
 
@@ -125,7 +129,7 @@ CHECKER = (
         STREAMS,
         (
             (
-                "            get_accelerator().current_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
+                JOIN,
                 "            self._alive.clear()\n",
             ),
         ),
@@ -137,8 +141,8 @@ CHECKER = (
         STREAMS,
         (
             (
-                "            get_accelerator().current_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
-                "            get_accelerator().default_stream().wait_stream(self.reduction_stream)\n            self._alive.clear()\n",
+                JOIN,
+                JOIN.replace("current_stream()", "default_stream()"),
             ),
         ),
         "streams: stage 2 on a side stream",

@@ -1,7 +1,7 @@
 """Runs a scenario of `unit.verify.scenarios` on two ranks against a copy of the package, one after another and fast.
 
-A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner` keeps one that has imported torch
-and nothing else, and forks the ranks of each scenario from it.
+A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner` keeps one that has imported
+torch and nothing else, and forks the ranks of each scenario from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Short trainings with one guard switched on, run by name on every rank; what they return is what the guard found.
 
-Each trains the contract suite's model, with different data on every rank and SGD. Only `deepspeed` as a user has it is used here, so
-that a scenario runs against any copy of the package.
+Each trains the contract suite's model, with different data on every rank and SGD. Only what a user of `deepspeed` has is used here,
+so that a scenario runs against any copy of the package.
 """
 
 from __future__ import annotations
@@ -116,19 +116,20 @@ def checker(config: dict[str, Any], side_stream: bool = False) -> list[str]:
     return [str(finding) for finding in found.findings]
 
 
-def ledger(config: dict[str, Any]) -> list[str]:
+def ledger(config: dict[str, Any], on_device: bool = False) -> list[str]:
     """What the gradient ledger finds."""
-    return _raised("GradientLedgerError", config)
+    return _raised("GradientLedgerError", config, on_device)
 
 
-def intent(config: dict[str, Any]) -> list[str]:
+def intent(config: dict[str, Any], on_device: bool = False) -> list[str]:
     """What the collective intent check finds."""
-    return _raised("CollectiveMismatchError", config)
+    return _raised("CollectiveMismatchError", config, on_device)
 
 
-def _raised(kind: str, config: dict[str, Any]) -> list[str]:
+def _raised(kind: str, config: dict[str, Any], on_device: bool) -> list[str]:
     try:
-        train(config)
+        with simulated() if on_device else nullcontext():
+            train(config)
     except RuntimeError as error:
         if type(error).__name__ != kind:
             raise
@@ -178,6 +179,8 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "ledger: BF16_Optimizer": partial(ledger, config_of("bf16+fp32", stage=1, verify=_LEDGER)),
     "ledger: stage 0": partial(ledger, config_of(stage=0, verify=_LEDGER)),
     "ledger: stage 0, no accumulation": partial(ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)),
+    "ledger: stage 2 on the device": partial(ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER), True),
+    "intent: stage 2 on the device": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT), True),
     "intent: stage 1": partial(intent, config_of(stage=1, verify=_INTENT)),
     "intent: stage 2": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT)),
     "oracle: stage 1": partial(oracle, config_of(stage=1, overlap_comm=True), "fp32"),
