@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.sim.backward import StreamOf
@@ -121,6 +123,18 @@ class Sim_Accelerator(CPU_Accelerator):
     @backward_streams.setter
     def backward_streams(self, count: int) -> None:
         self.simulator.backward.num_side_streams = count
+
+    # -- host memory --------------------------------------------------------------------------------------------
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A copy in page-locked memory: the only memory that the simulation takes for the host's."""
+        return self.simulator.allocator.pin(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self.simulator.allocator.on_host(tensor)
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return not self.is_pinned(tensor)
 
     # -- memory -------------------------------------------------------------------------------------------------
 

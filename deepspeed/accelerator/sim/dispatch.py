@@ -134,6 +134,8 @@ class Operators(TorchDispatchMode):
         tensors = list(operators.tensors_in((*args, *kwargs.values())))
         if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
+        if any(map(self._allocator.on_host, tensors)):
+            return self._with_host_memory(func, args, kwargs, tensors)
         if kind is Kind.COLLECTIVE:
             self._before_collective()
             return func(*args, **kwargs)
@@ -141,6 +143,9 @@ class Operators(TorchDispatchMode):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
+        return self._defer(func, args, kwargs, kind)
+
+    def _defer(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
         shadows, shadow_kwargs = self.shadows(args), self.shadows(kwargs)
         work = self._random(func, args, kwargs, shadows, shadow_kwargs) if kind is Kind.RANDOM else None
         plan = self._plan(func, args, kwargs)
@@ -149,6 +154,23 @@ class Operators(TorchDispatchMode):
         if work is None and kind is not Kind.ALLOCATE:
             work = _bind(func, shadows, shadow_kwargs)
         return self._issue(func, args, kwargs, plan, work)
+
+    def _with_host_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """The host computes on its own memory at once; copies between it and the device go by streams."""
+        if all(map(self._allocator.on_host, tensors)):
+            tracer = self._scheduler.tracer
+            if tracer is not None:
+                accesses = self._accesses(operators.reads(func, args, kwargs), operators.writes(func, args, kwargs))
+                tracer.host_accessed(func.name(), accesses)
+            result = func(*args, **kwargs)
+            for tensor in operators.tensors_in(result):
+                self._allocator.give_to_host(tensor)
+            return result
+        result = self._defer(func, args, kwargs, kind_of(func))
+        may_go_on = any(argument.name == "non_blocking" for argument in func._schema.arguments)
+        if may_go_on and not operators.arguments(func, args, kwargs).get("non_blocking", False):
+            self._scheduler.current.synchronize()
+        return result
 
     # Deferring
 

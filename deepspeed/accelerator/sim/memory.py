@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator.operators import byte_intervals
 from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
@@ -94,6 +95,7 @@ class Allocator:
         self._held_back: list[tuple[Life, list[tuple[Stream, int]]]] = []
         self._serial = 0
         self._foreign: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._host: dict[int, StorageWeakRef] = {}
         self.allocated = self.max_allocated = 0
         self.reserved = self.max_reserved = 0
 
@@ -178,6 +180,38 @@ class Allocator:
         if life is not None and stream is not life.stream:
             life.recorded.add(stream)
             self._scheduler.trace(lambda tracer: tracer.stream_recorded(life.serial, stream))
+
+    # Host memory
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor in page-locked memory, which the host reads and writes by itself.
+
+        No stream is waited for: on a real device what is pinned was never device memory. Only what is queued on this very memory,
+        which only the simulation takes for the device's, is run first.
+        """
+        block = self.block_of(tensor)
+        for stream, position in dict(block.uses if block is not None else {}).items():
+            self._scheduler.drain(stream, position)
+        with _disable_current_modes():
+            pinned = tensor.detach().clone()
+        self.give_to_host(pinned)
+        return pinned
+
+    def give_to_host(self, tensor: torch.Tensor) -> None:
+        """From now on this memory is the host's: see `on_host`."""
+        storage = tensor.untyped_storage()
+        self._host[storage._cdata] = StorageWeakRef(storage)
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that the host reads and writes by itself, past all streams."""
+        if not self._host:
+            return False
+        cdata = tensor.untyped_storage()._cdata
+        known = self._host.get(cdata)
+        if known is not None and known.expired():
+            del self._host[cdata]
+            return False
+        return known is not None
 
     # Looking
 

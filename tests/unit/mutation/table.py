@@ -80,6 +80,13 @@ WAIT_COMMENT = """\
         # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
         # work of *all* of these streams; the one current now is right only if no hook recorded any.
 """
+REMAINING_STREAMS = """\
+            streams = self.ipg_buckets[index].copy_streams
+            if streams:
+                # Of a bucket that is not complete, some gradients may be left from earlier backwards (no_sync), whose streams
+                # autograd has joined to the one current here.
+                streams.add(self.comm_context.current_stream())
+"""
 NORM_LOOP = """\
             total += local(group_index)
         # [fix 3] One reduction of one scalar after all groups: ranks may own different numbers of groups (pipeline stages do), and
@@ -123,6 +130,7 @@ UNDO_FIXES = (
             (" The streams too [fix 1]: a stale one would order the next reduction after unrelated work.", ""),
             ("        self.copy_streams.clear()\n", ""),
             (RECORD_AND_COMMENT, ""),
+            (REMAINING_STREAMS, ""),
             (WAIT_COMMENT, ""),
             (WAIT, "        self.comm_context.wait_for({self.comm_context.current_stream()})\n"),
         ),

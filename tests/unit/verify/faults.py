@@ -346,12 +346,5 @@ ORACLE = (
         "oracle: BF16_Optimizer",
         r"weight is off",
     ),
-    Mutation(
-        "fix 1 undone: the numbers",
-        ZERO,
-        ((RECORD_AND_COMMENT, ""),),
-        "oracle: stage 2 on the device",
-        r"is off by nan",
-    ),
 )
 MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE)

@@ -6,6 +6,8 @@ so that a scenario runs against any copy of the package.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +20,7 @@ from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
 
 STEPS = 3
+NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
 # Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter moves, and to its own size.
@@ -154,6 +157,36 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
     return found
 
 
+def nan_norms(seeds: int, schedules: int) -> list[str]:
+    """Runs in which the gradient norm was NaN: short trainings on the device under each seed and schedule (DeepSpeed issue 8061).
+
+    Two layers share a bucket and gradients are accumulated on three streams.
+    """
+    import deepspeed
+    from deepspeed.accelerator.sim_accelerator import simulate
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    layer_numel = 8 * 8 + 8
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2 * layer_numel}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    found = []
+    for seed, schedule in itertools.product(range(seeds), range(schedules)):
+        with simulate(seed=seed, schedule=schedule, backward_streams=3):
+            torch.manual_seed(seed)
+            model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+            optimizer = torch.optim.SGD(model.parameters(), lr=reference.LEARNING_RATE)
+            engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            norms = []
+            for _ in range(2):
+                engine.backward(engine(torch.randn(4, 8)).square().mean())
+                engine.step()
+                norms.append(float(engine.get_global_grad_norm()))
+            engine.destroy()
+        if any(math.isnan(norm) for norm in norms):
+            found.append(f"seed {seed}, schedule {schedule}: the gradient norm is nan")
+    return found
+
+
 _LEDGER = {"ledger": True}
 _INTENT = {"collectives": True, "collectives_timeout": 10}
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
@@ -167,6 +200,8 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 2, all-reduce": partial(checker, config_of(stage=2, overlap_comm=True, reduce_scatter=False)),
     "streams: stage 2 on a side stream": partial(checker, config_of(stage=2, overlap_comm=True), True),
     "streams: stage 2, offload": partial(checker, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD)),
+    "streams: stage 1, bf16, offload": partial(checker, config_of("bf16", stage=1, offload_optimizer=_OFFLOAD)),
+    "streams: BF16_Optimizer, offload": partial(checker, config_of("bf16+fp32", stage=1, offload_optimizer=_OFFLOAD)),
     "streams: stage 2, 2 instances": partial(checker, config_of(stage=2, overlap_comm=True, num_optimizer_instances=2)),
     "streams: BF16_Optimizer": partial(checker, config_of("bf16+fp32", stage=1)),
     "streams: BF16_Optimizer, from hooks": partial(checker, immediate(config_of("bf16+fp32", stage=1))),
@@ -188,6 +223,10 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "oracle: stage 1, bf16": partial(oracle, config_of("bf16", stage=1), "bf16"),
     "oracle: BF16_Optimizer": partial(oracle, config_of("bf16+fp32", stage=1), "bf16"),
     "oracle: fp16": partial(oracle, config_of("fp16", stage=1), "fp16"),
+    "oracle: offload on the device": partial(
+        oracle, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD), "fp32", True
+    ),
+    NAN_OVER_SEEDS: partial(nan_norms, 20, 8),
     "oracle: stage 2 on the device": partial(oracle, config_of(stage=2, overlap_comm=True), "fp32", True),
 }
 

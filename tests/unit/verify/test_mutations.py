@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.mutation.table import REPOSITORY
+from unit.mutation.table import REPOSITORY, UNDO_FIXES
 from unit.verify.faults import MUTATIONS, Mutation
 from unit.verify.mutants import MutantRunner
-from unit.verify.scenarios import SCENARIOS
+from unit.verify.scenarios import NAN_OVER_SEEDS, SCENARIOS
 
 TABLE_ENV = "DS_MUTATION_TABLE"
 
@@ -70,6 +70,20 @@ def test_the_guard_finds_the_fault(mutation: Mutation, runner: MutantRunner, pac
     table.append(f"{mutation.guard:8} {mutation.name:50} {what_it_says(found)}")
     assert found, f"{mutation.guard} was silent about: {mutation.name}"
     assert any(re.search(mutation.names, finding) for finding in found), "\n".join(found)[:4000]
+
+
+def test_the_nan_of_issue_8061_appears_without_fix_1(runner: MutantRunner, package: Path) -> None:
+    """In every one of 20 runs, and under the default schedule already. With the fix in none: the control below runs it too."""
+    fix1 = UNDO_FIXES[0]
+    before, after = fix1.apply(package)
+    (package / fix1.file).write_text(after, encoding="utf-8")
+    try:
+        found = runner.run(package, NAN_OVER_SEEDS)
+    finally:
+        (package / fix1.file).write_text(before, encoding="utf-8")
+    runs = {re.sub(r"^rank \d+: |: the gradient.*$", "", finding) for finding in found}
+    assert {f"seed {seed}, schedule 0" for seed in range(20)} <= runs, sorted(runs)
+    assert len(runs) > 0.9 * 20 * 8, sorted(runs)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: re.sub(r"[ :,]+", "-", scenario))
