@@ -19,11 +19,11 @@ from tqdm import tqdm
 from deepspeed.runtime.config_source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
-from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, precision_of, read_config
+from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, precision_of, read_config, shape_of
 from deepspeed.verify.oracle.ranks import run_plan
 from deepspeed.verify.oracle.text import render
 from deepspeed.verify.oracle.verdicts import Report, make_report
-from deepspeed.verify.oracle.workload import GlobalBatches, UsageError, Workload, load_workload, seed_everything
+from deepspeed.verify.oracle.workload import GlobalBatches, Shape, UsageError, Workload, load_workload, seed_everything
 
 FAILED, MISUSED = 1, 2
 DEFAULT_BACKEND = "inductor"
@@ -91,17 +91,18 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     if settings.compile is not None and settings.compile not in torch._dynamo.list_backends(exclude_tags=()):
         raise UsageError(f"--compile {settings.compile}: torch.compile knows {', '.join(torch._dynamo.list_backends())}")
     config = load_config(settings.config)
+    shape = shape_of(config, settings.world_size)
     plan = make_plan(
         config,
         settings.model,
         settings.data,
-        world=settings.world_size,
+        shape,
+        numel=_try_model(settings, config, shape),
         steps=settings.steps,
         schedules=settings.schedules,
         backend=settings.compile,
         seed=settings.seed,
     )
-    _try_model(plan)
     started = time.monotonic()
     with _Progress(plan, visible) as progress:
         session = run_plan(plan, settings.timeout, progress.event)
@@ -109,17 +110,22 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     return make_report(plan, session, shown)
 
 
-def _try_model(plan: Plan) -> None:
-    """One forward and backward here, where a mistake is told at once and not in the logs of the ranks."""
-    workload = load_workload(plan.model, plan.data, plan.seed, plan.shape.rows)
-    batches = GlobalBatches(workload, plan.shape, plan.steps)
-    precision = precision_of(read_config(plan.runs[0].config, plan.shape.world))
+def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> int:
+    """One forward and backward here, where a mistake is told at once and not in the logs of the ranks.
+
+    Returns:
+        Trainable elements of the model.
+    """
+    workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
+    batches = GlobalBatches(workload, shape, settings.steps)
+    precision = precision_of(read_config(config, shape.world))
     losses = [_loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)]
     if not torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]).all()):
         raise UsageError(
-            f"--model {plan.model}: forward is random (losses {losses[0].item()!r} and {losses[1].item()!r} for one batch), "
+            f"--model {settings.model}: forward is random (losses {losses[0].item()!r} and {losses[1].item()!r} for one batch), "
             "so no run equals another; switch off what draws random numbers in forward"
         )
+    return sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
 
 
 def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -21,6 +21,8 @@ LEFT_OUT = ("verify", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per
 SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
 SIM_STEPS = 2
+SIM_BUCKETS = 4
+SCALE_POWER = 8
 
 
 class RunKind(str, Enum):
@@ -157,6 +159,11 @@ def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
 def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without its optimizer and schedule; the run brings SGD along."""
     changed = {key: value for key, value in copy.deepcopy(config).items() if key not in ("optimizer", "scheduler")}
+    fp16 = changed.get("fp16") or {}
+    if fp16.get("enabled") and not fp16.get("loss_scale"):
+        # A dynamic scale begins where gradients overflow, and a short run would skip all its steps. Searching for the scale is left
+        # to the run with the configuration's own optimizer.
+        changed["fp16"] = {**fp16, "initial_scale_power": min(int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER)}
     # SGD is not one of the host optimizers that offloading insists on; what it does here is the same.
     return {**changed, "zero_force_ds_cpu_optimizer": False}
 
@@ -166,10 +173,18 @@ def quiet(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
 
 
-def make_plan(
-    config: dict[str, Any], model: str, data: str | None, *, world: int, steps: int, schedules: int, backend: str | None, seed: int
-) -> Plan:
-    """The runs that `ds_verify` makes for these arguments.
+def in_several_buckets(config: dict[str, Any], numel: int) -> dict[str, Any]:
+    """The configuration with buckets that a small model fills several of: one bucket alone is never beside another."""
+    changed = copy.deepcopy(config)
+    zero = dict(changed.get("zero_optimization") or {})
+    size = zero.get("reduce_bucket_size")
+    enough = max(1, numel // SIM_BUCKETS)
+    zero["reduce_bucket_size"] = min(int(size), enough) if isinstance(size, (int, float)) else enough
+    return {**changed, "zero_optimization": zero}
+
+
+def shape_of(config: dict[str, Any], world: int) -> Shape:
+    """How this configuration cuts the global batch.
 
     Raises:
         UsageError: For a configuration of what this command does not run.
@@ -178,7 +193,34 @@ def make_plan(
     read = read_config(config, world)
     if int(read.tree.zero_optimization.stage) > 2:
         raise UsageError("--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2")
-    shape = Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
+    return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
+
+
+def make_plan(
+    config: dict[str, Any],
+    model: str,
+    data: str | None,
+    shape: Shape,
+    *,
+    numel: int,
+    steps: int,
+    schedules: int,
+    backend: str | None,
+    seed: int,
+) -> Plan:
+    """The runs that `ds_verify` makes for these arguments.
+
+    Args:
+        config: The user's.
+        model: `--model`.
+        data: `--data`.
+        shape: `shape_of(config, world)`.
+        numel: Trainable elements of the model.
+        steps: `--steps`.
+        schedules: `--schedules`.
+        backend: `--compile`, or None.
+        seed: `--seed`.
+    """
     base = with_shape(quiet(config), shape)
     sgd = with_sgd(base)
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
@@ -193,5 +235,6 @@ def make_plan(
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
     for schedule in range(schedules):
-        runs.append(Run(f"schedule {schedule}", RunKind.SIM, sgd, shape, min(steps, SIM_STEPS), schedule=schedule))
+        bucketed = in_several_buckets(sgd, numel)
+        runs.append(Run(f"schedule {schedule}", RunKind.SIM, bucketed, shape, min(steps, SIM_STEPS), schedule=schedule))
     return Plan(model, data, seed, steps, shape, runs)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class Expected:
         whole_bounds: Allowed difference to it, point 2 of the note.
         split: Mean of the micro-batches' gradients in double precision; None with `whole`.
         sizes: M per parameter.
+        peak: Largest element that a sum of scaled gradients can reach on its way.
     """
 
     rounded: Tensors
@@ -65,6 +66,7 @@ class Expected:
     whole_bounds: dict[str, float]
     split: Tensors | None
     sizes: dict[str, float]
+    peak: float
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -114,12 +116,14 @@ class Reference:
         model = self._model(masters, self.precision.model)
         factor = loss_scale / shape.accumulation
         rounded, sizes, each = _zeros(masters), dict.fromkeys(masters, 0.0), []
+        reach = _zeros(masters)
         for batch in pieces:
             grads = self._gradients(model, batch, factor, self.precision.model)
             for name, grad in grads.items():
                 exact = grad.double() / (loss_scale * shape.world)
                 rounded[name] += exact
                 sizes[name] += exact.norm().item()
+                reach[name] += grad.double().abs()
             if with_whole:
                 each.append(grads)
         floor = NEGLIGIBLE * math.sqrt(sum(size**2 for size in sizes.values()))
@@ -127,9 +131,12 @@ class Reference:
         unit = max(operations * ROUNDOFF[self.precision.sums], FP32_TOLERANCE)
         tiny = operations * FP16_SMALLEST / loss_scale if torch.float16 in (self.precision.model, self.precision.sums) else 0.0
         bounds = {n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel()) for n, master in masters.items()}
+        # torch's maximum keeps NaN, Python's may not.
+        peak = torch.stack([value.amax() for value in reach.values() if value.numel()]).amax().item()
+        half = Expected(rounded, bounds, None, {}, None, sizes, peak)
         if not with_whole or self.no_whole:
-            return Expected(rounded, bounds, None, {}, None, sizes)
-        return self._with_whole(masters, step, pieces, each, (rounded, bounds, sizes), loss_scale * shape.world)
+            return half
+        return self._with_whole(masters, step, pieces, each, half, loss_scale * shape.world)
 
     def _with_whole(
         self,
@@ -137,10 +144,9 @@ class Reference:
         step: int,
         pieces: list[object],
         each: list[Tensors],
-        half: tuple[Tensors, dict[str, float], dict[str, float]],
+        half: Expected,
         divisor: float,
     ) -> Expected:
-        rounded, bounds, sizes = half
         wide = self._wide_dtype(masters, step)
         whole = self._gradients(self._model(masters, wide), self.batches.whole(step), 1.0, wide)
         model = self._model(masters, wide)
@@ -151,9 +157,9 @@ class Reference:
                 split[name] += grad.double()
                 noise[name] += (grads[name].double() / divisor - grad.double()).norm().item()
         if self.no_double:
-            noise = {name: max(noise[name], UNMEASURED_NOISE * sizes[name]) for name in noise}
-        whole_bounds = {name: bounds[name] + 2 * noise[name] for name in masters}
-        return Expected(rounded, bounds, {n: g.double() for n, g in whole.items()}, whole_bounds, split, sizes)
+            noise = {name: max(noise[name], UNMEASURED_NOISE * half.sizes[name]) for name in noise}
+        whole_bounds = {name: half.rounded_bounds[name] + 2 * noise[name] for name in masters}
+        return replace(half, whole={n: g.double() for n, g in whole.items()}, whole_bounds=whole_bounds, split=split)
 
     def _wide_dtype(self, masters: Tensors, step: int) -> torch.dtype:
         """Double precision, unless the model has parts that insist on fp32."""

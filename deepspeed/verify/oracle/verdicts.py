@@ -374,7 +374,8 @@ def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
     if failed:
         run, outcome = failed[0]
         return [Row(checks[0], Verdict.FAIL, f"{run.name}: {outcome.failure}")]
-    where = f"{len(runs)} schedules x {runs[0][0].steps} steps on the simulated device"
+    bucket = runs[0][0].config["zero_optimization"]["reduce_bucket_size"]
+    where = f"{len(runs)} schedules x {runs[0][0].steps} steps on the simulated device, reduce_bucket_size {bucket:,}"
     hazards = [(run.name, hazard) for run, outcome in runs for result in outcome.ranks for hazard in result["hazards"]]
     rows = []
     for check, is_race in ((checks[0], True), (checks[1], False)):

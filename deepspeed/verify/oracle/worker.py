@@ -117,7 +117,13 @@ class Worker:
         with_whole = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
         expected = reference.expected(record.before, record.step, run.shape, record.loss_scale, with_whole)
         factor = float(run.shape.world) if config.tree.gradient_allreduce_op == "sum" else 1.0
-        findings = judge_step(record, expected, sum_factor=factor, whole_is_the_reference=precision.is_single)
+        findings = judge_step(
+            record,
+            expected,
+            largest=torch.finfo(precision.sums).max,
+            sum_factor=factor,
+            whole_is_the_reference=precision.is_single,
+        )
         if run.kind is RunKind.SGD:
             judge_sgd(findings, record, expected, config.tree.gradient_clipping, factor)
         self.tell("judged", run=run.name, step=record.step)

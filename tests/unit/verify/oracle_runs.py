@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
+from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session
 from deepspeed.verify.oracle.verdicts import Report, make_report
 from deepspeed.verify.oracle.worker import Worker
@@ -34,7 +34,8 @@ def config_of(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any
 
 
 def plan_of(config: dict[str, Any], function: str, kinds: tuple[RunKind, ...], steps: int = 3, schedules: int = 0) -> Plan:
-    plan = make_plan(config, f"{MODELS}:{function}", None, world=2, steps=steps, schedules=schedules, backend="aot_eager", seed=0)
+    model, shape = f"{MODELS}:{function}", shape_of(config, 2)
+    plan = make_plan(config, model, None, shape, numel=400, steps=steps, schedules=schedules, backend="aot_eager", seed=0)
     return Plan(plan.model, None, 0, steps, plan.shape, [run for run in plan.runs if run.kind in kinds])
 
 

@@ -176,3 +176,10 @@ def test_a_wrong_hugging_face_model(config: str, spec: str, capsys: pytest.Captu
     """Without transformers the message is that it is missing; each names the argument."""
     assert main(["--config", config, "--model", spec]) == 2
     assert "--model hf:" in capsys.readouterr().err
+
+
+def test_the_simulated_device_sees_several_buckets() -> None:
+    """Kills: a search for races on a model that fits one bucket, where none can be."""
+    plan = plan_of({**config_of(2), "zero_optimization": {"stage": 2}}, "right", tuple(RunKind), schedules=1)
+    sizes = {run.kind: run.config["zero_optimization"].get("reduce_bucket_size") for run in plan.runs}
+    assert sizes[RunKind.SIM] == 100 and sizes[RunKind.SGD] is None
