@@ -108,6 +108,14 @@ class Sim_Accelerator(CPU_Accelerator):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self.simulator.scheduler.default
 
+    def on_host(self) -> AbstractContextManager[None]:
+        """Within it the host computes at once, untraced, and as fast as without a simulation.
+
+        Entering waits for the current stream, as looking at a value does. Only for tensors that nobody else uses: no other
+        stream is waited for.
+        """
+        return self.simulator.on_host()
+
     def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[None]:
         return self.simulator.trace(tracer)
 

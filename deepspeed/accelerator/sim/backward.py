@@ -104,6 +104,15 @@ class BackwardStreams:
             self._chosen = outer
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it, a backward runs where it is called."""
+        outer, self._running = self._running, True
+        try:
+            yield
+        finally:
+            self._running = outer
+
+    @contextmanager
     def of(self, roots: Any, captures: bool = False) -> Iterator[None]:
         """Within it, one backward of `roots` runs on its streams.
 

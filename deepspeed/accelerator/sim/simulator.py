@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator.sim.backward import BackwardStreams
 from deepspeed.accelerator.sim.dispatch import Operators
@@ -68,6 +69,13 @@ class Simulator:
             self._patches.undo()
             self.operators.__exit__(None, None, None)
             self.scheduler.deactivate()
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Within it the host computes at once, past the device, after all work of the current stream."""
+        self.operators.host_access("on_host", [])
+        with _disable_current_modes(), self.backward.paused():
+            yield
 
     def _host_reads(self, what: str, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
 from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
 from unit.v1.contract import reference
 from unit.v1.contract.matrix import Case
@@ -59,6 +62,12 @@ def sums_dtype(case: Case) -> torch.dtype:
     return reference.DTYPES[case.precision.partition("+")[0]]
 
 
+def on_host() -> AbstractContextManager[None]:
+    """Leaves a simulated device: references and comparisons only use copies of their own, and are none of its business."""
+    accelerator = get_accelerator()
+    return accelerator.on_host() if isinstance(accelerator, Sim_Accelerator) else nullcontext()
+
+
 class CaseRun:
     """One case on this rank; `failures` says what was not as it must be."""
 
@@ -106,20 +115,21 @@ class CaseRun:
     def run(self) -> list[str]:
         """All steps; returns the failures."""
         try:
-            twin = AdamTwin(self) if self.case.optimizer == "adamw" else None
             masters = self.masters()
+            twin = AdamTwin(self, masters) if self.case.optimizer == "adamw" else None
             for step in range(steps_of(self.case)):
                 start = masters
                 self._backwards(step)
                 grads = self.gradients()
                 self.engine.step()
                 masters = self.masters()
-                expected = self._expected(step, start)
-                self._compare_gradients(step, grads, expected)
-                if twin is None:
-                    self._compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
-                else:
-                    twin.compare(step, grads, masters)
+                with on_host():
+                    expected = self._expected(step, start)
+                    self._compare_gradients(step, grads, expected)
+                    if twin is None:
+                        self._compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
+                    else:
+                        twin.compare(step, grads, masters)
                 self._check_replicas(step, masters)
                 self._check_rest(step)
         finally:
@@ -187,9 +197,10 @@ class CaseRun:
 class AdamTwin:
     """torch's AdamW on whole masters, fed with the gradients that the system reports."""
 
-    def __init__(self, run: CaseRun) -> None:
+    def __init__(self, run: CaseRun, masters: Tensors) -> None:
         self.run = run
-        self.params = {name: torch.nn.Parameter(value) for name, value in run.masters().items()}
+        with on_host():
+            self.params = {name: torch.nn.Parameter(value.clone()) for name, value in masters.items()}
         groups = [{"params": [param], "weight_decay": run.weight_decay[name]} for name, param in self.params.items()]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
 
