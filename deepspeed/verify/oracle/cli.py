@@ -21,6 +21,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
 from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, precision_of, read_config, shape_of
 from deepspeed.verify.oracle.ranks import run_plan
+from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.text import render
 from deepspeed.verify.oracle.verdicts import Report, make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, UsageError, Workload, load_workload, seed_everything
@@ -92,12 +93,14 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         raise UsageError(f"--compile {settings.compile}: torch.compile knows {', '.join(torch._dynamo.list_backends())}")
     config = load_config(settings.config)
     shape = shape_of(config, settings.world_size)
+    numel, no_split = _try_model(settings, config, shape)
     plan = make_plan(
         config,
         settings.model,
         settings.data,
         shape,
-        numel=_try_model(settings, config, shape),
+        numel=numel,
+        no_split=no_split,
         steps=settings.steps,
         schedules=settings.schedules,
         backend=settings.compile,
@@ -110,11 +113,11 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     return make_report(plan, session, shown)
 
 
-def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> int:
+def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str]:
     """One forward and backward here, where a mistake is told at once and not in the logs of the ranks.
 
     Returns:
-        Trainable elements of the model.
+        Trainable elements of the model, and why its global batch cannot be cut in other ways (or nothing).
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
@@ -125,7 +128,8 @@ def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> int:
             f"--model {settings.model}: forward is random (losses {losses[0].item()!r} and {losses[1].item()!r} for one batch), "
             "so no run equals another; switch off what draws random numbers in forward"
         )
-    return sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
+    numel = sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
+    return numel, uncuttable(workload, batches)
 
 
 def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -71,7 +71,11 @@ def draw(report: Report) -> bytes:
                 curve["step"], _values(curve["parameter"]), marker="s", linestyle=":", color=color, label=f"{name}: parameter"
             )
     errors.axhline(1.0, color="red", linewidth=1)
-    for axes, title in ((losses, "loss (rank 0)"), (norms, "gradient norm (x: reference)"), (errors, "largest error / allowed")):
+    for axes, title in (
+        (losses, "loss (mean over ranks)"),
+        (norms, "gradient norm (x: reference)"),
+        (errors, "largest error / allowed"),
+    ):
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))

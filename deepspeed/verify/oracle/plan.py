@@ -22,6 +22,7 @@ SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no grad
 GUARD_STEPS = 2
 SIM_STEPS = 2
 SIM_BUCKETS = 4
+ONE_CUT = "a global batch of one sample per rank has one cut only"
 SCALE_POWER = 8
 
 
@@ -76,6 +77,7 @@ class Plan:
         steps: `--steps`.
         shape: The configuration's cut of the global batch.
         runs: In this order.
+        no_split: Why the global batch is not cut in other ways; empty if it is.
     """
 
     model: str
@@ -84,6 +86,7 @@ class Plan:
     steps: int
     shape: Shape
     runs: list[Run] = field(default_factory=list)
+    no_split: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -207,6 +210,7 @@ def make_plan(
     schedules: int,
     backend: str | None,
     seed: int,
+    no_split: str = "",
 ) -> Plan:
     """The runs that `ds_verify` makes for these arguments.
 
@@ -220,13 +224,15 @@ def make_plan(
         schedules: `--schedules`.
         backend: `--compile`, or None.
         seed: `--seed`.
+        no_split: Why the global batch must not be cut in other ways.
     """
     base = with_shape(quiet(config), shape)
     sgd = with_sgd(base)
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
     if config.get("optimizer") is not None:
         runs.append(Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps))
-    for split in shape.splits():
+    splits = [] if no_split else shape.splits()
+    for split in splits:
         name = f"{split.accumulation} x {split.rows} per rank"
         runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS)))
     if backend is not None:
@@ -237,4 +243,4 @@ def make_plan(
     for schedule in range(schedules):
         bucketed = in_several_buckets(sgd, numel)
         runs.append(Run(f"schedule {schedule}", RunKind.SIM, bucketed, shape, min(steps, SIM_STEPS), schedule=schedule))
-    return Plan(model, data, seed, steps, shape, runs)
+    return Plan(model, data, seed, steps, shape, runs, no_split or ("" if splits else ONE_CUT))

@@ -79,6 +79,14 @@ def global_norm(grads: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
 
 
+def uncuttable(workload: Workload, batches: GlobalBatches) -> str:
+    """Why the global batch cannot be cut in another way and be the same; empty if it can."""
+    norms = workload.batch_norms()
+    if norms and batches.whole_reason is None:
+        return f"BatchNorm {norms[0]!r} normalizes over its micro-batch, so another cut of the batch is another model"
+    return batches.whole_reason or ""
+
+
 class Reference:
     """Gradients of given weights on given steps.
 
@@ -96,11 +104,8 @@ class Reference:
         self.workload = workload
         self.batches = batches
         self.precision = precision
-        self.no_whole = batches.whole_reason or ""
+        self.no_whole = uncuttable(workload, batches)
         self.no_double = ""
-        norms = workload.batch_norms()
-        if norms and not self.no_whole:
-            self.no_whole = f"{norms[0]} normalizes over the micro-batch, so cutting the batch differently changes the model itself"
 
     def expected(self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool) -> Expected:
         """What the gradient of `step` at the fp32 weights `masters` must be, averaged and unscaled.

@@ -64,7 +64,7 @@ class Report:
     Attributes:
         rows: The table.
         notes: What was changed for the check, or cannot be compared.
-        curves: Per run: losses, norms, and per step the largest gradient and parameter error as a share of what is allowed.
+        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and parameter error as a share of what is allowed.
         settings: Arguments of the check.
     """
 
@@ -107,7 +107,7 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
     for run in plan.runs:
         outcome = session.outcomes.get(run.name, Outcome(failure="was not reached"))
         for result in outcome.ranks[:1]:
-            curves[run.name] = _curves(result, _findings(outcome))
+            curves[run.name] = _curves(outcome, _findings(outcome))
             notes += [note for note in result.get("notes", []) if note not in notes]
         if run.kind is not RunKind.SIM:
             rows += _ROWS[run.kind](run, outcome)
@@ -201,7 +201,7 @@ def _absent(plan: Plan) -> list[Row]:
     if RunKind.COMPILED not in kinds:
         rows.append(Row("eager = compiled", Verdict.NOT_RUN, "not asked for (--compile)"))
     if RunKind.SPLIT not in kinds:
-        rows.append(Row("accumulation invariance", Verdict.NOT_RUN, "the global batch of one sample per rank has one cut only"))
+        rows.append(Row("accumulation invariance", Verdict.NOT_RUN, plan.no_split))
     return rows
 
 
@@ -397,17 +397,17 @@ def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> R
         )
         return Row(check, Verdict.FAIL, text, parameters=sorted({o["name"] for _, o in apart}))
     if not any(result["compared"] for _, outcome in runs for result in outcome.ranks):
-        return Row(check, Verdict.NOT_RUN, "the SGD run on the host has no result to compare with")
+        return Row(check, Verdict.NOT_RUN, "an earlier run failed, so the host's SGD run is not at hand")
     return Row(check, Verdict.PASS, f"parameters equal those of the SGD run ({where})")
 
 
-def _curves(result: dict[str, Any], findings: list[StepFindings]) -> dict[str, list[Any]]:
+def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[Any]]:
     def finite(value: float | None) -> float | None:
         return None if value is None or not math.isfinite(value) else value
 
     return {
-        "loss": [finite(value) for value in result["losses"]],
-        "norm": [finite(value) for value in result["norms"]],
+        "loss": [finite(sum(losses) / len(losses)) for losses in zip(*(rank["losses"] for rank in outcome.ranks), strict=True)],
+        "norm": [finite(value) for value in outcome.ranks[0]["norms"]],
         "step": [one.step for one in findings],
         "expected_norm": [None if one.norm is None else finite(one.norm.size) for one in findings],
         "gradient": [finite(_worst(one.gradients.values())) for one in findings],

@@ -13,10 +13,11 @@ import torch
 from deepspeed.verify.oracle import picture
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
-from deepspeed.verify.oracle.plan import Plan, RunKind
-from deepspeed.verify.oracle.ranks import run_plan
+from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
+from deepspeed.verify.oracle.ranks import Session, run_plan
+from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.text import render
-from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, family_of
+from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, family_of, make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 from unit.verify.oracle_runs import MODELS, config_of, plan_of
 
@@ -183,3 +184,14 @@ def test_the_simulated_device_sees_several_buckets() -> None:
     plan = plan_of({**config_of(2), "zero_optimization": {"stage": 2}}, "right", tuple(RunKind), schedules=1)
     sizes = {run.kind: run.config["zero_optimization"].get("reduce_bucket_size") for run in plan.runs}
     assert sizes[RunKind.SIM] == 100 and sizes[RunKind.SGD] is None
+
+
+def test_a_batch_norm_is_not_cut_otherwise() -> None:
+    """Kills: a failure blamed on the engine that is the model's own."""
+    workload = Workload(torch.nn.BatchNorm1d(1), lambda step, micro, rank: torch.ones(4, 1))
+    reason = uncuttable(workload, GlobalBatches(workload, Shape(2, 2, 4), steps=1))
+    assert "BatchNorm" in reason
+    plan = make_plan(config_of(1), "m", None, Shape(2, 2, 4), numel=1, steps=1, schedules=0, backend=None, seed=0, no_split=reason)
+    assert RunKind.SPLIT not in {run.kind for run in plan.runs}
+    report = make_report(plan, Session(), {})
+    assert [row.detail for row in report.rows if row.check == "accumulation invariance"] == [reason]
