@@ -64,7 +64,8 @@ class Report:
     Attributes:
         rows: The table.
         notes: What was changed for the check, or cannot be compared.
-        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and parameter error as a share of what is allowed.
+        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and parameter error as a share of what
+            is allowed.
         settings: Arguments of the check.
     """
 
