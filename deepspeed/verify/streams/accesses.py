@@ -8,7 +8,7 @@ these is ordered after all. That is also what bounds the memory: one write and o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from deepspeed.accelerator.stream_trace import Access
 from deepspeed.verify.streams.stacks import Stack
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Launch:
     """One operator on one stream.
 
@@ -76,21 +76,32 @@ class AccessMap:
     def unordered(self, access: Access, is_ordered: IsOrdered) -> list[Use]:
         """Remembered accesses that overlap `access`, conflict with it and are not ordered before it; each once."""
         found: dict[int, Use] = {}
-        for segment in self._overlapping(access.start, access.end):
-            for use in segment.conflicts(access.writes):
-                if id(use) not in found and not is_ordered(use.launch):
+        index = self._index(access.start)
+        while index < len(self._segments) and self._segments[index].start < access.end:
+            for use in self._segments[index].conflicts(access.writes):
+                if not is_ordered(use.launch):
                     found[id(use)] = use
+            index += 1
         return list(found.values())
 
-    def _overlapping(self, start: int, end: int) -> Iterator[Segment]:
-        index = bisect_right(self._segments, start, key=lambda segment: segment.end)
-        while index < len(self._segments) and self._segments[index].start < end:
-            yield self._segments[index]
-            index += 1
+    def _index(self, position: int) -> int:
+        """Index of the first segment that ends after `position`."""
+        segments = self._segments
+        if not segments or segments[0].end > position:
+            return 0
+        return bisect_right(segments, position, key=lambda segment: segment.end)
 
     def record(self, use: Use, is_ordered: IsOrdered) -> None:
         """Remember `use`; forget what it makes superfluous."""
         start, end = use.access.start, use.access.end
+        index = self._index(start)
+        if index < len(self._segments) and (same := self._segments[index]).start == start and same.end == end:
+            # Nearly always: the same tensor again.
+            if use.access.writes:
+                same.write, same.reads = use, ()
+            else:
+                same.reads = (*[read for read in same.reads if not is_ordered(read.launch)], use)
+            return
         first, last = self._cut(start), self._cut(end)
         if use.access.writes:
             self._segments[first:last] = [Segment(start, end, use, ())]
@@ -108,7 +119,7 @@ class AccessMap:
 
     def _cut(self, position: int) -> int:
         """Index of the first segment at or after `position`, once the one that crosses it is cut in two."""
-        index = bisect_right(self._segments, position, key=lambda segment: segment.end)
+        index = self._index(position)
         if index < len(self._segments) and self._segments[index].start < position:
             crossed = self._segments[index]
             self._segments.insert(index + 1, Segment(position, crossed.end, crossed.write, crossed.reads))

@@ -110,6 +110,7 @@ class StreamChecker:
         self._by_places: dict[Hashable, Finding] = {}
         self._host: Clock = {}
         self._clocks: dict[Hashable, Clock] = {}
+        self._caught_up: set[Hashable] = set()  # streams whose clock has all that the host knows
         self._events = _EventClocks()
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[Hashable, list[_Freed]] = {}
@@ -149,7 +150,8 @@ class StreamChecker:
     def launched(self, operator: str, stream: Hashable, accesses: Sequence[Access]) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             launch = self._issue(operator, stream)
             is_ordered = ordered_before(self._clocks[stream])
             for access in accesses:
@@ -161,7 +163,8 @@ class StreamChecker:
     def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
         """See `StreamTracer`. Everything issued later is ordered after it, so it need not be remembered."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             launch = Launch(operator, HOST, 0, capture())
             for access in accesses:
                 self._check(Use(launch, access), ordered_before(self._host))
@@ -175,13 +178,22 @@ class StreamChecker:
     def _clock_of(self, stream: Hashable) -> Clock:
         """The clock of what the stream gets now: after all that the host knows to be done."""
         clock = self._clocks.setdefault(stream, {})
-        join(clock, self._host)
+        if stream not in self._caught_up:
+            join(clock, self._host)
+            self._caught_up.add(stream)
         return clock
+
+    def _host_waited(self, clock: Clock) -> None:
+        join(self._host, clock)
+        self._caught_up.clear()
 
     def _access(self, use: Use, is_ordered: IsOrdered) -> None:
         if use.access.start < use.access.end:
             self._check(use, is_ordered)
-            self._memory.setdefault(use.access.storage, _Memory()).accesses.record(use, is_ordered)
+            memory = self._memory.get(use.access.storage)
+            if memory is None:
+                memory = self._memory[use.access.storage] = _Memory()
+            memory.accesses.record(use, is_ordered)
 
     def _check(self, use: Use, is_ordered: IsOrdered) -> None:
         memory = self._memory.get(use.access.storage)
@@ -200,33 +212,38 @@ class StreamChecker:
     def event_recorded(self, event: Hashable, stream: Hashable) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             self._events.set(event, dict(self._clock_of(stream)))
 
     def event_waited(self, event: Hashable, stream: Hashable) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             join(self._clock_of(stream), self._events.get(event) or {})
 
     def event_synchronized(self, event: Hashable) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
-            join(self._host, self._events.get(event) or {})
+            if self._dying:
+                self._settle_frees()
+            self._host_waited(self._events.get(event) or {})
 
     def stream_synchronized(self, stream: Hashable) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
-            join(self._host, self._clocks.get(stream, {}))
+            if self._dying:
+                self._settle_frees()
+            self._host_waited(self._clocks.get(stream, {}))
 
     def device_synchronized(self) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             for clock in self._clocks.values():
-                join(self._host, clock)
+                self._host_waited(clock)
             self._sweep()
 
     # What a tracer hears about memory
@@ -234,7 +251,8 @@ class StreamChecker:
     def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
         """See `StreamTracer`, and [Note: memory that is handed out again]."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             launch = self._issue(ALLOCATION, stream)
             use = Use(launch, Access(storage, 0, nbytes, True, 0))
             is_ordered = ordered_before(self._clocks[stream])
@@ -258,7 +276,8 @@ class StreamChecker:
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
         """See `StreamTracer`."""
         with self._lock:
-            self._settle_frees()
+            if self._dying:
+                self._settle_frees()
             self._memory.setdefault(storage, _Memory()).recorded.add(stream)
 
     def _settle_frees(self) -> None:

@@ -8,7 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from types import CodeType
+from types import CodeType, FrameType
 
 Stack = tuple[tuple[CodeType, int], ...]
 """Code object and line, innermost frame first."""
@@ -34,7 +34,10 @@ def _foreign_directories() -> tuple[str, ...]:
     return tuple(place + os.sep for place in places)
 
 
-@functools.cache
+_shown: dict[str, bool] = {}
+"""By file name."""
+
+
 def _is_shown(filename: str) -> bool:
     """Whether frames of this file are user or engine code."""
     if filename.startswith("<"):
@@ -52,15 +55,20 @@ def _is_shown(filename: str) -> bool:
 def capture() -> Stack:
     """The innermost user and engine frames of the caller. No source line is read."""
     frames: list[tuple[CodeType, int]] = []
-    frame = sys._getframe(1)
-    for _ in range(MAX_DEPTH):
-        if _is_shown(frame.f_code.co_filename):
-            frames.append((frame.f_code, frame.f_lineno))
+    frame: FrameType | None = sys._getframe(1)
+    depth = 0
+    # Several times per operator: a dictionary of file names costs a third of what calling a cached function does.
+    while frame is not None and depth < MAX_DEPTH:
+        code = frame.f_code
+        shown = _shown.get(code.co_filename)
+        if shown is None:
+            shown = _shown[code.co_filename] = _is_shown(code.co_filename)
+        if shown:
+            frames.append((code, frame.f_lineno))
             if len(frames) == MAX_FRAMES:
                 break
-        if frame.f_back is None:
-            break
         frame = frame.f_back
+        depth += 1
     return tuple(frames)
 
 
