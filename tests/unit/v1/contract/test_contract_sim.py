@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from unit.common import DistributedTest
-from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, Case, chunk, of_world, pairwise_cases, product_cases
+from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, Case, chunk, instance_cases, of_world, pairwise_cases, product_cases
 from unit.v1.contract.runner import run_cases
 
 
@@ -31,19 +31,17 @@ def run_simulated(cases: list[Case]) -> None:
 
 
 class TestPairs(DistributedTest):
-    """All pairs of values."""
+    """All pairs of values, with one optimizer instance and with several."""
 
+    world_size = [1, 2, 3, 4]
     exec_timeout = 400
 
-    @pytest.mark.world_size(1)
-    def test_world_1(self) -> None:
-        # Kills: a race that one rank has by itself.
-        run_simulated(of_world(pairwise_cases(), 1))
+    def test(self) -> None:
+        # Kills: a missing wait for a collective, a bucket or gathered parameters used early, memory let go while it is sent; and a
+        # checker that cries wolf.
+        from deepspeed import comm as dist
 
-    @pytest.mark.world_size(2)
-    def test_world_2(self) -> None:
-        # Kills: a missing wait for a collective, a bucket or gathered parameters used early, memory let go while it is sent.
-        run_simulated(of_world(pairwise_cases(), 2))
+        run_simulated(of_world(pairwise_cases() + instance_cases(), dist.get_world_size()))
 
 
 @pytest.mark.contract
