@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import memory_names
 from deepspeed.verify.streams.checker import StreamChecker
 from deepspeed.verify.streams.collectives import telling
+from deepspeed.verify.streams.findings import StreamRaceError
 
 _process_wide: ExitStack | None = None
 _process_checker: StreamChecker | None = None
@@ -70,8 +74,23 @@ def disable_stream_checking() -> None:
 def raise_findings() -> None:
     """Raise what `enable_stream_checking` has found since the last call; nothing when it is off.
 
+    With a process group all ranks must call it alike, and all raise if one of them has a finding: a rank that went on by itself
+    would wait for the others in its next collective.
+
     Raises:
-        StreamRaceError: There is a finding.
+        StreamRaceError: There is a finding, here or on another rank.
     """
-    if _process_checker is not None:
-        _process_checker.raise_findings()
+    if _process_checker is None:
+        return
+    races_elsewhere = _is_anywhere(bool(_process_checker.findings))
+    _process_checker.raise_findings()
+    if races_elsewhere:
+        raise StreamRaceError([], "another rank left accesses to memory unordered; see its report")
+
+
+def _is_anywhere(here: bool) -> bool:
+    if not dist.is_initialized():
+        return here
+    flag = torch.tensor([float(here)], device=get_accelerator().current_device_name())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

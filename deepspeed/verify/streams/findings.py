@@ -108,10 +108,14 @@ def report(findings: Sequence[Finding]) -> str:
 class StreamRaceError(RuntimeError):
     """Accesses to the same memory were left unordered; the message is the report.
 
+    Args:
+        findings: What was found on this rank.
+        message: What to say instead of the report of the findings.
+
     Attributes:
-        findings: What was found.
+        findings: What was found on this rank.
     """
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        super().__init__(report(findings))
+    def __init__(self, findings: Sequence[Finding], message: str | None = None) -> None:
+        super().__init__(report(findings) if message is None else message)
         self.findings = list(findings)
