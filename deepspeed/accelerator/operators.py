@@ -7,7 +7,7 @@ Shared by the simulated device and by tracing on real streams. It calls no opera
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -46,13 +46,13 @@ def written_names(func: Any) -> tuple[str, ...]:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists, tuples and mappings, in order."""
+    """The tensors of nested lists, tuples and dicts, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
             yield from tensors_in(item)
-    elif isinstance(tree, Mapping):
+    elif isinstance(tree, dict):
         yield from tensors_in(list(tree.values()))
 
 
@@ -88,11 +88,19 @@ def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tup
         tensor: any strided tensor.
         limit: at most about this many intervals; a tensor in more pieces gets intervals that also cover some gaps.
     """
-    if tensor.numel() == 0:
+    width, first = tensor.element_size(), int(tensor.storage_offset())
+    relative = _element_intervals(tensor.shape, tensor.stride(), limit)
+    return [((first + low) * width, (first + high) * width) for low, high in relative]
+
+
+@lru_cache(maxsize=4096)
+def _element_intervals(shape: tuple[int, ...], strides: tuple[int, ...], limit: int) -> list[tuple[int, int]]:
+    """As `byte_intervals`, in elements from the first one."""
+    if 0 in shape:
         return []
     run = 1
     outer: list[tuple[int, int]] = []
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s > 0):
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1 and s > 0):
         if stride <= run and not outer:
             run += stride * (size - 1)
         else:
@@ -101,10 +109,9 @@ def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tup
         stride, size = outer.pop(0)
         run += stride * (size - 1)
     starts = sorted(sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in outer)))
-    width, first = tensor.element_size(), int(tensor.storage_offset())
     merged: list[tuple[int, int]] = []
     for start in starts:
-        low, high = (first + start) * width, (first + start + run) * width
+        low, high = start, start + run
         if merged and low <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -72,6 +71,25 @@ def kind_of(func: Any) -> Kind:
     return Kind.RANDOM if torch.Tag.nondeterministic_seeded in tags else Kind.COMPUTE
 
 
+class _Facts(NamedTuple):
+    """What is asked about an operator in each call."""
+
+    func: Any
+    kind: Kind
+    name: str
+
+
+_facts: dict[int, _Facts] = {}
+
+
+def _facts_of(func: Any) -> _Facts:
+    # By identity: an operator's own hash is computed in Python. The entry keeps it alive, so no other gets its identity.
+    known = _facts.get(id(func))
+    if known is None:
+        known = _facts[id(func)] = _Facts(func, kind_of(func), func.name())
+    return known
+
+
 class Fresh(NamedTuple):
     """A tensor that an operator returns in memory of its own."""
 
@@ -92,12 +110,15 @@ class Plan(NamedTuple):
     """What an operator returns for arguments of certain shapes.
 
     Attributes:
-        results: Per returned value an argument's name, a `Fresh`, a list of `Fresh`, or None.
+        results: Per returned value an argument's position or name (`_aliased`), a `Fresh`, a list of `Fresh`, or None.
         deferrable: False if it does something that only the real arguments can tell.
+        reads, writes: Which of the arguments' tensors, counted in order, it only reads, and writes.
     """
 
     results: tuple[Any, ...]
     deferrable: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
 
 
 class Operators(TorchDispatchMode):
@@ -123,19 +144,24 @@ class Operators(TorchDispatchMode):
             return NotImplemented  # a tensor subclass that consists of tensors: they come here one by one
         if self.in_forked_child and torch.utils.data.get_worker_info() is not None:
             return func(*args, **kwargs)  # a data loader's worker computes on the host
-        kind = kind_of(func)
-        if kind in (Kind.VIEW, Kind.METADATA):
+        facts = _facts_of(func)
+        kind = facts.kind
+        if kind is Kind.VIEW or kind is Kind.METADATA:
             return func(*args, **kwargs)
         if kind is Kind.COMPOSITE:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        tensors = list(operators.tensors_in((*args, *kwargs.values())))
+        tensors: list[torch.Tensor] = []
+        key = _call_key(func, args, kwargs, tensors)
+        plan = self._plans.get(key)
+        if plan is not None and not self._allocator.has_host_memory:
+            return self._defer(facts, args, kwargs, tensors, plan)  # such a call has passed all that follows
         if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
-        if any(map(self._allocator.on_host, tensors)):
-            return self._with_host_memory(func, args, kwargs, tensors)
+        if self._allocator.has_host_memory and any(map(self._allocator.on_host, tensors)):
+            return self._with_host_memory(facts, args, kwargs, tensors, key)
         if kind is Kind.COLLECTIVE:
             self._before_collective()
             return func(*args, **kwargs)
@@ -143,20 +169,20 @@ class Operators(TorchDispatchMode):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
-        return self._defer(func, args, kwargs, kind)
+        return self._defer(facts, args, kwargs, tensors, plan or self._plan(func, args, kwargs, key))
 
-    def _defer(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
-        shadows, shadow_kwargs = self.shadows(args), self.shadows(kwargs)
-        work = self._random(func, args, kwargs, shadows, shadow_kwargs) if kind is Kind.RANDOM else None
-        plan = self._plan(func, args, kwargs)
+    def _defer(self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan | None) -> Any:
         if plan is None or not plan.deferrable:
-            return self._now(func, args, kwargs)
-        if work is None and kind is not Kind.ALLOCATE:
-            work = _bind(func, shadows, shadow_kwargs)
-        return self._issue(func, args, kwargs, plan, work)
+            return self._now(facts.func, args, kwargs)
+        work = None
+        if facts.kind is not Kind.ALLOCATE:
+            bind = self._random if facts.kind is Kind.RANDOM else _bind
+            work = bind(facts.func, self.shadows(args), self.shadows(kwargs))
+        return self._issue(facts, args, kwargs, tensors, plan, work)
 
-    def _with_host_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def _with_host_memory(self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any) -> Any:
         """The host computes on its own memory at once; copies between it and the device go by streams."""
+        func = facts.func
         if all(map(self._allocator.on_host, tensors)):
             tracer = self._scheduler.tracer
             if tracer is not None:
@@ -166,7 +192,9 @@ class Operators(TorchDispatchMode):
             for tensor in operators.tensors_in(result):
                 self._allocator.give_to_host(tensor)
             return result
-        result = self._defer(func, args, kwargs, kind_of(func))
+        # Under a key of its own: not every such call could be deferred without host memory.
+        plan = self._plan(func, args, kwargs, (key, "host memory"))
+        result = self._defer(facts, args, kwargs, tensors, plan)
         may_go_on = any(argument.name == "non_blocking" for argument in func._schema.arguments)
         if may_go_on and not operators.arguments(func, args, kwargs).get("non_blocking", False):
             self._scheduler.current.synchronize()
@@ -176,28 +204,24 @@ class Operators(TorchDispatchMode):
 
     def shadows(self, args: Any) -> Any:
         """Arguments as a kernel gets them: addresses, which keep no tensor of the user alive."""
-        # A tensor made for a kernel is none that inference mode protects.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            return self._shadows(args)
+        if isinstance(args, torch.Tensor):
+            return self._allocator.shadow(args)
+        if isinstance(args, (list, tuple)):
+            return type(args)([self.shadows(item) for item in args]) if args else args
+        return {name: self.shadows(value) for name, value in args.items()} if isinstance(args, dict) else args
 
-    def _shadows(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return self._allocator.shadow(tree)
-        if isinstance(tree, (list, tuple)):
-            return type(tree)([self._shadows(item) for item in tree]) if tree else tree
-        return {name: self._shadows(value) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
-
-    def _issue(self, func: Any, args: Any, kwargs: Any, plan: Plan, work: Callable[[], Any] | None) -> Any:
-        given = operators.arguments(func, args, kwargs)
+    def _issue(
+        self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan, work: Callable[[], Any] | None
+    ) -> Any:
         fresh: list[torch.Tensor] = []
-        results = [self._result(entry, given, fresh) for entry in plan.results]
+        results = [self._result(entry, args, kwargs, fresh) for entry in plan.results]
         if work is not None:
             into = [self._allocator.shadow(tensor) for tensor in fresh]
             self.launch(
-                func.name(),
+                facts.name,
                 _storing(work, into),
-                operators.reads(func, args, kwargs),
-                [*operators.writes(func, args, kwargs), *fresh],
+                [tensors[index] for index in plan.reads],
+                [*[tensors[index] for index in plan.writes], *fresh],
             )
         if not results:
             return None
@@ -225,9 +249,10 @@ class Operators(TorchDispatchMode):
         stream = stream or scheduler.current
         if scheduler.tracer is not None:
             scheduler.tracer.launched(operator, stream, self._accesses(reads, writes))
-        blocks = [block for block in map(allocator.block_of, (*reads, *writes)) if block is not None]
-        for block in blocks:
-            block.uses[stream] = stream.issued + 1
+        for tensor in (*reads, *writes):
+            block = allocator.block_of(tensor)
+            if block is not None:
+                block.uses[stream] = stream.issued + 1
         scheduler.put(stream, Work(operator, run, waits_for_ranks))
 
     def _accesses(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> list[Any]:
@@ -235,29 +260,29 @@ class Operators(TorchDispatchMode):
         found = [access for tensor in reads for access in allocator.accesses(tensor, False)]
         return found + [access for tensor in writes for access in allocator.accesses(tensor, True)]
 
-    def _result(self, entry: Any, given: dict[str, Any], fresh: list[torch.Tensor]) -> Any:
-        if isinstance(entry, str):
-            return given[entry]
+    def _result(self, entry: Any, args: Any, kwargs: Any, fresh: list[torch.Tensor]) -> Any:
+        if isinstance(entry, Fresh):
+            tensor = self.allocate(entry)
+            fresh.append(tensor)
+            return tensor
         if isinstance(entry, list):
-            return [self._result(item, given, fresh) for item in entry]
-        if entry is None:
-            return None
-        tensor = self.allocate(entry)
-        fresh.append(tensor)
-        return tensor
+            return [self._result(item, args, kwargs, fresh) for item in entry]
+        if isinstance(entry, int):
+            return args[entry]
+        return None if entry is None else kwargs[entry]
 
     def allocate(self, spec: Fresh) -> torch.Tensor:
         """A poisoned tensor."""
-        if not spec.nbytes:
+        nbytes = spec.nbytes
+        if not nbytes:
             return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype)
-        storage = self._allocator.allocate(spec.nbytes, spec.dtype)
-        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.size, spec.stride)
+        return self._allocator.allocate(nbytes, spec.dtype, spec.size, spec.stride)
 
-    def _random(self, func: Any, args: Any, kwargs: Any, shadows: Any, shadow_kwargs: Any) -> Callable[[], Any]:
+    def _random(self, func: Any, shadows: Any, shadow_kwargs: Any) -> Callable[[], Any]:
         """Use the generator up now; the work, later, with the generator as it was."""
-        generator = _generator(args, kwargs)
+        generator = _generator(shadows, shadow_kwargs)
         before = generator.get_state()
-        func(*_dummies(args, 0), **_dummies(kwargs, 0))
+        func(*_dummies(shadows, 0), **_dummies(shadow_kwargs, 0))
 
         def work() -> Any:
             now = generator.get_state()
@@ -271,14 +296,10 @@ class Operators(TorchDispatchMode):
 
     # Results' shapes
 
-    def _plan(self, func: Any, args: Any, kwargs: Any) -> Plan | None:
-        has_tensors = next(operators.tensors_in((*args, *kwargs.values())), None) is not None
-        key = (func, torch.get_default_dtype(), _key(args, has_tensors), *((n, _key(v, has_tensors)) for n, v in kwargs.items()))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = _made_plan(func, args, kwargs)
-            if plan is not None:
-                self._plans[key] = plan
+    def _plan(self, func: Any, args: Any, kwargs: Any, key: Any) -> Plan | None:
+        plan = self._plans.get(key) or _made_plan(func, args, kwargs)
+        if plan is not None:
+            self._plans[key] = plan
         return plan
 
     # Not deferring
@@ -322,7 +343,7 @@ def _storing(work: Callable[[], Any], into: list[torch.Tensor]) -> Callable[[], 
         result = work()
         if into:
             # Arguments that are returned come before or between fresh results; they are no results of ours.
-            made = [t for t in operators.tensors_in(result)][-len(into) :]
+            made = [result] if isinstance(result, torch.Tensor) else list(operators.tensors_in(result))[-len(into) :]
             for target, value in zip(into, made, strict=True):
                 target.copy_(value)
 
@@ -354,14 +375,29 @@ def _has_mask(args: Any) -> bool:
     return any(index.dtype in (torch.bool, torch.uint8) for index in operators.tensors_in(args[1]))
 
 
-def _key(value: Any, floats_are_alike: bool) -> Any:
-    """What of an argument the shape of the result can depend on. Hashable."""
+def _call_key(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    """Equal for calls whose results have equal shapes and that are treated alike. Hashable. Appends all tensors to `tensors`."""
+    positional = tuple([_key(argument, tensors) for argument in args])
+    named = tuple([(name, _key(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
+    # `_facts` keeps the operator alive, so its identity stands for it.
+    return (id(func), torch.get_default_dtype(), positional, named)
+
+
+_INTEGERS = frozenset((int, bool))
+
+
+def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What of an argument the shape of the result, and how the operator is treated, can depend on."""
     if isinstance(value, torch.Tensor):
-        return (value.dtype, value.shape, value.stride())
+        tensors.append(value)
+        if value.layout is torch.strided and value.is_cpu:
+            return (value.dtype, value.shape, value.stride())
+        return (value.device, value.layout)  # never deferred
     if isinstance(value, (list, tuple)):
-        return tuple([_key(item, floats_are_alike) for item in value])
-    if isinstance(value, torch.Generator) or (floats_are_alike and isinstance(value, float)):
-        return type(value)
+        types = tuple(map(type, value))
+        return (types, tuple(value)) if _INTEGERS.issuperset(types) else tuple([_key(item, tensors) for item in value])
+    if isinstance(value, torch.Generator) or (tensors and isinstance(value, float)):
+        return type(value)  # with tensors in front, a float's value is no matter of shapes
     return (type(value), value)  # 1, 1.0 and True are equal and make different dtypes
 
 
@@ -397,15 +433,26 @@ def _plan_of(func: Any, result: Any, args: Any, kwargs: Any, dummies: Any, dummy
     entries = []
     for declared, value in zip(returns, values, strict=True):
         alias = declared.alias_info
-        entries.append(_aliased(func, alias) if alias is not None and alias.is_write else _spec(value))
+        entries.append(_aliased(func, alias, len(args)) if alias is not None and alias.is_write else _spec(value))
     before, after = operators.tensors_in((args, kwargs)), operators.tensors_in((dummies, dummy_kwargs))
     keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))  # `out=` may be given another size
     on_host = all(t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values))
-    return Plan(tuple(entries), keeps_sizes and on_host)
+    return Plan(tuple(entries), keeps_sizes and on_host, *_read_and_written(func, args, kwargs))
 
 
-def _aliased(func: Any, alias: Any) -> str:
-    return next(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.before_set == alias.before_set)
+def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
+    """The argument that is returned: its position if it was given by position, and its name otherwise."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
+            return position if position < num_positional else str(argument.name)
+    raise RuntimeError(f"{func}: the schema returns an argument that it does not have")
+
+
+def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the arguments' tensors, counted in order: those that are only read, and those that are written."""
+    written, given = operators.written_names(func), operators.arguments(func, args, kwargs)
+    writes = [name in written for name, value in given.items() for _ in operators.tensors_in(value)]
+    return tuple(i for i, yes in enumerate(writes) if not yes), tuple(i for i, yes in enumerate(writes) if yes)
 
 
 def _spec(value: Any) -> Any:

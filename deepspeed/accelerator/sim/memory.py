@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from deepspeed.accelerator.stream_trace import Access
 
 ALIGNMENT = 64
 GRANULE = 512
+# Of one block; a buffer of many parameters has many views.
+MAX_SHADOWS = 256
 # As on CUDA, small tensors do not take large blocks.
 SMALL = 1 << 20
 
@@ -38,6 +41,36 @@ def poison_byte(dtype: torch.dtype) -> int:
     return _POISON_BOOL if dtype == torch.bool else _POISON_INT
 
 
+# Of dtypes that numpy has; memory for others is handed out as bytes.
+_NUMPY_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+}
+
+
+def _array(memory: Any, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    """The first bytes of `memory` as a new array, with dtype and shape if numpy has the dtype."""
+    known = _NUMPY_DTYPES.get(dtype)
+    if known is None:
+        return memory[:nbytes]
+    return np.ndarray(size, known, memory, 0, [step * dtype.itemsize for step in stride])
+
+
+def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """`tensor` in `storage`."""
+    # A tensor made for a kernel is none that inference mode protects.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            alias = alias.conj()
+        return torch._neg_view(alias) if tensor.is_neg() else alias
+
+
 class Block:
     """Memory that is never given back while anything queued may use it.
 
@@ -45,6 +78,8 @@ class Block:
         memory: Its bytes.
         storage: The same for torch; it keeps the memory, and no user ever holds it.
         uses: Per stream, the position after the last work issued on this memory.
+        shadows: Tensors on it that kernels got, by dtype, offset, size, stride, conjugation and negation. The same are asked for in
+            each step, whoever owns the memory then.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,6 +90,7 @@ class Block:
         self.address = self.storage.data_ptr()
         self.capacity = capacity
         self.uses: dict[Stream, int] = {}
+        self.shadows: dict[Any, torch.Tensor] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -101,28 +137,34 @@ class Allocator:
 
     # Handing out
 
-    def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Poisoned memory for the current stream.
+    def allocate(self, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """A tensor in poisoned memory for the current stream.
 
         Args:
-            nbytes: its size, not 0.
-            dtype: decides the poison.
+            nbytes: what it needs, not 0.
+            dtype: its dtype, which also decides the poison.
+            size, stride: its shape.
         """
         stream = self._scheduler.current
         block = self._take(nbytes, stream)
         self._serial += 1
         life = Life(self._serial, block, stream)
-        owner = block.memory[:nbytes]
+        owner = _array(block.memory, nbytes, dtype, size, stride)
         life.owner = weakref.ref(owner, self._freer(life))
         self._lives[block.address] = life
         self.allocated += block.capacity
         self.max_allocated = max(self.max_allocated, self.allocated)
         self._poison(block, nbytes, poison_byte(dtype), stream)
-        self._scheduler.trace(lambda tracer: tracer.allocated(life.serial, nbytes, stream))
-        return torch.from_numpy(owner).untyped_storage()
+        if self._scheduler.tracer is not None:
+            self._scheduler.tracer.allocated(life.serial, nbytes, stream)
+        tensor = torch.from_numpy(owner)
+        if tensor.dtype is dtype:
+            return tensor
+        return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, size, stride)
 
     def _take(self, nbytes: int, stream: Stream) -> Block:
-        self._release_held_back()
+        if self._held_back:
+            self._release_held_back()
         pool = self._free.get((stream, nbytes <= SMALL), [])
         for position in range(len(pool) - 1, -1, -1):
             if pool[position].capacity >= nbytes:
@@ -148,7 +190,8 @@ class Allocator:
         def freed(owner: Any) -> None:
             self._lives.pop(life.block.address, None)
             self.allocated -= life.block.capacity
-            self._scheduler.trace(lambda tracer: tracer.freed(life.serial))
+            if self._scheduler.tracer is not None:
+                self._scheduler.tracer.freed(life.serial)
             if life.recorded:
                 self._held_back.append((life, [(stream, stream.issued) for stream in life.recorded]))
             else:
@@ -202,6 +245,11 @@ class Allocator:
         storage = tensor.untyped_storage()
         self._host[storage._cdata] = StorageWeakRef(storage)
 
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether `on_host` may say yes."""
+        return bool(self._host)
+
     def on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that the host reads and writes by itself, past all streams."""
         if not self._host:
@@ -226,11 +274,16 @@ class Allocator:
         Memory that the host made is kept alive: it isn't the device's to reuse.
         """
         block = self.block_of(tensor)
-        storage = tensor.untyped_storage() if block is None else block.storage
-        alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if tensor.is_conj():
-            alias = alias.conj()
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+        if block is None:
+            return _alias(tensor, tensor.untyped_storage())
+        offset, conjugated, negated = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        key = (tensor.dtype, offset, tensor.shape, tensor.stride(), conjugated, negated)
+        shadow = block.shadows.get(key)
+        if shadow is None:
+            if len(block.shadows) >= MAX_SHADOWS:
+                block.shadows.clear()
+            shadow = block.shadows[key] = _alias(tensor, block.storage)
+        return shadow
 
     def accesses(self, tensor: torch.Tensor, writes: bool) -> list[Access]:
         """What work on a tensor touches, for traces."""
