@@ -3,6 +3,7 @@
 #   make test       the whole test suite
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
+#   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
 # DEMO_DEVICE (accelerator of the demo), DEMO_ARGS (its flags), TESTS (what `make test` runs), PYTEST_ARGS (flags for
@@ -24,7 +25,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 # One thread per process: tests and demo start several processes, which would otherwise fight for the cores.
 RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: demo test check contract wheel install clean
+MUTATION_TABLE := build/mutations.txt
+
+.PHONY: demo test check contract mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -60,6 +63,13 @@ test: $(VENV)/.stamp-dev
 
 contract: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest tests/unit -m contract $(PYTEST_ARGS)
+
+# The table is printed also when a fault was missed: it says which.
+mutations: $(VENV)/.stamp-dev
+	mkdir -p $(dir $(MUTATION_TABLE))
+	rm -f $(MUTATION_TABLE)
+	DS_MUTATION_TABLE=$(abspath $(MUTATION_TABLE)) $(RUN) python -m pytest tests/unit/verify/test_mutations.py $(PYTEST_ARGS); \
+	  status=$$?; cat $(MUTATION_TABLE); exit $$status
 
 # pre-commit wants a git checkout; the hooks themselves are local and need no network.
 check: $(VENV)/.stamp-dev
