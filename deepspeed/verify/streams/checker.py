@@ -60,9 +60,13 @@ def ordered_before(clock: Clock) -> IsOrdered:
 
 @dataclass(slots=True)
 class _Memory:
-    """One life of one storage; `stream` is None for memory that is older than the trace."""
+    """One life of one storage; `stream` is None for memory that is older than the trace.
+
+    `is_shared`: whether another stream than its own has used it.
+    """
 
     stream: Hashable | None = None
+    is_shared: bool = False
     accesses: AccessMap = field(default_factory=AccessMap)
     recorded: set[Hashable] = field(default_factory=set)
 
@@ -193,6 +197,8 @@ class StreamChecker:
             memory = self._memory.get(use.access.storage)
             if memory is None:
                 memory = self._memory[use.access.storage] = _Memory()
+            if use.launch.stream != memory.stream:
+                memory.is_shared = True
             memory.accesses.record(use, is_ordered)
 
     def _check(self, use: Use, is_ordered: IsOrdered) -> None:
@@ -271,7 +277,9 @@ class StreamChecker:
 
     def freed(self, storage: int) -> None:
         """See `StreamTracer`. May be called at any time, by any thread."""
-        self._dying.append((storage, capture()))
+        memory = self._memory.get(storage)
+        # Nobody asks where memory was freed that only its own stream has used.
+        self._dying.append((storage, capture() if memory is not None and memory.is_shared else ()))
 
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
         """See `StreamTracer`."""

@@ -153,6 +153,13 @@ class TestLifetime:
         assert script.kinds == []
         script.checker.allocated(2, 8, A)
         assert script.kinds == [Kind.LIFETIME]
+
+    def test_the_finding_says_where_memory_was_freed(self, script: Script) -> None:
+        # Kills: a stack left out for memory that more than its own stream has used.
+        self.use_elsewhere(script)
+        script.checker.freed(1)
+        script.checker.allocated(2, 8, A)
+        assert script.checker.findings[0].freed_at[0][0].co_name == "test_the_finding_says_where_memory_was_freed"
         assert "'<stream a>' never waits for '<stream b>', which read bytes 0..8" in script.checker.report()
 
     def test_the_allocating_stream_has_waited_by_then(self, script: Script) -> None:
