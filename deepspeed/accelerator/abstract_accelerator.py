@@ -143,6 +143,9 @@ class DeepSpeedAccelerator(abc.ABC):
     def default_stream(self, device_index: int | None = None) -> Any:
         """The stream that is current when none was chosen."""
 
+    def name_stream(self, stream: Any, name: str) -> None:  # noqa: B027  streams of most devices have no names
+        """Say what a stream is for: reports call it so where the device lets streams have names."""
+
     def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[CollectiveTracing | None]:
         """A context manager within which `tracer` hears of every launch, wait and allocation of this thread.
 

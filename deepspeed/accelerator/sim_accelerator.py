@@ -116,6 +116,9 @@ class Sim_Accelerator(CPU_Accelerator):
         """
         return self.simulator.on_host()
 
+    def name_stream(self, stream: Any, name: str) -> None:
+        stream.name = name
+
     def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[None]:
         return self.simulator.trace(tracer)
 

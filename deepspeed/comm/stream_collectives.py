@@ -14,10 +14,14 @@ starts what can be started of them. A host that is about to wait for other ranks
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,12 +31,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
+from deepspeed.comm import process_groups
 from deepspeed.comm.collectives import WorkList, add_observer
 from deepspeed.comm.observation import CollectiveCall
 
 # The host itself takes part in these.
 _BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+
+
+# What the backend's threads may still be about to let go of; see `_destroy_groups`.
+_recent: deque[CollectiveCall] = deque(maxlen=16)
+_LET_GO_S = 2.0
 
 
 class _Issued:
@@ -74,6 +84,7 @@ class _Issued:
         if self.copies is not None:
             for target, value in zip(self.memory.writes, self.copies.writes, strict=True):
                 target.copy_(value)
+            _recent.append(self.copies)
         self.works, self.copies, self.call = [], None, None
 
 
@@ -121,14 +132,15 @@ class StreamCollectives:
     # Issuing
 
     def _stream(self, simulator: Simulator, call: CollectiveCall) -> Stream:
-        group = call.group or torch_dist.group.WORLD
+        group: Any = call.group or torch_dist.group.WORLD
         side, peer = None, None
         if call.name in _POINT_TO_POINT:
             side = "to" if "send" in call.name else "from"
             peer = call.argument("dst" if side == "to" else "src")
             if peer is None:
                 raise ValueError(f"{call.name}: src=None; a device has to know the sender before, so name its global rank")
-        key = (simulator, group, side, peer)
+        # By name: a group that is destroyed must not live on here.
+        key = (simulator, group.group_name, side, peer)
         if key not in self._streams:
             ranks = torch_dist.get_process_group_ranks(group)
             partner = "" if side is None else f", {side} rank {peer}"
@@ -220,6 +232,28 @@ _collectives = StreamCollectives()
 def install() -> None:
     """Take over the collectives of `deepspeed.comm` from now on; does nothing when that has been done."""
     add_observer(_collectives, innermost=True)
+    _leave_in_order()
+
+
+@cache
+def _leave_in_order() -> None:
+    atexit.register(_destroy_groups)
+
+
+def _destroy_groups() -> None:
+    """Before the interpreter ends: run what is queued, and let the backend's threads let go of its tensors.
+
+    A thread that lets go of a tensor needs the interpreter, and aborts the process if that is ending. On a host the last collective
+    is usually long over by then; here it is carried out right before.
+    """
+    # After an error other ranks may never come; see `Sim_Accelerator`.
+    if hasattr(sys, "last_value"):
+        return
+    process_groups.destroy_process_group()
+    end = time.monotonic() + _LET_GO_S
+    shared: list[Any] = [tensor for copies in _recent for tensor in (*copies.reads, *copies.writes)]
+    while time.monotonic() < end and any(tensor._use_count() > 1 for tensor in shared):
+        time.sleep(0.001)
 
 
 def start_issued() -> None:

@@ -40,6 +40,8 @@ class CommContext:
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
         self.reduction_stream: Any = accelerator.Stream() if self.has_streams else None
+        if self.has_streams:
+            accelerator.name_stream(self.reduction_stream, "reduction stream")
         self._alive: deque[tuple[list[torch.Tensor], Any]] = deque()
 
     @property

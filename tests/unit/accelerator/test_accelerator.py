@@ -63,9 +63,7 @@ def test_environment_chooses(unchosen: None, monkeypatch: pytest.MonkeyPatch) ->
     assert is_current_accelerator_supported()
 
 
-@pytest.mark.parametrize(
-    "name, text", [("simulator", "DS_ACCELERATOR=simulator names no"), ("cpuu", "=cpuu names no")]
-)
+@pytest.mark.parametrize("name, text", [("simulator", "DS_ACCELERATOR=simulator names no"), ("cpuu", "=cpuu names no")])
 def test_unknown_names_are_refused(unchosen: None, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", name)
     with pytest.raises(ValueError, match=text) as caught:
