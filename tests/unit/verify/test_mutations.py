@@ -53,8 +53,10 @@ def table() -> Iterator[list[str]]:
 
 
 def what_it_says(found: list[str]) -> str:
-    """The first line of the first finding, short."""
-    return re.sub(r"^rank \d+: ", "", found[0]).splitlines()[0][:120] if found else "-"
+    """The first finding in one short line: the second line of an error whose first one only announces it."""
+    lines = re.sub(r"^rank \d+: |\S*/(?=deepspeed/)", "", found[0]).splitlines() if found else ["-"]
+    announces = lines[0].endswith((":", ".")) and len(lines) > 1
+    return (f"{lines[0].partition(':')[0]}: {lines[1].strip()}" if announces else lines[0])[:160]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
