@@ -160,20 +160,9 @@ class TestSlowProducer(DistributedTest):
         assert deviates(one_step(config(stage), late, under_side))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("undo, late, under_side", UNDONE)
-class TestSlowProducerTwoDevices(DistributedTest):
+class TestSlowProducerTwoDevices(TestSlowProducer):
     # Kills the same with NCCL's own stream behind the reduction stream.
     world_size = 2
-    requires_cuda_env = True
-
-    def test_right(self, stage: int, undo: Any, late: Any, under_side: bool) -> None:
-        assert not deviates(one_step(config(stage), late, under_side))
-
-    def test_wrong_without(self, stage: int, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        undo(monkeypatch)
-        assert deviates(one_step(config(stage), late, under_side))
 
 
 @pytest.mark.gpu
