@@ -316,13 +316,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         Returns:
             The loss, divided as said.
         """
-        sequence = self._require_optimizer("backward")
-        self.timers.start_backward()
-        self._begin_window(plain=False)
-        self.tracker.state = BackwardState.RUNNING
-        self._unscaled_plain = False
-        sequence.accumulation_divisor = 1.0
-        sequence.backward_prologue()
+        self._begin_managed_backward()
         self._open_ledger(loss, scale_wrt_gas)
         loss = self._divided(loss, scale_wrt_gas)
         try:
@@ -332,6 +326,17 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             raise
         self._backward_epilogue()
         return loss
+
+    def _begin_managed_backward(self) -> StepSequence:
+        """A backward begins whose loss, or incoming gradient, the engine has divided and scaled itself."""
+        sequence = self._require_optimizer("backward")
+        self.timers.start_backward()
+        self._begin_window(plain=False)
+        self.tracker.state = BackwardState.RUNNING
+        self._unscaled_plain = False
+        sequence.accumulation_divisor = 1.0
+        sequence.backward_prologue()
+        return sequence
 
     def _require_optimizer(self, what: str) -> StepSequence:
         if self._sequence is None:
