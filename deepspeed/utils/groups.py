@@ -1,4 +1,4 @@
-"""Which ranks share what: data-, tensor-, model- and sequence-parallel groups.
+"""Which ranks share what: data-, tensor-, model-, sequence- and expert-parallel groups.
 
 The answers come, first match, from an external `mpu` with Megatron's getters (`deepspeed.initialize(mpu=...)` stores it in
 ``groups.mpu``), from a torch DeviceMesh with axes ``data_parallel`` and ``sequence_parallel`` (``groups.mesh_device``), or are
@@ -38,16 +38,14 @@ _MPU_TENSOR_MODEL_PARALLEL_RANK: int | None = None
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Use ``mpu`` for all questions from now on.
+    """Use ``mpu`` for all questions from now on, and make the expert groups of an ``ep_size`` above 1 (collective over the world).
 
     Raises:
-        NotImplementedError: ``ep_size`` is above 1.
+        ValueError: ``ep_size`` does not divide the ranks that can share experts.
     """
-    if ep_size != 1:
-        raise NotImplementedError(
-            f"ep_size={ep_size}: expert parallelism comes with deepspeed.moe in a later release; use ep_size=1"
-        )
     globals()["mpu"] = mpu
+    if ep_size != 1:
+        _create_expert_and_data_parallel(ep_size)
 
 
 def reset() -> None:
@@ -259,6 +257,207 @@ def _get_sequence_data_parallel_rank() -> int:
     if _has("get_sequence_data_parallel_rank"):
         return int(mpu.get_sequence_data_parallel_rank())
     return dist.get_rank(_get_sequence_data_parallel_group())
+
+
+# -- expert parallel: who holds different experts, and who holds the same ones -----------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """This rank's two groups for experts that are spread over `ep_size` ranks.
+
+    Together they cover the ranks whose tokens an expert's gradient sums over: exactly those over which dense gradients are
+    reduced, times the tensor-parallel ranks where these hold different tokens of one batch (experts that are not themselves
+    tensor parallel).
+
+    Attributes:
+        expert: Ranks that hold different experts and exchange tokens; `ep_size` of them.
+        data: Ranks that hold the same experts; their gradients are reduced and their optimizer state is sharded here.
+        data_first: Neighbouring ranks hold the same experts (else: different ones).
+        sharded: The experts are tensor parallel.
+    """
+
+    expert: Any
+    data: Any
+    data_first: bool
+    sharded: bool
+
+
+def _all_expert_groups() -> dict[str, ExpertGroups]:
+    """The expert groups made in the present world, by name."""
+    return _made_once("expert groups", dict)
+
+
+def _expert_groups(group_name: str) -> ExpertGroups:
+    """The groups of this name.
+
+    Raises:
+        KeyError: They are not made yet.
+    """
+    made = _all_expert_groups()
+    if group_name not in made:
+        raise KeyError(
+            f"no expert groups {group_name!r} (made: {sorted(made) or 'none'}): deepspeed.initialize makes them for the MoE layers "
+            "of the model; without an engine call set_deepspeed_parallelism() of the layer on all ranks"
+        )
+    return made[group_name]
+
+
+def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
+    """Make the groups "ep_size_N" of experts that are not tensor parallel, once. Collective over the world.
+
+    Args:
+        expert_parallel_size_: Number of ranks over which one set of experts is spread.
+        use_data_before_expert_parallel_: Neighbouring ranks hold the same experts; by default they hold different ones.
+
+    Raises:
+        ValueError: The ranks cannot be split so, or were split otherwise under this name.
+    """
+    _create_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_, sharded=False)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """`_create_expert_and_data_parallel` for experts that are tensor parallel as ``mpu`` says; ``mpu`` is used from now on."""
+    globals()["mpu"] = mpu
+    _create_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_, sharded=True)
+
+
+def _create_expert_groups(ep_size: int, data_first: bool, sharded: bool) -> None:
+    name, made = f"ep_size_{ep_size}", _all_expert_groups()
+    if name not in made:
+        expert_lists, data_lists = _expert_rank_lists(_expert_blocks(sharded), ep_size, data_first)
+        made[name] = ExpertGroups(_shared_group(expert_lists), _shared_group(data_lists), data_first, sharded)
+    present = made[name]
+    if (present.data_first, present.sharded) != (data_first, sharded):
+        raise ValueError(
+            f"expert groups {name!r} were made with use_data_before_expert_parallel_={present.data_first} and tensor-parallel "
+            f"experts={present.sharded}, now asked for with {data_first} and {sharded}: all layers of this ep_size need one setting"
+        )
+
+
+def _expert_blocks(sharded: bool) -> list[tuple[int, ...]]:
+    """The sets of ranks that can share one set of experts, in one order on all ranks; they partition the world."""
+    own = tuple(sorted(dist.get_all_ranks_from_group(_get_sequence_data_parallel_group())))
+    world = dist.get_world_size()
+    if len(own) == world:
+        return [own]
+    tensor = dist.get_all_ranks_from_group(get_tensor_model_parallel_group())
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, (own, tensor))
+    if sharded:
+        return sorted({ranks for ranks, _ in everywhere})
+    # Tensor ranks see the same tokens and each sends its part of them, so their experts' gradients are parts of one sum.
+    return sorted({tuple(sorted(rank for peer in peers for rank in everywhere[peer][0])) for _, peers in everywhere})
+
+
+def _expert_rank_lists(blocks: list[tuple[int, ...]], ep_size: int, data_first: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of all expert groups and of all expert-data groups.
+
+    Raises:
+        ValueError: ``ep_size`` does not divide a block.
+    """
+    runs: list[list[int]] = []
+    strides: list[list[int]] = []
+    for block in blocks:
+        if ep_size < 1 or len(block) % ep_size:
+            raise ValueError(f"ep_size={ep_size} does not divide the {len(block)} ranks that can share experts; choose a divisor")
+        step = len(block) // ep_size if data_first else ep_size
+        runs += [list(block[start : start + step]) for start in range(0, len(block), step)]
+        strides += [list(block[start::step]) for start in range(step)]
+    return (strides, runs) if data_first else (runs, strides)
+
+
+def _shared_group(rank_lists: list[list[int]]) -> Any:
+    """This rank's group of `_own_group`, made once per partition: a communicator is expensive."""
+    if len(rank_lists) == 1:
+        return dist.get_world_group()
+    if len(rank_lists) == dist.get_world_size():
+        return _group_of_one()
+    return _made_once(("ranks", tuple(map(tuple, rank_lists))), lambda: _own_group(rank_lists))
+
+
+def _get_expert_parallel_group(group_name: str) -> Any:
+    """The ranks that hold the different experts of "ep_size_N"."""
+    return _expert_groups(group_name).expert
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """All expert groups of this rank, by name."""
+    return {name: made.expert for name, made in _all_expert_groups().items()}
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    """The global ranks of the expert group."""
+    return dist.get_all_ranks_from_group(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    """The number of ranks that hold different experts."""
+    return dist.get_world_size(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    """This process's rank among those that hold different experts."""
+    return dist.get_rank(_get_expert_parallel_group(group_name))
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The global rank of the first rank of the expert group."""
+    return dist.get_global_rank(_get_expert_parallel_group(group_name), 0)
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    """The ranks that hold the same experts of "ep_size_N" as this one."""
+    return _expert_groups(group_name).data
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """All expert-data groups of this rank, by name."""
+    return {name: made.data for name, made in _all_expert_groups().items()}
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    """The global ranks of the expert-data group."""
+    return dist.get_all_ranks_from_group(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    """The number of ranks that hold the same experts."""
+    return dist.get_world_size(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    """This process's rank among those that hold the same experts."""
+    return dist.get_rank(_get_expert_data_parallel_group(group_name))
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The global rank from which the expert-data group takes its first weights."""
+    return dist.get_global_rank(_get_expert_data_parallel_group(group_name), 0)
+
+
+def _get_max_expert_size() -> int:
+    """The largest expert-parallel size in use.
+
+    Raises:
+        KeyError: No expert groups are made.
+    """
+    sizes = [dist.get_world_size(made.expert) for made in _all_expert_groups().values()]
+    if not sizes:
+        raise KeyError("no expert groups are made: the model has no MoE layer, or deepspeed.initialize has not run yet")
+    return max(sizes)
+
+
+def _get_max_expert_size_name() -> str:
+    """The name of the expert groups of the largest size."""
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """The expert group of the largest size."""
+    return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
 # -- tensor and model parallel ----------------------------------------------------------------------------------------

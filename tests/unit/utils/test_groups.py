@@ -111,11 +111,6 @@ class TestMegatronMpu(DistributedTest):
             groups._get_sequence_data_parallel_group()
 
 
-def test_expert_parallelism_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="ep_size=2: expert parallelism comes with deepspeed.moe"):
-        groups.initialize(ep_size=2)
-
-
 @pytest.mark.parametrize(
     "names, size",
     [
