@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def initialize(
 
     Args:
         args: Namespace with `deepspeed_config` (path of the configuration) and `local_rank`, as `add_config_arguments` adds them.
-        model: The module to train.
+        model: The module to train; a `PipelineModule` gets a `PipelineEngine`.
         optimizer: torch optimizer, or a callable that makes one from the parameters; None takes the configuration's.
         model_parameters: Parameters or groups to optimize; None: all that require a gradient.
         training_data: Dataset; the third result loads it.
@@ -87,7 +88,16 @@ def initialize(
         raise ValueError("deepspeed.initialize: model is required")
     chosen = _chosen_config(args, config, config_params)
     ensure_distributed(dist_init_required, distributed_port)
-    engine = DeepSpeedEngine(
+    engine_class: type[DeepSpeedEngine] = DeepSpeedEngine
+    # startup: who has a PipelineModule has imported its module already; others need none of the pipeline's.
+    pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
+    if pipe_module is not None and isinstance(model, pipe_module.PipelineModule):
+        from deepspeed.runtime.pipe.engine import PipelineEngine
+
+        if mpu is not None:
+            raise ValueError("deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; leave mpu out")
+        engine_class, mpu = PipelineEngine, model.mpu()
+    engine = engine_class(
         args=args,
         model=model,
         optimizer=optimizer,

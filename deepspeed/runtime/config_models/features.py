@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 
@@ -53,13 +53,16 @@ class DeepSpeedNebulaConfig(DeepSpeedConfigModel):
 class PipelineConfig(DeepSpeedConfigModel):
     """Pipeline parallelism; read by the pipeline engine only."""
 
-    stages: int | str = option("auto", "Number of stages.")
-    partition: Text = option("best", "How layers are split.")
-    seed_layers: Bool = option(False, "Seed each layer by itself.")
-    activation_checkpoint_interval: Int = option(0, "Layers between activation checkpoints.")
-    pipe_partitioned: Bool = option(True, "Send activations in pieces.")
-    grad_partitioned: Bool = option(True, "Send gradients in pieces.")
+    stages: int | str = option("auto", "Number of stages; the PipelineModule decides it, another number is an error.")
+    partition: Text = option("best", "How layers are split; the PipelineModule's partition_method decides it.")
+    seed_layers: Bool = option(False, "Seed each layer by itself; PipelineModule(seed_layers=True) does it.")
+    activation_checkpoint_interval: Int = option(0, "Layers between activation checkpoints; 0: as the PipelineModule says.", ge=0)
+    pipe_partitioned: Bool = option(False, "Send activations in pieces over tensor-parallel ranks.")
+    grad_partitioned: Bool = option(False, "Send gradients in pieces over tensor-parallel ranks.")
     use_reentrant: Bool = option(True, "Reentrant activation checkpoints.")
+    schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = option(
+        "auto", "Order of forward and backward; auto: interleaved with several model chunks per stage, otherwise 1f1b."
+    )
 
 
 class TPConfig(DeepSpeedConfigModel):

@@ -1,0 +1,84 @@
+"""What a stage keeps of one micro-batch, from its arrival until its backward is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from deepspeed.runtime.pipe.split_backward import SplitBackward
+from deepspeed.runtime.utils import tensors_in
+
+
+class PipeBufferError(RuntimeError):
+    """A schedule uses a buffer in an order that would lose a micro-batch."""
+
+
+class PipeBuffer:
+    """One micro-batch in one model chunk.
+
+    Outputs are kept only until they are sent; what backward needs is where it starts in the graph and what gradients will come. The
+    activations' memory is then the graph's and the channel's, not held a third time.
+
+    Attributes:
+        inputs: What the chunk computes from.
+        labels: For the loss.
+        outputs: What the chunk computed, until it is sent.
+        loss: Of this micro-batch; last part of the pipeline only.
+        roots: Where backward starts.
+        likes: Meta tensors of the gradients that will arrive, one per root.
+        grads: The gradients that arrived, one per root.
+        split: The backward, if it is run in two parts.
+    """
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Backward is over: let go of everything."""
+        self.inputs: Any = None
+        self.labels: Any = None
+        self.outputs: Any = None
+        self.loss: Any = None
+        self.roots: list[GradientEdge] = []
+        self.likes: list[torch.Tensor] = []
+        self.grads: tuple[torch.Tensor | None, ...] = ()
+        self.split: SplitBackward | None = None
+        self._is_filled = False
+
+    def fill(self, inputs: Any) -> None:
+        """A micro-batch arrives.
+
+        Raises:
+            PipeBufferError: If the one before is still in use.
+        """
+        if self._is_filled:
+            raise PipeBufferError("a micro-batch arrives in a pipeline buffer whose last one is not done: the schedule reuses it early")
+        self.inputs = inputs
+        self._is_filled = True
+
+    def take_inputs(self) -> Any:
+        """What arrived.
+
+        Raises:
+            PipeBufferError: If nothing did.
+        """
+        if not self._is_filled:
+            raise PipeBufferError("forward from an empty pipeline buffer: the schedule has no load or receive before it")
+        return self.inputs
+
+    def keep_roots(self, outputs: Any) -> None:
+        """Remember where backward will start from `outputs`."""
+        required = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        self.roots = [get_gradient_edge(tensor) for tensor in required]
+        self.likes = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in required]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The received tensors whose gradients the stage before waits for, in message order."""
+        return [tensor for tensor in tensors_in(self.inputs) if tensor.requires_grad]
+
+    def input_grads(self) -> tuple[torch.Tensor, ...]:
+        """Gradient of each leaf, zeros where the outputs do not depend on it: the stage before expects one message in any case."""
+        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves)

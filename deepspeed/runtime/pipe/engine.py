@@ -1,0 +1,582 @@
+"""The pipeline engine: runs a schedule's instructions on one stage, and hands gradients to the same step sequence as every engine.
+
+Reads as a batch goes: `train_batch`, the instructions (load, receive, forward, send, backward), the two reductions, the step. What
+comes when is the schedule's (`schedule`), how it travels the channels' (`p2p`), who owns which layers the module's, and how
+gradients are averaged, clipped and applied the optimizer's.
+
+With m micro-batches the loss of each is divided by m where it arises, on the last stage; what flows back is then the gradient of
+the mean, and no stage divides again. Each stage reduces over the ranks that hold the same layers, the norm is one reduction over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.gradients.accumulation import BackwardState
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.buffers import PipeBuffer
+from deepspeed.runtime.pipe.failure import FailureWatch
+from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
+from deepspeed.runtime.pipe.split_backward import SplitBackward
+from deepspeed.runtime.pipe.stage_channels import StageChannels
+from deepspeed.runtime.utils import move_to_device, tensors_in
+from deepspeed.utils.logging import log_dist, logger
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a `PipelineModule`, one stage per rank; made by `deepspeed.initialize`.
+
+    Use `train_batch` and `eval_batch`; `forward`, `backward` and `step` are the schedule's business.
+
+    Args:
+        has_bool_tensors: Upstream's argument; boolean tensors always travel here.
+        super_args: See `DeepSpeedEngine`.
+        super_kwargs: See `DeepSpeedEngine`.
+
+    Attributes:
+        micro_batches: Micro-batches per `train_batch`, the gradient accumulation steps.
+        agg_train_loss: Mean loss of the last `train_batch` over micro-batches and data-parallel ranks; the same on all ranks.
+    """
+
+    module: PipelineModule
+
+    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+        super().__init__(*super_args, **super_kwargs)
+        module = self.module
+        self.grid = module.grid
+        self.num_stages = module.num_stages
+        self.stage_id = module.stage_id
+        self._watch = FailureWatch(list(range(self.world_size)), name="pipeline")
+        self.channels = StageChannels(module, self.device, self._watch)
+        self.pipe_buffers: list[PipeBuffer] = []
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        if self.training_dataloader is not None:
+            self._build_data_iter(self.training_dataloader)
+        self._tied = [(param, group) for param, group in module.get_tied_weights_and_groups() if param.requires_grad]
+        if self._sequence is not None:
+            # Their gradient is complete only after the reduction over stages: no bucket may take it from its hook.
+            self._sequence.hold([param for param, _ in self._tied])
+        self._passes_left = 0  # backwards that still accumulate into weights in this batch
+        self._training_batch = True
+        self._compute_loss = True
+        self._forward_outputs: list[Any] = []
+        self._logits: list[Any] = []
+        self._total_loss: torch.Tensor | None = None
+        self._additional_losses: dict[str, torch.Tensor] = {}
+        self.agg_train_loss: torch.Tensor | None = None
+
+    # Construction
+
+    def _configure_distributed(self, args: Any, mpu: Any) -> None:
+        """See base class; settings that a pipeline cannot honour are refused before anything is built."""
+        self._check_settings()
+        super()._configure_distributed(args, mpu)
+
+    def _check_settings(self) -> None:
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.stage: {stage} with a PipelineModule: it would reduce every micro-batch's gradients over the data-"
+                "parallel ranks while the pipeline runs, and gain no memory, because gradients of all micro-batches are summed anyway. "
+                "Use stage 1"
+            )
+        if not self._config.tree.managed_gradient_accumulation:
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation: false with a PipelineModule: the schedule decides the boundary; remove the key"
+            )
+        self._check_pipeline_block()
+
+    def _check_pipeline_block(self) -> None:
+        block, module = self._config.tree.pipeline, self.module
+        if block.stages not in ("auto", module.num_stages):
+            raise DeepSpeedConfigError(
+                f"pipeline.stages: {block.stages}, but the PipelineModule was made with num_stages={module.num_stages}; use 'auto'"
+            )
+        if block.schedule == "interleaved" and module.num_model_chunks == 1:
+            raise DeepSpeedConfigError(
+                "pipeline.schedule: 'interleaved' needs several model chunks per stage: PipelineModule(..., num_model_chunks=2)"
+            )
+        if block.schedule not in ("auto", "interleaved") and module.num_model_chunks > 1:
+            raise DeepSpeedConfigError(
+                f"pipeline.schedule: {block.schedule!r} runs one model chunk per stage, the PipelineModule has num_model_chunks="
+                f"{module.num_model_chunks}; use 'interleaved'"
+            )
+        if (block.pipe_partitioned or block.grad_partitioned) and module.grid.get_slice_parallel_world_size() > 1:
+            raise DeepSpeedConfigError(
+                "pipeline.pipe_partitioned, pipeline.grad_partitioned: true with tensor parallelism: activations and gradients travel "
+                "whole between stages; use false"
+            )
+        if block.activation_checkpoint_interval > 0:
+            module.set_checkpoint_interval(block.activation_checkpoint_interval)
+        if not block.use_reentrant:
+            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+        if block.schedule == "zero_bubble" and module.activation_checkpoint_interval > 0:
+            raise DeepSpeedConfigError(
+                "pipeline.schedule: 'zero_bubble' with activation checkpointing: a recomputed layer's backward cannot be run in two "
+                "parts. Use '1f1b', or activation_checkpoint_interval 0"
+            )
+
+    def _build_data_iter(self, loader: Any) -> None:
+        """Read micro-batches of `loader` over and over. First and last stage see the same order: it is seeded, not drawn."""
+        self.data_iterator = iter(RepeatingLoader(loader))
+
+    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
+        """Read micro-batches from `loader`; ranks between the first and the last stage read none."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader = loader  # type: ignore[assignment]  # any iterable is fine here
+            self.data_iterator = iter(loader) if loader is not None else None
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Read micro-batches from `iterator`."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader = None
+            self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Pass every micro-batch through `fn`, which returns `(inputs, labels)`."""
+        self.batch_fn = fn
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Upstream's hint that an attention mask travels along; channels see by themselves which tensors need gradients."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per `train_batch`."""
+        return self.gradient_accumulation_steps()
+
+    # Place
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layers."""
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def _is_first_part(self, chunk: int) -> bool:
+        return self.is_first_stage() and chunk == 0
+
+    def _is_last_part(self, chunk: int) -> bool:
+        return self.is_last_stage() and chunk == self.module.num_model_chunks - 1
+
+    # Batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Forward and backward of `micro_batches` micro-batches and one optimizer step. All ranks must call it.
+
+        Args:
+            data_iter: Where first and last stage read `(inputs, labels)` from, in the same order; None: as set before.
+
+        Returns:
+            Mean loss over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
+
+        Raises:
+            RuntimeError: If gradients are disabled.
+            PipelinePeerError: If another rank raised; with its traceback.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients, but they are disabled here; use eval_batch() instead")
+        sequence = self._require_optimizer("train_batch")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._start_batch(training=True, micro_batches=self.micro_batches)
+        self._passes_left = self.micro_batches * self.module.num_model_chunks
+        self._begin_window(plain=False)
+        sequence.accumulation_divisor = 1.0
+        micro_steps = self.micro_steps
+        with self._watch.guard():
+            self._exec_schedule(self._train_schedule())
+            self.channels.finish()
+            self.agg_train_loss = self._aggregate_total_loss()
+        self.micro_steps = micro_steps + self.micro_batches
+        return self.agg_train_loss
+
+    def _train_schedule(self) -> schedule.PipeSchedule:
+        chunks = self.module.num_model_chunks
+        name = self._config.tree.pipeline.schedule
+        if name == "auto":
+            name = "interleaved" if chunks > 1 else "1f1b"
+        return schedule.make_schedule(name, self.micro_batches, self.num_stages, self.stage_id, chunks)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward of several micro-batches without gradients. All ranks must call it.
+
+        Args:
+            data_iter: Where first and last stage read `(inputs, labels)` from.
+            return_logits: Return the last layer's outputs too (a list over micro-batches on the last stage, None elsewhere).
+            compute_loss: Apply the module's `loss_fn`; otherwise the result is made of the outputs.
+            reduce_output: "avg": mean over micro-batches and data-parallel ranks; None: the list over micro-batches.
+            bcast_loss: Let all stages have the reduced loss; otherwise, and without `compute_loss`, only the last stage has it.
+            num_micro_batches: How many; None: as many as `train_batch`.
+
+        Returns:
+            The result, None where it is not to be had; with `return_logits` a tuple of it and the logits.
+
+        Raises:
+            ValueError: For an unknown `reduce_output`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
+        micro_batches = num_micro_batches or self.micro_batches
+        was_training, kept = self.module.training, (self.data_iterator, self.training_dataloader)
+        self.set_dataiterator(data_iter)
+        self._compute_loss = compute_loss
+        try:
+            self._start_batch(training=False, micro_batches=micro_batches)
+            plan = schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks)
+            with torch.no_grad(), self._watch.guard():
+                self._exec_schedule(plan)
+                self.channels.finish()
+                result = self._reduce_outputs(self._forward_outputs, reduce=reduce_output, micro_batches=micro_batches)
+                if bcast_loss and compute_loss and reduce_output is not None:
+                    result = self._bcast_pipe_scalar(result)
+        finally:
+            self.data_iterator, self.training_dataloader = kept
+            self._compute_loss = True
+            self.module.train(was_training)
+        logits = self._logits if self.is_last_stage() else None
+        return (result, logits) if return_logits else result
+
+    def _start_batch(self, training: bool, micro_batches: int) -> None:
+        self.module.train(training)
+        if training != self._training_batch:
+            # Evaluation has other shapes, and no gradients: both ends of every channel forget what they know, at the same message.
+            self.channels.reset()
+            self._training_batch = training
+        self._total_loss = None
+        self._additional_losses = {}
+        self._forward_outputs, self._logits = [], []
+        for buffer in self.pipe_buffers:
+            buffer.release()
+        self.channels.expect(micro_batches)
+
+    def reset_activation_shape(self) -> None:
+        """The next batch has other shapes. Call it on all ranks between two batches; not needed with `dynamic_shape`."""
+        self.channels.reset()
+
+    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
+        """Have at least so many buffers."""
+        self.pipe_buffers += [PipeBuffer() for _ in range(num_buffers - len(self.pipe_buffers))]
+
+    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
+        """Run every instruction, in order."""
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        for step in pipe_schedule.steps():
+            for command in step:
+                self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
+
+    # Instructions: data
+
+    def _next_batch(self) -> tuple[Any, Any]:
+        """This rank's next micro-batch, `(inputs, labels)`."""
+        if self.data_iterator is None:
+            raise PipelineError(
+                "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of the first and the last stage"
+            )
+        batch = next(self.data_iterator)
+        if self.batch_fn is not None:
+            batch = self.batch_fn(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise PipelineError(f"a micro-batch must be (inputs, labels), got {type(batch).__name__}; see set_batch_fn()")
+        return batch[0], batch[1]
+
+    def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        """Read a micro-batch: its inputs on the first part, its labels on the last."""
+        inputs, labels = self._next_batch()
+        buffer = self.pipe_buffers[buffer_id]
+        if self._is_first_part(chunk):
+            buffer.fill(self._prepared(inputs))
+        if self._is_last_part(chunk):
+            buffer.labels = move_to_device(labels, self.device) if labels is not None else None
+
+    def _prepared(self, inputs: Any) -> Any:
+        if isinstance(inputs, list):
+            inputs = tuple(inputs)
+        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(self.device), inputs)
+        if self.fp16_auto_cast():
+            inputs, _ = self._cast_inputs(inputs, {})
+        if self.module.activation_checkpoint_interval > 0 and torch.is_grad_enabled():
+            # A reentrant checkpoint passes gradients to its weights only if one of its inputs requires one.
+            for tensor in tensors_in(inputs):
+                tensor.requires_grad_(tensor.is_floating_point())
+        return inputs
+
+    # Instructions: communication
+
+    def _exec_recv_activations(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        channel = self.channels.chunks[chunk].activations_in
+        self.pipe_buffers[buffer_id].fill(channel.recv())  # type: ignore[union-attr]  # schedules receive where there is a channel
+
+    def _exec_send_activations(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].activations_out
+        channel.send(buffer.outputs)  # type: ignore[union-attr]  # schedules send where there is a channel
+        buffer.outputs = None
+        if not self._training_batch:
+            buffer.release()
+
+    def _exec_recv_grads(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].gradients_in
+        buffer.grads = channel.recv_like(buffer.likes)  # type: ignore[union-attr]  # as above
+
+    def _exec_send_grads(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].gradients_out
+        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above
+        if buffer.split is None:
+            buffer.release()
+
+    # Instructions: forward
+
+    def _exec_forward_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        buffer = self.pipe_buffers[buffer_id]
+        inputs = buffer.take_inputs()
+        self.timers.start_forward(self._training_batch)
+        with self._autocast():
+            outputs = self.module.forward_chunk(chunk, inputs)
+            if self._is_last_part(chunk):
+                self._take_output(buffer, outputs)
+            else:
+                buffer.outputs = outputs
+                buffer.keep_roots(outputs)
+        self.timers.stop_forward()
+
+    def _take_output(self, buffer: PipeBuffer, outputs: Any) -> None:
+        """The end of the pipeline: the loss, or what stands for it in a module without `loss_fn`."""
+        loss_fn = self.module.loss_fn if self._compute_loss else None
+        result = outputs if loss_fn is None else loss_fn(outputs, buffer.labels)
+        if not self._training_batch:
+            self._forward_outputs.append(result)
+            self._logits.append(outputs)
+            buffer.release()
+            return
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            raise PipelineError(
+                "the last stage must end in a scalar loss to be trained: give PipelineModule(loss_fn=...), or a last layer that "
+                f"returns one (got {_described(result)})"
+            )
+        buffer.loss = result
+        loss = result.detach().float()
+        self._total_loss = loss if self._total_loss is None else self._total_loss + loss
+        for name, value in (self.module.get_additional_losses() or {}).items():
+            self._additional_losses[name] = self._additional_losses.get(name, torch.zeros_like(loss)) + value.detach().float()
+
+    # Instructions: backward
+
+    def _backward_roots(self, buffer: PipeBuffer, chunk: int) -> list[torch.Tensor | None]:
+        """Fill in where backward starts on the last part; returns the gradient of each root."""
+        if not self._is_last_part(chunk):
+            return list(buffer.grads)
+        if not buffer.loss.requires_grad:
+            return []
+        scaled = self._with_loss_scale(buffer.loss / self.micro_batches)
+        buffer.keep_roots(scaled)
+        return [torch.ones_like(scaled)]
+
+    def _exec_backward_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        buffer = self.pipe_buffers[buffer_id]
+        with self._weight_gradients(buffer.loss):
+            grads = self._backward_roots(buffer, chunk)
+            if grads:
+                torch.autograd.backward(buffer.roots, grads)
+        if self._is_first_part(chunk):
+            buffer.release()
+
+    def _exec_backward_input_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        """Zero bubble: what the stage before waits for."""
+        buffer = self.pipe_buffers[buffer_id]
+        grads = self._backward_roots(buffer, chunk)
+        buffer.split = SplitBackward(buffer.roots, grads, buffer.leaves)
+        if buffer.split.is_whole:
+            with self._weight_gradients(None):
+                buffer.split.backward_inputs()
+            return
+        for leaf, grad in zip(buffer.leaves, buffer.split.backward_inputs(), strict=True):
+            leaf.grad = grad
+
+    def _exec_backward_weight_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+        """Zero bubble: what nobody waits for before the step."""
+        buffer = self.pipe_buffers[buffer_id]
+        if buffer.split is not None and not buffer.split.is_whole:
+            with self._weight_gradients(None):
+                buffer.split.backward_weights()
+        buffer.release()
+
+    @contextmanager
+    def _weight_gradients(self, loss: torch.Tensor | None) -> Iterator[None]:
+        """A backward that accumulates into weights; the last one of a batch is the boundary.
+
+        Args:
+            loss: Where this stage has it, for the ledger, which then measures by what it was multiplied.
+        """
+        self._passes_left -= 1
+        self.tracker.set_boundary(self._passes_left == 0)
+        sequence = self._begin_managed_backward()
+        if sequence.ledger is not None:
+            # Where there is no loss to measure at, the gradient that arrived is that of the loss times scale over micro-batches.
+            sequence.ledger.open(loss, float(self.micro_batches) if loss is not None else sequence.loss_scale)
+        try:
+            yield
+        except BaseException:
+            self._abort_backward()
+            raise
+        self.timers.start_reduce()
+        sequence.backward_epilogue()
+        if sequence.ledger is not None:
+            sequence.ledger.close()
+        if self._passes_left > 0:
+            sequence.exit_backward()
+            self.tracker.advance()
+        self.tracker.state = BackwardState.IDLE
+        self.timers.stop_backward()
+
+    # Instructions: the end of a batch
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Sum the gradients of weights that several stages share, each micro-batch's included.
+
+        Before the reduction over data-parallel ranks: afterwards each rank would hold other pieces of them. In one order on all
+        stages (that of the module's list), so that stages with several tied weights do not wait for each other in a circle.
+        """
+        sequence = self._require_optimizer("train_batch")
+        for param, group in self._tied:
+            dist.all_reduce(sequence.local_gradient(param), group=group)
+
+    def _exec_reduce_grads(self) -> None:
+        """Average over the ranks that hold the same layers."""
+        self.tracker.set_boundary(True)  # a stage without backwards of its own (all frozen) has not heard of it
+        self.timers.start_reduce()
+        self.allreduce_gradients()
+        self._exit_backward(self._require_optimizer("train_batch"))
+        self.timers.stop_backward()
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Step optimizer and schedule on all stages alike."""
+        self._step_applied = False
+        self.timers.start_step()
+        self._take_model_step(lr_kwargs)
+        self.timers.stop_step(self.global_steps)
+
+    _INSTRUCTION_MAP: dict[type[schedule.PipeInstruction], Callable[..., None]] = {
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.BackwardInputPass: _exec_backward_input_pass,
+        schedule.BackwardWeightPass: _exec_backward_weight_pass,
+        schedule.SendActivation: _exec_send_activations,
+        schedule.RecvActivation: _exec_recv_activations,
+        schedule.SendGrad: _exec_send_grads,
+        schedule.RecvGrad: _exec_recv_grads,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: _exec_optimizer_step,
+    }
+
+    # Losses
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Mean of the losses over micro-batches and data-parallel ranks, on all ranks: one reduction instead of one and a broadcast."""
+        share = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self._total_loss is not None:
+            share += self._total_loss.reshape(()) / (self.micro_batches * (self.world_size // self.num_stages))
+        dist.all_reduce(share)
+        return share
+
+    def _reduce_outputs(
+        self, outputs: list[Any], reduce: str | None = "avg", reduce_dp: bool = True, micro_batches: int | None = None
+    ) -> Any:
+        """Mean of the last stage's outputs over micro-batches and data-parallel ranks; the list itself without `reduce`."""
+        if not self.is_last_stage():
+            return None
+        if reduce is None:
+            return outputs
+        mean = sum(output.detach().float() for output in outputs) / (micro_batches or self.micro_batches)
+        if reduce_dp:
+            dist.all_reduce(mean, group=self.data_parallel_group)
+            mean /= self.dp_world_size
+        return mean
+
+    def _bcast_pipe_scalar(
+        self, data: torch.Tensor | None, src_rank: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """The last stage's (or `src_rank`'s) scalar on all stages, 0-dim.
+
+        Raises:
+            PipelineError: If it is none.
+        """
+        if src_rank is None:
+            src_rank = self.grid.stage_to_global(self.num_stages - 1)
+        result = torch.zeros((), dtype=dtype, device=self.device)
+        if self.global_rank == src_rank:
+            if data is None or data.numel() != 1:
+                raise PipelineError(f"only a scalar is broadcast to all stages, this is {_described(data)}; give bcast_loss=False")
+            result.copy_(data.reshape(()))
+        dist.broadcast(result, src=src_rank, group=self.grid.get_pipe_parallel_group())
+        return result
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Means over the micro-batches of the losses that the module reports for logging; last stage only, None elsewhere."""
+        if not self._additional_losses:
+            return None
+        return {name: value / self.micro_batches for name, value in self._additional_losses.items()}
+
+    # What the schedule does by itself
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError("engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all stages")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError("engine.backward() on a PipelineModule: train_batch() runs backward on all stages")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError("engine.step() on a PipelineModule: train_batch() steps after its last micro-batch")
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log at debug level, with this rank's place."""
+        logger.debug("stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg)))
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log on rank 0, every `steps_per_print` steps."""
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0:
+            log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
