@@ -1,0 +1,338 @@
+"""Where every rank stands: coordinates on named axes (pure), and the process groups of the lines and planes through them.
+
+`ProcessTopology` is arithmetic only. `PipelineParallelGrid` makes the groups, once per world, and answers Megatron's questions,
+so it serves as the `mpu` of a pipeline engine. It sends nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.utils import groups
+
+PIPE_AXIS = "pipe"
+DATA_AXIS = "data"
+MODEL_AXIS = "model"
+
+
+class ProcessTopology:
+    """Ranks on a grid with named axes; the last axis varies fastest (row-major).
+
+    Attributes:
+        axes: Names, slowest first.
+        dims: Size of each axis.
+        ProcessCoord: Named tuple of one position.
+        mapping: ProcessCoord -> rank.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes = list(axes)
+        self.dims = [int(size) for size in dims]
+        if len(self.axes) != len(self.dims) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"topology: axes {self.axes} need distinct names and one size each, got dims {self.dims}")
+        if any(size < 1 for size in self.dims):
+            raise ValueError(f"topology: sizes must be at least 1, got {self._sizes()}")
+        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # the fields are known at run time only
+        positions = itertools.product(*(range(size) for size in self.dims))
+        self._coords: list[Any] = [self.ProcessCoord(*position) for position in positions]
+        self.mapping: dict[Any, int] = {coord: rank for rank, coord in enumerate(self._coords)}
+
+    def _sizes(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.dims, strict=True))
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a position; every axis must be given.
+
+        Raises:
+            ValueError: An axis is missing or unknown, or the position lies outside.
+        """
+        if set(coord_kwargs) != set(self.axes):
+            raise ValueError(f"get_rank: give exactly the axes {self.axes}, got {sorted(coord_kwargs)}; filter_match() takes fewer")
+        coord = self.ProcessCoord(**coord_kwargs)
+        if coord not in self.mapping:
+            raise ValueError(f"get_rank: {coord} lies outside {self._sizes()}")
+        return self.mapping[coord]
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, slowest first."""
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = (DATA_AXIS, PIPE_AXIS), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The rank's coordinates as checkpoint file names spell them: `model_00`; empty if all axes are left out."""
+        coord = self.get_coord(rank)
+        kept = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis; 0 for one that does not exist."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """The position of a rank, a named tuple.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if not 0 <= rank < len(self._coords):
+            raise ValueError(f"rank {rank} not found in topology {self._sizes()} of {len(self._coords)} ranks")
+        return self._coords[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The lines along an axis: lists of ranks that differ in it only; empty for an axis that does not exist."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        fixed = itertools.product(*(range(self.get_dim(name)) for name in others))
+        return [self.filter_match(**dict(zip(others, position, strict=True))) for position in fixed]
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks, ascending, whose coordinates have the given values.
+
+        Raises:
+            ValueError: For an unknown axis.
+        """
+        unknown = sorted(set(filter_kwargs) - set(self.axes))
+        if unknown:
+            raise ValueError(f"filter_match: no axis {', '.join(unknown)}; the axes are {self.axes}")
+        return [
+            rank
+            for rank, coord in enumerate(self._coords)
+            if all(getattr(coord, axis) == value for axis, value in filter_kwargs.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks, ascending, whose coordinate on `axis` is `idx`.
+
+        Raises:
+            ValueError: For an unknown axis.
+        """
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._coords)
+
+    def describe(self, rank: int) -> str:
+        """One rank's place in words: `rank 3: pipe 1 of 2, data 1 of 2`."""
+        coord = self.get_coord(rank)
+        places = (f"{axis} {getattr(coord, axis)} of {size}" for axis, size in zip(self.axes, self.dims, strict=True))
+        return f"rank {rank}: {', '.join(places)}"
+
+    def __str__(self) -> str:
+        """The map of all coordinates, a line per rank."""
+        return "\n".join(self.describe(rank) for rank in range(self.world_size()))
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipeline x data parallelism; neighbours in rank are data replicas, whose gradients are the largest traffic."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=[PIPE_AXIS, DATA_AXIS], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Pipeline x data x tensor ("model") parallelism; neighbours in rank share layers."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=[PIPE_AXIS, DATA_AXIS, MODEL_AXIS], dims=[num_pp, num_dp, num_mp])
+
+
+def _default_topology(world_size: int) -> ProcessTopology:
+    """Prime factors of the world size dealt to pipe and data in turns, as near a square as that gets."""
+    dims = [1, 1]
+    rest, factor, turn = world_size, 2, 0
+    while rest > 1:
+        while rest % factor:
+            factor += 1
+        rest //= factor
+        dims[turn % 2] *= factor
+        turn += 1
+    return PipeDataParallelTopology(*dims)
+
+
+def _holding(rank: int, rank_lists: list[list[int]]) -> list[int]:
+    return next(ranks for ranks in rank_lists if rank in ranks)
+
+
+class PipelineParallelGrid:
+    """The process groups of a topology, and Megatron's questions about them. Making it is collective over the world.
+
+    "model" in Megatron's old sense is everything that shares one data coordinate (pipeline x tensor); the tensor axis alone is
+    the "slice".
+
+    Attributes:
+        global_rank, world_size: Of this process.
+        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: Sizes of the axes
+            (model_parallel_size is the tensor axis, as slice_parallel_size).
+        stage_id, data_parallel_id: This rank's pipe and data coordinates.
+        is_first_stage, is_last_stage: Whether this rank is at an end of the pipeline.
+        ds_model_proc_group, ds_model_world_size, ds_model_rank: All ranks with this data coordinate.
+        dp_groups, dp_group, dp_proc_group: Rank lists of all data groups, of this rank's, and its process group.
+        pipe_groups, pp_group, pp_proc_group: The same of the pipe axis.
+        model_groups, slice_group, slice_proc_group: The same of the tensor axis.
+        p2p_groups: [rank, rank of the next stage] of every rank; the last stage's next is the first.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        if process_group is not None and dist.get_world_size(process_group) != dist.get_world_size():
+            raise ValueError(
+                f"PipelineParallelGrid(process_group=...): the group has {dist.get_world_size(process_group)} of the world's "
+                f"{dist.get_world_size()} ranks; a grid spans the whole world, pass None"
+            )
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._topo = topology if topology is not None else _default_topology(self.world_size)
+        self._check_topology()
+        self.data_parallel_size = max(self._topo.get_dim(DATA_AXIS), 1)
+        self.pipe_parallel_size = max(self._topo.get_dim(PIPE_AXIS), 1)
+        self.slice_parallel_size = max(self._topo.get_dim(MODEL_AXIS), 1)
+        self.model_parallel_size = self.slice_parallel_size
+        coord = self._topo.get_coord(self.global_rank)
+        self.stage_id = int(getattr(coord, PIPE_AXIS, 0))
+        self.data_parallel_id = int(getattr(coord, DATA_AXIS, 0))
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self._make_groups()
+
+    def _check_topology(self) -> None:
+        known = {PIPE_AXIS, DATA_AXIS, MODEL_AXIS}
+        if not set(self._topo.axes) <= known:
+            raise ValueError(f"topology: axes {self._topo.axes} hold names other than {', '.join(sorted(known))}; rename them")
+        if self._topo.world_size() != self.world_size:
+            raise ValueError(
+                f"topology: {self._topo._sizes()} are {self._topo.world_size()} ranks, but the world has {self.world_size}; "
+                f"choose sizes whose product is {self.world_size}, or start {self._topo.world_size()} processes"
+            )
+
+    def _make_groups(self) -> None:
+        # new_group is collective: every rank goes through the same lists in the same order.
+        self.dp_groups, self.dp_group = self._lines(DATA_AXIS)
+        self.pipe_groups, self.pp_group = self._lines(PIPE_AXIS)
+        self.model_groups, self.slice_group = self._lines(MODEL_AXIS)
+        copies = [self._topo.filter_match(**at) for at in self._data_coordinates()]
+        self.dp_proc_group = groups._shared_group(self.dp_groups)
+        self.slice_proc_group = groups._shared_group(self.model_groups)
+        self.ds_model_proc_group = groups._shared_group(copies)
+        self.pp_proc_group = self._pipe_group()
+        self.ds_model_world_size = self.pipe_parallel_size * self.slice_parallel_size
+        self.ds_model_rank = _holding(self.global_rank, copies).index(self.global_rank)
+        self.p2p_groups = self._neighbours()
+
+    def _lines(self, axis: str) -> tuple[list[list[int]], list[int]]:
+        """All lines along an axis and this rank's; lines of one rank for an axis that does not exist."""
+        lines = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+        return lines, _holding(self.global_rank, lines)
+
+    def _data_coordinates(self) -> list[dict[str, int]]:
+        if DATA_AXIS not in self._topo.axes:
+            return [{}]
+        return [{DATA_AXIS: index} for index in range(self.data_parallel_size)]
+
+    def _pipe_group(self) -> Any:
+        """The pipe axis has a communicator of its own, so that no collective can queue before a neighbour's message."""
+        if self.pipe_parallel_size == 1:
+            return groups._shared_group(self.pipe_groups)
+        key = (PIPE_AXIS, tuple(map(tuple, self.pipe_groups)))
+        return groups._made_once(key, lambda: groups._own_group(self.pipe_groups))
+
+    def _neighbours(self) -> list[list[int]]:
+        following = {rank: line[(at + 1) % len(line)] for line in self.pipe_groups for at, rank in enumerate(line)}
+        return [[rank, following[rank]] for rank in range(self.world_size)]
+
+    def describe(self, rank: int | None = None) -> str:
+        """A rank's coordinates in words; of all ranks, a line each, by default."""
+        return str(self._topo) if rank is None else self._topo.describe(rank)
+
+    def topology(self) -> ProcessTopology:
+        """The coordinates behind the groups."""
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        """This rank's pipeline stage."""
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """This rank's data coordinate."""
+        return self.data_parallel_id
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The global rank at a stage; other coordinates are this rank's unless given."""
+        coord = self._topo.get_coord(self.global_rank)._asdict()
+        return self._topo.get_rank(**{**coord, PIPE_AXIS: stage_id, **kwargs})
+
+    def get_global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self.global_rank
+
+    # -- the pipe axis
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The stages of this pipeline."""
+        return self.pp_proc_group
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    # -- the data axis
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's data coordinate."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of data replicas."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        """The replicas of this rank's layers."""
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The global ranks of the replicas of this rank's layers."""
+        return self.dp_group
+
+    # -- everything with this data coordinate: pipeline x tensor
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that hold one copy of the model."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """The number of ranks that hold one copy of the model."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that hold one copy of the model."""
+        return self.ds_model_proc_group
+
+    # -- the tensor axis
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's tensor-parallel coordinate."""
+        return int(getattr(self._topo.get_coord(self.global_rank), MODEL_AXIS, 0))
+
+    def get_slice_parallel_world_size(self) -> int:
+        """The tensor-parallel size."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        """The ranks that hold pieces of the same layers."""
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
