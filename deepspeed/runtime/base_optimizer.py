@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from deepspeed import comm as dist
 from deepspeed.comm.shard_ops import gather_from_owners
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
-from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.norm import clip_factor, joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
-from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
 from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_dist
 
@@ -50,6 +50,16 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         reduce_rule: Who knows by what gradients are scaled.
         loss_scaler: State machine of the loss scale; static 1 when no scaling is needed.
         check_grad_overflow: Skip steps whose gradient is not finite.
+        dp_process_group: Ranks that hold the same dense parameters and average their gradients; None is the world.
+        expert_data_parallel_group: By `param.group_name`, the ranks that hold the same experts.
+        norm_group: Ranks over which squared sums are added for the norm; None: this rank counts everything itself.
+        counts_in_norm: Whether this rank counts a parameter in the norm (False for a replica that another rank counts).
+        num_norm_groups: Length of the norm's tensor, the same on all ranks; None: the number of parameter groups here.
+        device: Device of the model, for a rank that has no trainable parameter to ask.
+        allow_empty: Other ranks hold other parts of the model, so this one may have no trainable parameter.
+
+    Raises:
+        ValueError: If there is no trainable parameter and `allow_empty` is not set.
     """
 
     def __init__(
@@ -61,8 +71,25 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         reduce_rule: ReduceRule | None = None,
         loss_scaler: LossScalerBase | None = None,
         check_grad_overflow: bool = True,
+        dp_process_group: Any = None,
+        expert_data_parallel_group: Mapping[str, Any] | None = None,
+        norm_group: Any = None,
+        counts_in_norm: Callable[[nn.Parameter], bool] | None = None,
+        num_norm_groups: int | None = None,
+        device: torch.device | None = None,
+        allow_empty: bool = False,
     ) -> None:
         self.optimizer = init_optimizer
+        params = [p for group in init_optimizer.param_groups for p in group["params"]]
+        trainable = next((param for param in params if param.requires_grad), None)
+        if trainable is None and not allow_empty:
+            raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
+        self.device = trainable.device if trainable is not None else device or torch.device("cpu")
+        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.expert_data_parallel_group = dict(expert_data_parallel_group or {})
+        self.norm_group = norm_group
+        self.num_norm_groups = num_norm_groups or len(init_optimizer.param_groups)
+        self._counts_in_norm = counts_in_norm
         self.clip_grad = clip_grad
         self.tracker = tracker or AccumulationTracker(steps=1)
         self.reduce_rule = reduce_rule or ReduceRule(world=dist.get_world_size())
@@ -70,7 +97,9 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.check_grad_overflow = check_grad_overflow
         self.overflow = False
         self._grad_norm: float | torch.Tensor | None = None
-        self._frozen = [p for group in init_optimizer.param_groups for p in group["params"] if not p.requires_grad]
+        self._group_squares: torch.Tensor | None = None  # reduced, `[num_norm_groups]`, of the gradient as accumulated
+        self._group_norm_factor = 1.0
+        self._frozen = [param for param in params if not param.requires_grad]
         self.accumulation_divisor = 1.0  # set by the engine: what a plain loss.backward() has left undivided
         self.ledger: GradientLedger | None = None  # set by whoever wants contributions checked
 
@@ -92,9 +121,46 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     def finish_gradients(self) -> None:
         """Return when all reductions are complete."""
 
+    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's sum of `param`'s gradients over micro-batches before any reduction, made zero if there is none.
+
+        Complete and writable between `backward_epilogue` and `reduce_gradients`: who adds to it what other ranks have (a parameter
+        that pipeline stages share) must have said so with `hold`.
+
+        Raises:
+            ValueError: If the parameter is frozen.
+        """
+        if not param.requires_grad:
+            raise ValueError(f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient")
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        return param.grad
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce the gradients of `params` only in `reduce_gradients`: they are not complete when their hooks fire.
+
+        An optimizer that reduces nothing from hooks has nothing to do. Called on all data-parallel ranks alike, before training.
+        """
+
+    def _replicas(self, expert_group: str | None) -> Any:
+        """The ranks that average the gradients of dense parameters (None), or of the experts of this group name."""
+        if expert_group is None:
+            return self.dp_process_group
+        if expert_group not in self.expert_data_parallel_group:
+            raise ValueError(
+                f"experts of group {expert_group!r}: expert_data_parallel_group knows {sorted(self.expert_data_parallel_group)}; "
+                "make the groups first (deepspeed.moe.layer.MoE.set_deepspeed_parallelism, or deepspeed.initialize does)"
+            )
+        return self.expert_data_parallel_group[expert_group]
+
     @abstractmethod
     def scaled_global_norm(self) -> torch.Tensor:
         """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape `[1]`."""
+
+    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
+        """The norm from reduced squared sums per group, `[num_norm_groups]`, which are kept for `group_grad_norms`."""
+        self._group_squares = squares
+        return squares.sum(0, keepdim=True).sqrt_()
 
     @abstractmethod
     def _update(self, factor: float) -> None:
@@ -134,6 +200,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.overflow = self.check_grad_overflow and host_norm is not None and not math.isfinite(host_norm)
         # The scale that these gradients carry; the scaler may already have moved on when this returns.
         scale = self._used_scale()
+        self._group_norm_factor = step_factor / scale
         self._grad_norm = norm.squeeze() / scale if host_norm is None else host_norm / scale
         self._settle(step_factor / scale)
         if self.overflow:
@@ -176,6 +243,18 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     def global_grad_norm(self) -> float | torch.Tensor | None:
         """Norm of the last step's gradient, unscaled and before clipping; None before the first step."""
         return self._grad_norm
+
+    @property
+    def group_grad_norms(self) -> list[float] | None:
+        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits for the device.
+
+        Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the norm over the `i`-th groups of
+        all that have one, the same on every rank.
+        """
+        if self._group_squares is None:
+            return None
+        norms: list[float] = (self._group_squares.sqrt() * self._group_norm_factor).tolist()
+        return norms
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -266,17 +345,21 @@ class MasterWeightOptimizer(StepSequence):
     Args:
         init_optimizer: Optimizer over model parameters; frozen ones are left out.
         param_names: Name of each parameter, in model order.
-        shard_group: Ranks that share one copy of the masters; None if every rank owns everything.
-        model_parallel_group: Ranks that hold other parts of the model, over which the norm is summed too.
-        counts_in_norm: Whether this rank counts the parameter in the norm (False for a replica that another rank counts).
+        shard_group: Ranks that share one copy of the dense masters; None if every rank owns everything. Experts are then shared by
+            the ranks that hold the same ones.
         master_dtype: Dtype of masters and optimizer state.
         grad_dtype: Dtype in which owned gradients are accumulated.
         offload: Offload settings of the optimizer state, if on.
         round_robin: Deal parameters to shards in turn.
         per_param: Give the optimizer one tensor per parameter.
+        sequence: See `StepSequence`.
 
     Raises:
-        ValueError: If the optimizer has no trainable parameter or parameters of several dtypes.
+        ValueError: If a group holds parameters of several dtypes, or dense ones and experts.
+
+    Attributes:
+        num_shards: How many ranks share the dense masters.
+        shard_rank: This rank's place among them.
     """
 
     accumulator: LocalAccumulator | None  # sum of micro-batches in a dtype of its own, if there is one
@@ -288,8 +371,6 @@ class MasterWeightOptimizer(StepSequence):
         param_names: Mapping[nn.Parameter, str],
         *,
         shard_group: Any = None,
-        norm_group: Any = None,
-        counts_in_norm: Callable[[nn.Parameter], bool] | None = None,
         master_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype = torch.float32,
         offload: DeepSpeedZeroOffloadOptimizerConfig | None = None,
@@ -304,13 +385,11 @@ class MasterWeightOptimizer(StepSequence):
         self.shard_group = shard_group
         self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
-        self.norm_group = norm_group
         self.allgather_bucket_size = allgather_bucket_size
         self.allgather_partitions = allgather_partitions
         self.offload = offload
         self.cpu_offload = offload is not None
         self._round_robin = round_robin
-        self._counts_in_norm = counts_in_norm
         self._grad_slices: dict[int, list[slice]] = {}
         registration = {param: position for position, param in enumerate(self.param_names)}
         self.groups: list[ShardedGroup] = []
@@ -321,8 +400,6 @@ class MasterWeightOptimizer(StepSequence):
             fallback = len(registration)
             self.registration.append([registration.get(p, fallback + i) for i, p in enumerate(group.params)])
             self._hand_to_optimizer(param_group, group, per_param)
-        if not any(group.params for group in self.groups):
-            raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
         self._per_param = per_param
         self._link_params()
         memory_names.register(self)
@@ -331,27 +408,35 @@ class MasterWeightOptimizer(StepSequence):
 
     def _build_group(self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype) -> ShardedGroup:
         params = [param for param in param_group["params"] if param.requires_grad]
+        expert_group = expert_group_of_all(params)
+        replicas = self._replicas(expert_group)
+        # Experts are on fewer ranks than dense parameters, so their state has fewer and larger shards.
+        shard_group = self.shard_group if expert_group is None or self.shard_group is None else replicas
+        num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         if self._round_robin:
-            params = [params[i] for i in round_robin_order(len(params), self.num_shards)]
+            params = [params[i] for i in round_robin_order(len(params), num_shards)]
         dtypes = sorted({str(param.dtype) for param in params})
         if len(dtypes) > 1:
             raise ValueError(
                 f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): cast the model to one dtype, "
                 "or enable bf16/fp16 in the configuration so that the engine does"
             )
-        alignment = SHARD_ALIGNMENT if self.shard_group is not None else 1
-        table = FragmentTable.build([param.numel() for param in params], self.num_shards, alignment)
-        device = torch.device("cpu") if self.cpu_offload or not params else params[0].device
+        alignment = SHARD_ALIGNMENT if shard_group is not None else 1
+        table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
+        model_device = params[0].device if params else self.device
         pin = self.offload is not None and self.offload.pin_memory
         return ShardedGroup(
             params,
             table,
-            self.shard_rank,
+            0 if shard_group is None else dist.get_rank(group=shard_group),
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
-            device=device,
+            device=torch.device("cpu") if self.cpu_offload else model_device,
+            model_device=model_device,
             pin=pin,
             offload=self.cpu_offload,
+            process_group=shard_group,
+            replicas=replicas,
         )
 
     @staticmethod
@@ -365,10 +450,17 @@ class MasterWeightOptimizer(StepSequence):
             for index, param in enumerate(group.params):
                 param._hp_mapping = ParamLink(self, group_index, index)  # type: ignore[attr-defined]  # the link is dynamic
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return next(group.flat.device for group in self.groups if group.params)
+    def _local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Where this rank's sum for `param` lies."""
+        if self.accumulator is None:
+            return param.grad
+        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
+        return self.accumulator.views[link.group][link.param_index]
+
+    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        accumulated = self._local_sum(param) if hasattr(param, "_hp_mapping") else None
+        return super().local_gradient(param) if accumulated is None else accumulated
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
@@ -383,17 +475,18 @@ class MasterWeightOptimizer(StepSequence):
         if self._counts_in_norm is None:
             return [group.grad]
         if group_index not in self._grad_slices:
-            self._grad_slices[group_index] = [
-                slice(fragment.shard_start, fragment.shard_start + fragment.numel)
-                for fragment in group.table.of_shard(self.shard_rank)
-                if self._counts_in_norm(group.params[fragment.param])
-            ]
+            owned = group.table.of_shard(group.shard_rank)
+            counted = (fragment for fragment in owned if self._counts_in_norm(group.params[fragment.param]))
+            ranges = joined((fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in counted)
+            self._grad_slices[group_index] = [slice(start, end) for start, end in ranges]
         return [group.grad[part] for part in self._grad_slices[group_index]]
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """See base class: local squared sums of all groups, then one reduction of one scalar."""
-        owned = [grad for index in range(len(self.groups)) for grad in self._norm_grads(index)]
-        return reduce_squared_norm(local_squared_norm(owned, self.device), self.norm_group).sqrt_()
+        """See base class: local squared sums of all groups, then one reduction of them all."""
+        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
+        for index in range(len(self.groups)):
+            squares[index] += local_squared_norm(self._norm_grads(index), self.device).squeeze()
+        return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     # Update
 
@@ -424,20 +517,21 @@ class MasterWeightOptimizer(StepSequence):
 
     def _gather(self, group: ShardedGroup) -> list[Any]:
         """Start filling the flat buffer from all owners, in pieces of at most `allgather_bucket_size` elements."""
-        if self.num_shards == 1 or group.flat.numel() == 0:
+        num_shards = group.table.num_shards
+        if num_shards == 1 or group.flat.numel() == 0:
             return []
         shard_numel = group.table.shard_numel
-        splits = [shard_numel] * self.num_shards
+        splits = [shard_numel] * num_shards
         by_broadcast = not self.allgather_partitions
         if group.flat.numel() <= self.allgather_bucket_size:
-            return [gather_from_owners(group.flat, splits, self.shard_group, by_broadcast, async_op=True)]
+            return [gather_from_owners(group.flat, splits, group.process_group, by_broadcast, async_op=True)]
         # A piece of every shard is not contiguous in `flat`, so it travels through a buffer of the bucket's size.
-        piece_numel = max(1, self.allgather_bucket_size // self.num_shards)
-        rows = group.flat.view(self.num_shards, shard_numel)
+        piece_numel = max(1, self.allgather_bucket_size // num_shards)
+        rows = group.flat.view(num_shards, shard_numel)
         for start in range(0, shard_numel, piece_numel):
             columns = rows[:, start : start + piece_numel]
             buffer = columns.contiguous().view(-1)
-            gather_from_owners(buffer, [columns.shape[1]] * self.num_shards, self.shard_group, by_broadcast)
+            gather_from_owners(buffer, [columns.shape[1]] * num_shards, group.process_group, by_broadcast)
             columns.copy_(buffer.view_as(columns))
         return []
 
@@ -459,7 +553,7 @@ class MasterWeightOptimizer(StepSequence):
         for group in self.groups:
             for index, param in enumerate(group.params):
                 for fragment in group.table.of_param(index):
-                    read = _reader(group, fragment.shard_start, fragment.numel) if fragment.shard == self.shard_rank else None
+                    read = _reader(group, fragment.shard_start, fragment.numel) if fragment.shard == group.shard_rank else None
                     pieces.append(GradientPiece(param, fragment.param_start, fragment.numel, read, self._sums_in(param)))
         return pieces
 
@@ -483,7 +577,9 @@ class MasterWeightOptimizer(StepSequence):
         return self.reduce_rule.step_factor / (self._step_divisor * self.loss_scale)
 
     def gather_full(self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole tensors of several parameters from their owners, with one collective. All ranks must call it alike.
+        """Whole tensors of several parameters from their owners, with one collective per process group that shares them.
+
+        All ranks that hold the parameters must call it alike.
 
         Args:
             links: Group and index of each parameter.
@@ -492,18 +588,30 @@ class MasterWeightOptimizer(StepSequence):
         Returns:
             fp32 tensors in the parameters' shapes, on the model's device.
         """
+        by_group: dict[Any, list[int]] = {}
+        for position, (group, _) in enumerate(links):
+            by_group.setdefault(self.groups[group].process_group, []).append(position)
+        values: dict[int, torch.Tensor] = {}
+        for process_group, positions in by_group.items():
+            pieces = self._gather_from([links[position] for position in positions], shards, process_group)
+            values.update(zip(positions, pieces, strict=True))
+        return [values[position] for position in range(len(links))]
+
+    def _gather_from(
+        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor], process_group: Any
+    ) -> list[torch.Tensor]:
         numels = [self.groups[group].table.numels[index] for group, index in links]
         flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
         start = 0
         for (group, index), numel in zip(links, numels, strict=True):
             for fragment in self.groups[group].table.of_param(index):
-                if fragment.shard == self.shard_rank:
+                if fragment.shard == self.groups[group].shard_rank:
                     piece = shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
                     flat[start + fragment.param_start : start + fragment.param_start + fragment.numel].copy_(piece)
             start += numel
         # Every element is non-zero on its owner at most, so the sum is exact.
-        if self.shard_group is not None:
-            dist.all_reduce(flat, group=self.shard_group)
+        if process_group is not None:
+            dist.all_reduce(flat, group=process_group)
         shapes = [self.groups[group].params[index].shape for group, index in links]
         return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
 

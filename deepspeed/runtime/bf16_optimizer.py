@@ -57,7 +57,7 @@ class BF16_Optimizer(ZeROOptimizer):
         self._backward_started = backward_started
         self.accumulator: LocalAccumulator = LocalAccumulator(self.groups, grad_acc_dtype)
         for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-            start, end = group.table.shard_range(self.shard_rank)
+            start, end = group.table.shard_range(group.shard_rank)
             if not self.cpu_offload:
                 group.use_grad(flat[start:end])
         self._reduced = False
@@ -126,7 +126,7 @@ class BF16_Optimizer(ZeROOptimizer):
             self.get_grads_for_reduction(),
             self.reduce_bucket_size,
             factors,
-            self.dp_process_group,
+            [group.replicas for group in self.groups],
             self.communication_data_type,
         )
         self._reduced = True
@@ -141,7 +141,7 @@ class BF16_Optimizer(ZeROOptimizer):
         if self.cpu_offload and not self._on_host:
             self._on_host = True
             for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-                start, end = group.table.shard_range(self.shard_rank)
+                start, end = group.table.shard_range(group.shard_rank)
                 group.grad.copy_(flat[start:end])
 
     # Clearing and state

@@ -25,7 +25,8 @@ from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
-from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup, norm_selection
+from deepspeed.runtime.model_ranks import ModelRanks
+from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
@@ -102,7 +103,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         cast_model(model, self._config)
         if not dont_change_device:
             model.to(self.device)
-        broadcast_model(model, self.data_parallel_group)
+        self.model_ranks = ModelRanks.of(model)
+        broadcast_model(model, self.model_ranks)
         self.timers = EngineTimers(self._config, self.train_batch_size())
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
@@ -165,6 +167,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
         parameters = self._trainable_parameters(model_parameters)
         if client is None and self._config.tree.optimizer is None:
+            self.model_ranks.agree_on_num_groups(None, self.device)
             if self.zero_optimization_stage() > 0:
                 raise DeepSpeedConfigError(
                     f"zero stage {self.zero_optimization_stage()} requires an optimizer: give initialize(optimizer=...) or the key "
@@ -197,17 +200,14 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         return list(model_parameters)
 
     def _wrap_context(self) -> WrapContext:
-        several = self.mp_world_size > 1
         return WrapContext(
             config=self._config,
             param_names={param: name for name, param in self.module.named_parameters()},
             tracker=self.tracker,
-            dp_group=self.data_parallel_group,
-            dp_world_size=self.dp_world_size,
-            norm_group=dist.get_world_group() if several else self.data_parallel_group,
-            model_parallel_group=groups._get_model_parallel_group() if several else None,
-            counts_in_norm=norm_selection(groups._get_model_parallel_rank()) if several else None,
+            ranks=self.model_ranks,
+            num_norm_groups=self.model_ranks.agree_on_num_groups(self.basic_optimizer, self.device),
             model_dtype=self.model_dtype,
+            device=self.device,
             backward_started=self._on_parameter_gradient,
             comm_dtype_of=comm_dtype_lookup(self.module, self._config),
         )
@@ -557,6 +557,13 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def get_global_grad_norm(self) -> float | torch.Tensor | None:
         """Global gradient norm of the last step, unscaled and before clipping; None before the first."""
         return None if self._sequence is None else self._sequence.global_grad_norm
+
+    def get_group_grad_norms(self) -> list[float] | None:
+        """`get_global_grad_norm` per parameter group, without communication; None before the first step.
+
+        Entry `i` is over the `i`-th parameter groups of all ranks, which stages of a pipeline may have different numbers of.
+        """
+        return None if self._sequence is None else self._sequence.group_grad_norms
 
     # The rest of the engine's life
 

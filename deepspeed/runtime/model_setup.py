@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.model_ranks import ModelRanks
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name any.
 LOWER_PRECISION_SAFE_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -45,17 +45,15 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
 
 
 @torch.no_grad()
-def broadcast_model(model: nn.Module, group: Any) -> None:
-    """Give every rank of `group` the parameters and buffers of its first rank, in flat pieces per dtype."""
-    if dist.get_world_size(group=group) == 1:
-        return
-    source = dist.get_global_rank(group, 0)
-    families: dict[torch.dtype, list[torch.Tensor]] = {}
+def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
+    """Give all ranks that hold a parameter or buffer the value of the first of them, in flat pieces per dtype."""
+    families: dict[tuple[Any, torch.dtype], list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and tensor.device.type != "meta":
-            families.setdefault(tensor.dtype, []).append(tensor.data)
-    for tensors in families.values():
-        for piece in _pieces(tensors):
+            families.setdefault((ranks.holders(tensor), tensor.dtype), []).append(tensor.data)
+    for (group, _), tensors in families.items():
+        source = dist.get_global_rank(group, 0)
+        for piece in _pieces(tensors) if dist.get_world_size(group=group) > 1 else ():
             flat = torch.cat([tensor.reshape(-1) for tensor in piece])
             dist.broadcast(flat, src=source, group=group)
             for tensor, value in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
@@ -72,17 +70,6 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         pieces[-1].append(tensor)
         numel += tensor.numel()
     return pieces
-
-
-def norm_selection(model_parallel_rank: int) -> Callable[[nn.Parameter], bool]:
-    """Which parameters this model-parallel rank counts in the norm: its own slices, and on the first rank the replicated ones."""
-
-    def counts(param: nn.Parameter) -> bool:
-        if getattr(param, "ds_pipe_replicated", False):
-            return False
-        return is_model_parallel_parameter(param) or model_parallel_rank == 0
-
-    return counts
 
 
 def comm_dtype_lookup(model: nn.Module, config: DeepSpeedConfig) -> Callable[[nn.Parameter], torch.dtype | None] | None:

@@ -22,6 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
@@ -60,12 +61,10 @@ class WrapContext:
         config: The configuration.
         param_names: Name of each parameter, in model order.
         tracker: The engine's accumulation tracker.
-        dp_group: Data-parallel group.
-        dp_world_size: Its size.
-        norm_group: Ranks over which the norm's scalar is summed when state is sharded.
-        model_parallel_group: Ranks that hold other parts of the model; None if there are none.
-        counts_in_norm: Whether this rank counts a parameter in the norm; None: all of them.
+        ranks: Which ranks hold which parameters.
+        num_norm_groups: Length of the norm's tensor, the same on all ranks that sum it.
         model_dtype: Dtype of the parameters.
+        device: Device of the model.
         backward_started: Tells the engine that a backward began which nobody announced.
         comm_dtype_of: Per-parameter communication dtype.
     """
@@ -73,12 +72,10 @@ class WrapContext:
     config: DeepSpeedConfig
     param_names: Mapping[nn.Parameter, str]
     tracker: AccumulationTracker
-    dp_group: Any
-    dp_world_size: int
-    norm_group: Any
-    model_parallel_group: Any
-    counts_in_norm: Callable[[nn.Parameter], bool] | None
+    ranks: ModelRanks
+    num_norm_groups: int
     model_dtype: torch.dtype
+    device: torch.device
     backward_started: Callable[[], None]
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
@@ -104,7 +101,9 @@ def build_basic_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) ->
             f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type {block.type!r}); "
             f"it takes {', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
         )
-    return factory(parameters, **params)
+    parameters = list(parameters)
+    # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a group but not of nothing.
+    return factory(parameters or [{"params": []}], **params)
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
@@ -228,13 +227,18 @@ def _sequence(context: WrapContext) -> dict[str, Any]:
         "clip_grad": tree.gradient_clipping,
         "tracker": context.tracker,
         "reduce_rule": ReduceRule(
-            world=context.dp_world_size,
+            world=context.ranks.num_replicas,
             prescale=tree.prescale_gradients,
             predivide_factor=tree.gradient_predivide_factor,
             sum_op=tree.gradient_allreduce_op == "sum",
         ),
         "loss_scaler": build_loss_scaler(context.config),
         "check_grad_overflow": check,
+        "dp_process_group": context.ranks.replicas,
+        "expert_data_parallel_group": context.ranks.experts,
+        "num_norm_groups": context.num_norm_groups,
+        "device": context.device,
+        "allow_empty": context.ranks.has_parts,
     }
 
 
@@ -255,12 +259,11 @@ def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
 
 
 def _replicated(context: WrapContext) -> dict[str, Any]:
-    """Every rank has the whole gradient, so only other parts of the model are left to sum over."""
-    tree = context.config.tree
+    """Every rank has its parameters' gradients whole: what no other rank has parts of, nobody sums."""
+    tree, ranks = context.config.tree, context.ranks
     return {
-        "dp_process_group": context.dp_group,
-        "norm_group": context.model_parallel_group,
-        "counts_in_norm": context.counts_in_norm,
+        "norm_group": None if ranks.is_whole else ranks.norm_group,
+        "counts_in_norm": None if ranks.is_whole else ranks.counts_replica,
         "reduce_bucket_size": tree.zero_optimization.reduce_bucket_size,
         "communication_data_type": context.config.communication_data_type,
     }
@@ -269,10 +272,9 @@ def _replicated(context: WrapContext) -> dict[str, Any]:
 def _sharded(context: WrapContext) -> dict[str, Any]:
     zero = context.config.tree.zero_optimization
     return {
-        "dp_process_group": context.dp_group,
         "instances": groups._get_optimizer_instances(zero.num_optimizer_instances),
-        "norm_group": context.norm_group,
-        "counts_in_norm": context.counts_in_norm,
+        "norm_group": context.ranks.norm_group,
+        "counts_in_norm": context.ranks.counts_shard,
         "offload": zero.offload_optimizer if _offloads(context.config) else None,
         "round_robin": zero.round_robin_gradients,
         "allgather_bucket_size": zero.allgather_bucket_size,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import StepSequence
-from deepspeed.runtime.gradients.norm import local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+from deepspeed.runtime.sharding.group import expert_group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,14 +35,25 @@ def _reader(view: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: view.view(-1)
 
 
+class Family(NamedTuple):
+    """What parameters of one flat buffer have in common.
+
+    Attributes:
+        dtype: Theirs.
+        device: Theirs.
+        expert_group: Group name of experts; None for dense parameters.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    expert_group: str | None
+
+
 class ReplicatedOptimizer(StepSequence):
     """See module.
 
     Args:
         init_optimizer: The client's optimizer.
-        dp_process_group: Ranks whose gradients are averaged; None is the world.
-        norm_group: Ranks that hold other parts of the model.
-        counts_in_norm: Whether this rank counts the parameter in the norm.
         reduce_bucket_size: Elements per all-reduce.
         communication_data_type: What travels; None is the gradients' dtype.
         sequence: See `StepSequence`.
@@ -52,33 +63,40 @@ class ReplicatedOptimizer(StepSequence):
         self,
         init_optimizer: torch.optim.Optimizer,
         *,
-        dp_process_group: Any = None,
-        norm_group: Any = None,
-        counts_in_norm: Any = None,
         reduce_bucket_size: int = 500_000_000,
         communication_data_type: torch.dtype | None = None,
         **sequence: Any,
     ) -> None:
         super().__init__(init_optimizer, **sequence)
-        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
-        self.norm_group = norm_group
-        self._counts_in_norm = counts_in_norm
         self.reduce_bucket_size = reduce_bucket_size
         self.communication_data_type = communication_data_type
-        self.gradients = self._flat_gradients()
+        self._families = self._sort_out()
+        self.gradients = [FlatGradients(params) for params in self._families.values()]
+        self._counted = self._counted_gradients()
         for gradients in self.gradients:
             for param in gradients.params:
                 param._ds_replicated_by = ReplicatedLink(self)  # type: ignore[attr-defined]  # the link is dynamic
 
-    def _flat_gradients(self) -> list[FlatGradients]:
-        families: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    def _sort_out(self) -> dict[Family, list[torch.nn.Parameter]]:
+        families: dict[Family, list[torch.nn.Parameter]] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    families.setdefault((param.dtype, param.device), []).append(param)
-        if not families:
-            raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
-        return [FlatGradients(params) for params in families.values()]
+                    families.setdefault(Family(param.dtype, param.device, expert_group_of(param)), []).append(param)
+        return families
+
+    def _counted_gradients(self) -> list[list[torch.Tensor]]:
+        """For each parameter group, the parts of the flat buffers that this rank counts in the norm, as long as possible."""
+        counted = []
+        for group in self.optimizer.param_groups:
+            own = {param for param in group["params"] if self._counts_in_norm is None or self._counts_in_norm(param)}
+            parts = []
+            for gradients in self.gradients:
+                views = [view for view, param in zip(gradients.views, gradients.params, strict=True) if param in own]
+                ranges = joined((view.storage_offset(), view.storage_offset() + view.numel()) for view in views)
+                parts += [gradients.flat[start:end] for start, end in ranges]
+            counted.append(parts)
+        return counted
 
     @property
     def _step_divisor(self) -> float:
@@ -96,8 +114,8 @@ class ReplicatedOptimizer(StepSequence):
         for gradients in self.gradients:
             gradients.collect()
         flats = [gradients.flat for gradients in self.gradients]
-        factors = self.reduce_rule.factors()
-        all_reduce_flat(flats, self.reduce_bucket_size, factors, self.dp_process_group, self.communication_data_type)
+        replicas = [self._replicas(family.expert_group) for family in self._families]
+        all_reduce_flat(flats, self.reduce_bucket_size, self.reduce_rule.factors(), replicas, self.communication_data_type)
         super()._settle(self.read_factor)
 
     def _settle(self, factor: float) -> None:
@@ -122,15 +140,12 @@ class ReplicatedOptimizer(StepSequence):
                     pieces.append(GradientPiece(param, 0, param.numel(), _reader(view), narrowest))
         return pieces
 
-    def _norm_grads(self) -> list[torch.Tensor]:
-        if self._counts_in_norm is None:
-            return [gradients.flat for gradients in self.gradients]
-        return [v for g in self.gradients for v, p in zip(g.views, g.params, strict=True) if self._counts_in_norm(p)]
-
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
-        local = local_squared_norm(self._norm_grads(), self.gradients[0].flat.device)
-        return reduce_squared_norm(local, self.norm_group).sqrt_()
+        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
+        for index, grads in enumerate(self._counted):
+            squares[index] += local_squared_norm(grads, self.device).squeeze()
+        return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     @torch.no_grad()
     def _update(self, factor: float) -> None:
@@ -153,4 +168,4 @@ class ReplicatedOptimizer(StepSequence):
                 param.grad = None
                 if hasattr(param, "_ds_replicated_by"):
                     del param._ds_replicated_by
-        self.gradients = []
+        self.gradients, self._counted = [], []

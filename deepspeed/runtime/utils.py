@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.logging import logger
 
 
@@ -68,10 +71,10 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across ranks")
     # cycle: both use this module
     from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
-    from deepspeed.runtime.model_setup import norm_selection
+    from deepspeed.runtime.model_ranks import norm_selection
 
     params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    counts = norm_selection(mpu.get_model_parallel_rank())
+    counts = norm_selection(bwc_tensor_model_parallel_rank(mpu))
     owned = [p.grad for p in params if p.grad is not None and counts(p)]
     device = params[0].device
     norm = reduce_squared_norm(local_squared_norm(owned, device), mpu.get_model_parallel_group()).sqrt_().squeeze()
@@ -106,3 +109,59 @@ def empty_cache() -> None:
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
     """Whether the parameter is one rank's slice of a larger one."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Running sums, each including its own element."""
+    return list(itertools.accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Boundaries of `num_parts` consecutive parts with equal numbers of items; the first parts get the remainder.
+
+    Returns:
+        num_parts + 1 boundaries; with fewer items than parts, the last parts are empty.
+    """
+    size, rest = divmod(num_items, num_parts)
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Boundaries of `num_parts` consecutive, non-empty parts whose weights differ least.
+
+    Found part by part: of all places for the last boundary, the one with the smallest difference between heaviest and lightest
+    part so far; of equal ones the last. Checkpoints depend on this rule: another one would move layers between ranks.
+
+    Args:
+        weights: Weight of each item.
+        num_parts: How many parts.
+
+    Returns:
+        num_parts + 1 boundaries; with no more items than parts, one item each and empty parts after them.
+    """
+    num_items = len(weights)
+    if num_items <= num_parts:
+        return partition_uniform(num_items, num_parts)
+    sums = [0.0, *prefix_sum_inc(weights)]
+    # best[i]: (difference, heaviest, lightest, boundaries) of the first i items in as many parts as the round
+    best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, -math.inf, math.inf, [0])}
+    for part in range(1, num_parts + 1):
+        ends = range(part, num_items - (num_parts - part) + 1)
+        best = {end: _last_part(best, sums, end) for end in ends}
+    return best[num_items][3]
+
+
+def _last_part(
+    best: dict[int, tuple[float, float, float, list[int]]], sums: list[float], end: int
+) -> tuple[float, float, float, list[int]]:
+    found: tuple[float, float, float, list[int]] | None = None
+    for start, (_, heaviest, lightest, bounds) in best.items():
+        if start >= end:
+            break
+        weight = sums[end] - sums[start]
+        high, low = max(heaviest, weight), min(lightest, weight)
+        if found is None or high - low <= found[0]:
+            found = (high - low, high, low, [*bounds, end])
+    if found is None:
+        raise AssertionError(f"no part can end at item {end} of {len(sums) - 1}")
+    return found

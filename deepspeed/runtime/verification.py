@@ -83,7 +83,7 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
         sequence.ledger = GradientLedger(
             sequence.gradient_pieces(),
             {param: name for name, param in engine.module.named_parameters()},
-            engine.data_parallel_group,
+            engine.model_ranks.replicas,
             engine.tracker,
             sum_op=engine._config.tree.gradient_allreduce_op == "sum",
             raises=raises,

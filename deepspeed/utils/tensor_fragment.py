@@ -96,7 +96,7 @@ def _full(params: Sequence[nn.Parameter], shards_of: Callable[[Any], list[torch.
 def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | None:
     optimizer, group, index = _require_link(param, "safe_get_local")
     for fragment in optimizer.groups[group].table.of_param(index):
-        if fragment.shard == optimizer.shard_rank:
+        if fragment.shard == optimizer.groups[group].shard_rank:
             return shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
     return None
 
@@ -108,7 +108,7 @@ def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor
     flat = value.detach().reshape(-1)
     with torch.no_grad():
         for fragment in optimizer.groups[group].table.of_param(index):
-            if fragment.shard == optimizer.shard_rank:
+            if fragment.shard == optimizer.groups[group].shard_rank:
                 piece = flat[fragment.param_start : fragment.param_start + fragment.numel]
                 shards[group][fragment.shard_start : fragment.shard_start + fragment.numel].copy_(piece)
 

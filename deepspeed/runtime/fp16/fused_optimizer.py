@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
@@ -28,7 +27,6 @@ class FP16_Optimizer(MasterWeightOptimizer):
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        dp_process_group: Ranks whose gradients are averaged; None is the world.
         reduce_bucket_size: Elements per all-reduce.
         communication_data_type: What travels; None is the gradients' dtype.
         local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's.
@@ -40,24 +38,22 @@ class FP16_Optimizer(MasterWeightOptimizer):
         init_optimizer: torch.optim.Optimizer,
         param_names: Mapping[nn.Parameter, str],
         *,
-        dp_process_group: Any = None,
         reduce_bucket_size: int = 500_000_000,
         communication_data_type: torch.dtype | None = None,
         local_accumulation_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(init_optimizer, param_names, shard_group=None, **kwargs)
-        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
         self.reduce_bucket_size = reduce_bucket_size
         self.communication_data_type = communication_data_type
         self.accumulator: LocalAccumulator | None = None
         self._reduced = False
         self._finished = False
-        self._flat_gradients: list[FlatGradients | None] = []
+        self._flat_gradients: list[FlatGradients] = []
         if local_accumulation_dtype is not None:
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
         else:
-            self._flat_gradients = [FlatGradients(g.params) if g.params else None for g in self.groups]
+            self._flat_gradients = [FlatGradients(group.params, group.flat) for group in self.groups]
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -76,21 +72,20 @@ class FP16_Optimizer(MasterWeightOptimizer):
     def _reduced_flats(self) -> list[torch.Tensor]:
         if self.accumulator is not None:
             return self.accumulator.flats
-        return [g.flat if g is not None else torch.zeros(0, device=self.device) for g in self._flat_gradients]
+        return [gradients.flat for gradients in self._flat_gradients]
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
         if not self.tracker.is_boundary or self.tracker.in_no_sync:
             return
         for gradients in self._flat_gradients:
-            if gradients is not None:
-                gradients.collect()
+            gradients.collect()
         factors = self.reduce_rule.factors()
         all_reduce_flat(
             self._reduced_flats(),
             self.reduce_bucket_size,
             factors,
-            self.dp_process_group,
+            [group.replicas for group in self.groups],
             self.communication_data_type,
         )
         self._reduced = True

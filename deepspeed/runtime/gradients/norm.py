@@ -1,7 +1,9 @@
-"""Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of one scalar.
+"""Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of one small tensor.
 
-Each logical element counts once: padding is zero, replicas over model-parallel ranks are left out by the caller's selection, and
-the number of collectives does not depend on how many groups or gradients a rank has.
+The tensor holds one squared sum per parameter group, as many on every rank as the rank with most groups has, so that norms per
+group cost no collective of their own; with one group it is a scalar. Each logical element counts once: padding is zero, replicas
+over data-, tensor- and pipeline-parallel ranks are left out by the caller's selection, and the number of collectives does not
+depend on how many groups or gradients a rank has.
 """
 
 from __future__ import annotations
@@ -14,6 +16,17 @@ from deepspeed import comm as dist
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges `[start, end)`, neighbours made one: the norm of a long slice costs one operation."""
+    found: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def local_squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -31,7 +44,7 @@ def local_squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> t
 
 
 def reduce_squared_norm(squared: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over the ranks of `group`, in place: the one scalar collective of a step. No group, no collective."""
+    """Sum over the ranks of `group`, in place: the one small collective of a step. No group, no collective."""
     if group is not None and dist.get_world_size(group=group) > 1:
         dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
     return squared

