@@ -57,6 +57,7 @@ from deepspeed.comm.logging_control import (
     timed_op,
 )
 from deepspeed.comm.process_groups import (
+    abort_groups,
     destroy_process_group,
     enable_symm_mem_for_group,
     get_all_ranks_from_group,
@@ -64,6 +65,7 @@ from deepspeed.comm.process_groups import (
     get_global_rank,
     get_local_rank,
     get_rank,
+    get_store,
     get_world_group,
     get_world_size,
     has_all_gather_into_tensor,
@@ -72,6 +74,7 @@ from deepspeed.comm.process_groups import (
     has_reduce_scatter_tensor,
     initialize_mesh_device,
     is_available,
+    is_connection_error,
     is_initialized,
     new_group,
 )
@@ -81,6 +84,7 @@ __all__ = [
     "ReduceOp",
     "Work",
     "WorkList",
+    "abort_groups",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -106,6 +110,7 @@ __all__ = [
     "get_local_rank",
     "get_logged_comm_ops",
     "get_rank",
+    "get_store",
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
@@ -123,6 +128,7 @@ __all__ = [
     "irecv",
     "is_available",
     "is_initialized",
+    "is_connection_error",
     "isend",
     "log_summary",
     "monitored_barrier",

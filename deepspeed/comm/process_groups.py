@@ -6,9 +6,11 @@ own default instead of that of the first.
 
 import importlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
@@ -20,6 +22,11 @@ from deepspeed.comm.utils import get_local_rank_from_launcher
 Group = ProcessGroup | None
 
 _group_timeout: timedelta = default_pg_timeout
+
+# No message has this tag; see `abort_groups`.
+_ABORT_TAG = 2**31 - 1
+# What gloo's errors say when the other end is gone or nothing comes; it raises plain RuntimeErrors.
+_CONNECTION_ERRORS = ("gloo", "pair closure", "Connection closed", "Connection reset", "Operation timed out")
 
 
 def set_group_timeout(timeout: timedelta) -> None:
@@ -123,6 +130,37 @@ def destroy_process_group(group: Group = None) -> None:
         if get_accelerator().defers_collectives:
             get_accelerator().synchronize()  # other ranks wait for what is still queued here
         torch_dist.destroy_process_group(group)
+
+
+def abort_groups() -> None:
+    """End every operation under way in any group of this process; who waits for one gets an error, or garbage on a device.
+
+    For a process whose peers will not come, called from another thread than the blocked one. No group can be used afterwards.
+    """
+    for group in list(_c10d._world.pg_map):
+        backends = {group._get_backend(device) for device in group._device_types}
+        for backend in backends:
+            if backend.name() == "gloo":
+                _abort_gloo(group)
+            elif hasattr(backend, "abort"):
+                backend.abort()
+
+
+def _abort_gloo(group: ProcessGroup) -> None:
+    """gloo's own abort wakes nobody, but a receive that times out closes all connections of its group, which does."""
+    peers = [rank for rank in torch_dist.get_process_group_ranks(group) if rank != torch_dist.get_rank()]
+    if peers:
+        with suppress(RuntimeError):
+            work = torch_dist.irecv(torch.empty(1, dtype=torch.uint8), peers[0], group, _ABORT_TAG)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an operation raised this because another rank is gone or does not answer."""
+    if isinstance(error, torch_dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(mark in str(error) for mark in _CONNECTION_ERRORS)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:

@@ -1,0 +1,171 @@
+"""One rank's failure is every rank's, at once and with its traceback.
+
+A rank that raises within `FailureWatch.guard` leaves its traceback in the process group's store. The others may be blocked at that
+time, in a transfer or in a collective, on a rank that will never come. A thread of each looks into the store a few times per second
+while the rank is within `guard`; when it finds a failure it ends all operations of the process (`deepspeed.comm.abort_groups`), and
+what they raise becomes a `PipelinePeerError` with the original traceback. No message and no collective costs anything for it.
+
+A process that is killed leaves no traceback. gloo notices the closed connection; who notices first says so in the store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from deepspeed import comm as dist
+
+# How often the thread looks.
+LOOK_S = 0.25
+# A connection that broke because of a failure broke after the note of it; without a note the process was killed.
+_NOTE_S = 1.0
+# Whoever can name the lost rank speaks first.
+_NAMELESS_S = 1.0
+
+_num_made: Counter[str] = Counter()
+
+
+class PipelinePeerError(RuntimeError):
+    """Another rank has failed; the text has its number and its traceback. The engine cannot be used any more."""
+
+
+class FailureWatch:
+    """Tells the ranks of one engine of each other's failures.
+
+    Args:
+        ranks: Global ranks that take part; one alone has nobody to tell.
+        name: Of the engine's kind. All ranks make their watches in the same order: the n-th watches of a name belong together.
+        place: Where this rank is, for messages, like "stage 2".
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, place: str = "") -> None:
+        self._own = f"rank {dist.get_rank()}" + (f" ({place})" if place else "")
+        self._is_alone = len(ranks) < 2
+        self._key = f"deepspeed_failure/{name}/{_num_made[name]}"
+        _num_made[name] += 1
+        self._store = dist.get_store()
+        self._failure: str | None = None
+        # Guards `_is_inside`: operations are ended only of a rank that is within `guard`.
+        self._lock = threading.Lock()
+        self._is_inside = False
+        self._entered = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Within it, a failure here is told to the others, and one of theirs is raised here.
+
+        Raises:
+            PipelinePeerError: Another rank has failed, now or before; or this one has before.
+        """
+        self.check()
+        self._enter()
+        try:
+            yield
+        except BaseException as error:  # also what ends the process on purpose: the others would wait for it all the same
+            self._leave()
+            self._raise(error)
+        self._leave()
+        # Operations of devices that were ended raise nothing; their results are worthless.
+        self.check()
+
+    def check(self) -> None:
+        """Raise the failure that is known, if one is; asks nobody.
+
+        Raises:
+            PipelinePeerError: A rank has failed.
+        """
+        if self._failure is not None:
+            raise PipelinePeerError(self._failure)
+
+    def wait(self, work: Any, what: str = "") -> None:
+        """Wait for the handle of an operation.
+
+        Args:
+            work: The handle.
+            what: Names the operation and the other rank, for a connection that breaks without a failure being told.
+
+        Raises:
+            PipelinePeerError: It cannot complete since a rank has failed.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if not dist.is_connection_error(error):
+                raise
+            self._raise_lost(error, what)
+
+    # -- this rank's failure --------------------------------------------------------------------------------------
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        if isinstance(error, PipelinePeerError):
+            self._failure = str(error)
+            raise error
+        # Ended by this rank's thread: whatever it looks like.
+        if self._failure is not None and isinstance(error, RuntimeError):
+            raise PipelinePeerError(self._failure) from error
+        if dist.is_connection_error(error):
+            self._raise_lost(error, "")
+        text = "".join(traceback.format_exception(error))
+        self._failure = self._tell(f"{self._own} failed:\n{text}")
+        raise error
+
+    def _raise_lost(self, error: BaseException, what: str) -> NoReturn:
+        """An operation ended because its connection did."""
+        end = time.monotonic() + _NOTE_S + (0 if what else _NAMELESS_S)
+        while not self._look() and time.monotonic() < end:
+            time.sleep(LOOK_S / 5)
+        if self._failure is None:
+            self._failure = self._tell(
+                f"{self._own} lost its connection{f' in {what}' if what else ''}: a process has ended without a word (killed, out "
+                f"of memory, a crash outside of Python), or does not answer; see the output of the other ranks ({error})"
+            )
+        raise PipelinePeerError(self._failure) from error
+
+    def _tell(self, failure: str) -> str:
+        """Leave a failure for the others; returns the first one that was left."""
+        if self._is_alone:
+            return failure
+        # The store ends with the process that hosts it, which may be the one that failed.
+        with suppress(RuntimeError):
+            return str(self._store.compare_set(self._key, "", failure).decode())
+        return failure
+
+    # -- the others' ----------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Whether a failure is known; asks the store."""
+        if self._failure is None and not self._is_alone:
+            with suppress(RuntimeError):
+                if self._store.check([self._key]):
+                    self._failure = self._store.get(self._key).decode()
+        return self._failure is not None
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._is_inside = True
+        self._entered.set()
+        if self._thread is None and not self._is_alone:
+            # A daemon: it sleeps between batches, and must not hold up the end of the process.
+            self._thread = threading.Thread(target=self._watch, name="pipeline failure watch", daemon=True)
+            self._thread.start()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._is_inside = False
+        self._entered.clear()
+
+    def _watch(self) -> None:
+        # A rank that works on finds out by itself at its next transfer. This is for those that are blocked.
+        while self._failure is None:
+            self._entered.wait()
+            time.sleep(LOOK_S)
+            if self._entered.is_set() and self._look():
+                with self._lock:
+                    if self._is_inside:
+                        dist.abort_groups()
