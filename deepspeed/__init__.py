@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __git_hash__, __git_branch__ = git_hash, git_branch
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
 
-_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "runtime", "utils", "verify")
+_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "pipe", "runtime", "utils", "verify")
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.runtime.config",
     "DeepSpeedConfigError": "deepspeed.runtime.config",
@@ -31,6 +31,8 @@ _NAMES = {
     "DeepSpeedEngine": "deepspeed.runtime.engine",
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
     "OnDevice": "deepspeed.utils.init_on_device",
+    "PipelineEngine": "deepspeed.runtime.pipe.engine",
+    "PipelineModule": "deepspeed.runtime.pipe.module",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 LATER = {
     "zero": "ZeRO-3",
-    "pipe": "pipeline parallelism",
-    "PipelineModule": "pipeline parallelism",
-    "PipelineEngine": "pipeline parallelism",
     "moe": "mixture of experts",
     "sequence": "sequence parallelism",
     "checkpointing": "activation checkpointing",

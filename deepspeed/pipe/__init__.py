@@ -1,5 +1,6 @@
-"""Pipeline parallelism: not in this release; importing it says why."""
+"""What scripts import to build a pipeline: the classes of `deepspeed.runtime.pipe`."""
 
-from deepspeed._absent import reason
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
-raise ImportError(reason("deepspeed", "pipe"))
+__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"]

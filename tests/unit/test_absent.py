@@ -10,7 +10,7 @@ import deepspeed
 import deepspeed.utils
 
 
-@pytest.mark.parametrize("name", ["pipe", "moe", "sequence"])
+@pytest.mark.parametrize("name", ["moe", "sequence"])
 def test_later_packages_name_their_feature(name: str) -> None:
     # Kills: a bare ModuleNotFoundError, which reads like a broken installation.
     with pytest.raises(ImportError, match=f"deepspeed.{name}: .* later"):
@@ -23,7 +23,7 @@ def test_packages_out_of_scope_say_so(name: str) -> None:
         importlib.import_module(f"deepspeed.{name}")
 
 
-@pytest.mark.parametrize("name", ["PipelineModule", "zero", "tp_model_init", "checkpointing", "init_inference"])
+@pytest.mark.parametrize("name", ["zero", "tp_model_init", "checkpointing", "init_inference"])
 def test_names_say_what_they_are(name: str) -> None:
     assert not hasattr(deepspeed, name)
     with pytest.raises(AttributeError, match=f"deepspeed.{name}: "):

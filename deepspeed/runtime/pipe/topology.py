@@ -19,6 +19,10 @@ DATA_AXIS = "data"
 MODEL_AXIS = "model"
 
 
+def _coord_type(axes: Sequence[str]) -> Any:
+    return namedtuple("ProcessCoord", axes)
+
+
 class ProcessTopology:
     """Ranks on a grid with named axes; the last axis varies fastest (row-major).
 
@@ -36,9 +40,9 @@ class ProcessTopology:
             raise ValueError(f"topology: axes {self.axes} need distinct names and one size each, got dims {self.dims}")
         if any(size < 1 for size in self.dims):
             raise ValueError(f"topology: sizes must be at least 1, got {self._sizes()}")
-        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # the fields are known at run time only
+        self.ProcessCoord = _coord_type(self.axes)
         positions = itertools.product(*(range(size) for size in self.dims))
-        self._coords: list[Any] = [self.ProcessCoord(*position) for position in positions]
+        self._coords: list[Any] = [self.ProcessCoord._make(position) for position in positions]
         self.mapping: dict[Any, int] = {coord: rank for rank, coord in enumerate(self._coords)}
 
     def _sizes(self) -> str:

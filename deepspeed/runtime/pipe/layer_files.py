@@ -1,0 +1,131 @@
+"""Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any number of stages can read them.
+
+Nothing here communicates: a rank writes its share of the layers and reads its own. When and where is `runtime/checkpointing`'s.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
+from deepspeed.runtime.utils import partition_uniform
+
+SUFFIX = "-model_states.pt"
+
+
+class LayerFiles:
+    """Saving and loading of `PipelineModule`.
+
+    Attributes:
+        checkpoint_parallel_write_pipeline: Let the data-parallel ranks of a stage share its layers when saving; False: the first of
+            them writes all.
+    """
+
+    grid: PipelineParallelGrid
+    checkpoint_parallel_write_pipeline: bool = True
+    _own_layers: list[int]
+
+    def _layer_modules(self) -> dict[int, nn.Module]:
+        """Global index -> module, of the own layers that have a file."""
+        raise NotImplementedError
+
+    def _indices_of_weights(self, index: int) -> list[int]:
+        """The layers whose file may hold the weights of layer `index`, itself first."""
+        raise NotImplementedError
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Path prefix of this rank's files: all coordinates but the data-parallel one."""
+        name = self.grid.topology().get_rank_repr(self.grid.global_rank, omit_axes=[DATA_AXIS])
+        return os.path.join(checkpoints_path, str(tag), f"module-{name}" if name else "module")
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """Path of the file of this stage's `local_layer_idx`-th layer."""
+        return self._layer_path(ckpt_dir, self._own_layers[local_layer_idx])
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The existing files of that layer, one for each tensor-parallel rank, sorted."""
+        index = self._own_layers[local_layer_idx]
+        return sorted(glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{index:02d}-*{SUFFIX[1:]}")))
+
+    def _layer_path(self, ckpt_dir: str, index: int) -> str:
+        name = self.grid.topology().get_rank_repr(self.grid.global_rank)
+        return os.path.join(ckpt_dir, f"layer_{index:02d}{'-' if name else ''}{name}{SUFFIX}")
+
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
+        """Write this rank's share of the stage's layers. Collective-free; together the data-parallel ranks write every layer once.
+
+        Args:
+            save_dir: An existing folder.
+            checkpoint_engine: Object with `save(state_dict, path)`; None writes files.
+            exclude_frozen_params: Leave parameters that require no gradient out.
+        """
+        for index, module in self._own_share():
+            state = clone_tensors_for_torch_save(module.state_dict())
+            if exclude_frozen_params:
+                for name, param in module.named_parameters():
+                    if not param.requires_grad:
+                        state.pop(name, None)
+            path = self._layer_path(save_dir, index)
+            if checkpoint_engine is None:
+                write_file(path, state)
+            else:
+                checkpoint_engine.save(state, path)
+
+    def _own_share(self) -> Iterator[tuple[int, nn.Module]]:
+        modules = list(self._layer_modules().items())
+        writers = self.grid.data_parallel_size if self.checkpoint_parallel_write_pipeline else 1
+        writer = self.grid.data_parallel_id
+        if writer < writers:
+            bounds = partition_uniform(len(modules), writers)
+            yield from modules[bounds[writer] : bounds[writer + 1]]
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Load the own layers from the files of a checkpoint, whatever number of stages wrote them. Collective-free.
+
+        All files are read and compared before the first weight changes.
+
+        Args:
+            load_dir: Folder with the layer files.
+            checkpoint_engine: Object with `load(path, map_location)`; None reads files.
+            strict: Each layer must have a file with exactly its names; otherwise what fits is loaded.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or its names or shapes are not the layer's.
+        """
+        loaded: list[tuple[nn.Module, dict[str, Any]]] = []
+        for index, module in self._layer_modules().items():
+            path = self._existing_path(load_dir, index)
+            if not strict and not os.path.isfile(path):
+                continue
+            state = read_file(path) if checkpoint_engine is None else checkpoint_engine.load(path, map_location="cpu")
+            _check_layer(module, state, path, strict)
+            loaded.append((module, state))
+        for module, state in loaded:
+            module.load_state_dict(state, strict=strict)
+
+    def _existing_path(self, load_dir: str, index: int) -> str:
+        """The layer's file, or that of another layer with its weights; the layer's own if there is none."""
+        paths = [self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)]
+        return next((path for path in paths if os.path.isfile(path)), paths[0])
+
+
+def _check_layer(module: nn.Module, state: dict[str, Any], path: str, strict: bool) -> None:
+    """Raise if the content of a file does not fit a layer."""
+    own = module.state_dict()
+    differ = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own
+        if name in state and hasattr(own[name], "shape") and state[name].shape != own[name].shape
+    ]
+    if strict:
+        differ += [f"{name} is missing" for name in own if name not in state]
+        differ += [f"{name} is not in the layer" for name in state if name not in own]
+    if differ:
+        raise CheckpointError(f"{path} does not fit the layer {type(module).__name__}: {'; '.join(differ)}")

@@ -1,0 +1,123 @@
+"""Layers that are built later, on the stage that owns them; where that is decides `partition`, what they compute `module`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.utils.logging import logger
+
+
+class PipelineError(ValueError):
+    """A pipeline of these layers, stages and ranks cannot be made; the message names the argument and what to do."""
+
+
+class LayerSpec:
+    """A layer by its class and arguments, so that a stage builds its own layers only.
+
+    Args:
+        typename: Class of the layer.
+        *module_args: Passed to the class.
+        **module_kwargs: Passed to the class.
+
+    Raises:
+        PipelineError: `typename` is no class of modules.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
+            raise PipelineError(f"LayerSpec(typename={typename!r}): give a class derived from torch.nn.Module")
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+        self.global_rank = -1  # upstream's attribute; a spec is the same on every rank
+
+    def __repr__(self) -> str:
+        arguments = [repr(value) for value in self.module_args]
+        arguments += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Construct the layer; with `log`, say so."""
+        if log:
+            logger.info(f"building {self!r}")
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares weights with all others of its key, on the same stage and on others.
+
+    Args:
+        key: Name of the shared module.
+        typename: Its class; arguments of the first occurrence on a stage build it.
+        forward_fn: Called as `forward_fn(module, inputs)`; None calls the module.
+        tied_weight_attr: Attributes (dotted paths allowed) of the module that are one weight over all stages. Other parameters of
+            the module belong to each stage alone.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+Layer = nn.Module | LayerSpec | Callable[..., Any]
+
+
+def checked_layers(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers as a list.
+
+    Raises:
+        PipelineError: There is none, or one is nothing that can be called.
+    """
+    specs = list(layers)
+    if not specs:
+        raise PipelineError("PipelineModule(layers=[]): give at least one layer")
+    for index, layer in enumerate(specs):
+        if inspect.isclass(layer):
+            raise PipelineError(f"layers[{index}] is the class {layer.__name__}: give an instance, or a LayerSpec of it")
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise PipelineError(f"layers[{index}] is {layer!r}: give a torch.nn.Module, a LayerSpec or a function")
+    return specs
+
+
+def layer_name(layer: Layer) -> str:
+    """Name of the layer's class, or of the function."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def trainable_numel(layer: Layer) -> int:
+    """Elements of the layer's trainable parameters; a spec is built for it and dropped, without memory where that is possible."""
+    if isinstance(layer, LayerSpec):
+        layer = _built_to_count(layer)
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(param.numel() for param in layer.parameters() if param.requires_grad)
+
+
+def _built_to_count(spec: LayerSpec) -> nn.Module:
+    # Counting must leave no trace in the random numbers that the weights are drawn from.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return spec.build()
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            # The constructor reads values, which meta tensors do not have.
+            return spec.build()

@@ -1,0 +1,414 @@
+"""A model as a list of layers, cut into the stages of a pipeline.
+
+`PipelineModule` decides which layers this rank owns, builds them, ties weights that several stages hold, and runs the layers of one
+chunk. It moves nothing between stages: that is the engine's, as is everything about micro-batches.
+
+With `seed_layers`, layer i is initialized from seed `base_seed + i`, so the weights do not depend on the number of stages. Without,
+each stage draws its layers' weights from the random state it has, so the same script with other stages starts from other weights;
+the data-parallel replicas of a stage are made equal by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.pipe.layer_files import LayerFiles
+from deepspeed.runtime.pipe.layer_spec import Layer, LayerSpec, PipelineError, TiedLayerSpec, checked_layers, layer_name
+from deepspeed.runtime.pipe.partition import partition_layers
+from deepspeed.runtime.pipe.topology import PIPE_AXIS, PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.utils import set_random_seed, tensors_in
+from deepspeed.utils import groups
+from deepspeed.utils.logging import logger
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+
+class PipelineModule(LayerFiles, nn.Module):
+    """The stage of a pipeline that this rank owns. Construction is collective over the world.
+
+    Layer i of the whole model is registered as submodule "i"; a tied one as "tied_modules.KEY", once on each stage that uses it.
+    A layer gets the one value that the layer before returned: a tuple stays one argument.
+
+    Args:
+        layers: Modules, `LayerSpec`s and functions, in order. Specs are built on their stage only.
+        num_stages: Number of stages; must divide the number of ranks, the rest is data parallelism.
+        topology: Coordinates of all ranks instead, with an axis "pipe".
+        loss_fn: `loss_fn(outputs, labels)` on the last stage; None: the last layer returns the loss.
+        seed_layers: Seed before each layer is built (base_seed + index) and before each forward of it (so that dropout does not
+            depend on the stages either).
+        seed_fn: Called with the seed; None seeds Python, numpy and torch.
+        base_seed: Added to the layer's index.
+        partition_method: See `partition.partition_layers`.
+        activation_checkpoint_interval: Keep the activations of every n-th layer only and recompute the others; 0 keeps all.
+        activation_checkpoint_func: `func(function, *inputs)` that does it.
+        checkpointable_layers: Names of classes; only runs of these are recomputed. None: all that have parameters.
+        dynamic_shape: Activations may change shape from one micro-batch to the next.
+        num_model_chunks: Chunks per stage for the interleaved schedule: the model has num_stages * num_model_chunks parts and
+            part j is on stage j % num_stages.
+
+    Attributes:
+        parts: Boundaries of the parts, num_stages * num_model_chunks + 1 of them.
+        grid: Process groups of the topology; the `mpu` of the engine.
+        num_stages, stage_id, num_model_chunks: Of this pipeline and rank.
+        tied_modules: Shared modules of this stage, by key.
+        tied_comms: Key -> {"ranks", "group", "weight_attr", "module"} of this stage's shared modules that other stages hold too.
+
+    Raises:
+        PipelineError: The layers, stages, chunks and ranks do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        num_model_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn or set_random_seed
+        self.base_seed = base_seed
+        self.dynamic_shape = dynamic_shape
+        self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
+        self.activation_checkpoint_func = activation_checkpoint_func or _default_checkpoint
+        self.set_checkpoint_interval(activation_checkpoint_interval)
+
+        self._layer_specs = checked_layers(layers)
+        self.grid = PipelineParallelGrid(_chosen_topology(num_stages, topology))
+        self.num_stages = self.grid.pipe_parallel_size
+        self.stage_id = self.grid.stage_id
+        if num_model_chunks < 1:
+            raise PipelineError(f"num_model_chunks={num_model_chunks}: a stage has at least one chunk")
+        self.num_model_chunks = num_model_chunks
+        self.parts = partition_layers(self._layer_specs, self.num_stages * num_model_chunks, partition_method)
+        self._own_layers = [index for chunk in range(num_model_chunks) for index in self.chunk_range(chunk)]
+        self._check_shared_modules()
+
+        self.tied_modules = nn.ModuleDict()
+        self._functions = {index: self._build_layer(index) for index in self._own_layers}
+        self.to(get_accelerator().current_device_name())
+        self.tied_comms: dict[str, dict[str, Any]] = self._tie_stages()
+        self._num_forwards = [0] * num_model_chunks
+
+    # -- which layers are where
+
+    def partitions(self) -> list[int]:
+        """The boundaries of the parts."""
+        return self.parts
+
+    def chunk_range(self, chunk: int) -> range:
+        """Indices of the layers of one chunk of this stage."""
+        if not 0 <= chunk < self.num_model_chunks:
+            raise PipelineError(f"chunk {chunk}: this stage has chunks 0..{self.num_model_chunks - 1}")
+        part = chunk * self.num_stages + self.stage_id
+        return range(self.parts[part], self.parts[part + 1])
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that owns a layer."""
+        if not 0 <= layer_idx < len(self._layer_specs):
+            raise PipelineError(f"layer {layer_idx}: the model has layers 0..{len(self._layer_specs) - 1}")
+        part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        return part % self.num_stages
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def topology(self) -> ProcessTopology:
+        """The coordinates of all ranks."""
+        return self.grid.topology()
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The process groups, with Megatron's getters."""
+        return self.grid
+
+    @property
+    def _grid(self) -> PipelineParallelGrid:
+        # Upstream's name, which model libraries read.
+        return self.grid
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What this stage's layers compute, in order."""
+        return list(self._functions.values())
+
+    def extra_repr(self) -> str:
+        """Stage, and layers of each stage."""
+        owned = (f"part {part} on stage {part % self.num_stages}: {names}" for part, names in enumerate(self._part_names()))
+        return "\n".join((f"stage {self.stage_id} of {self.num_stages}", *owned))
+
+    def _part_names(self) -> list[str]:
+        bounds = zip(self.parts, self.parts[1:], strict=False)
+        return [", ".join(f"{index} {layer_name(self._layer_specs[index])}" for index in range(*pair)) for pair in bounds]
+
+    # -- construction
+
+    def _check_shared_modules(self) -> None:
+        """A module instance listed on two stages would quietly become two."""
+        first_use: dict[int, int] = {}
+        for index, layer in enumerate(self._layer_specs):
+            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+                first = first_use.setdefault(id(param), index)
+                if self.stage_owner(first) != self.stage_owner(index):
+                    raise PipelineError(
+                        f"layers {first} and {index} share a parameter but are on stages {self.stage_owner(first)} and "
+                        f"{self.stage_owner(index)}: make both a TiedLayerSpec of one key"
+                    )
+
+    def _build_layer(self, index: int) -> Callable[[Any], Any]:
+        layer = self._layer_specs[index]
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + index)
+        if isinstance(layer, TiedLayerSpec):
+            return self._build_tied(index, layer)
+        if isinstance(layer, LayerSpec):
+            layer = layer.build()
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        return layer
+
+    def _build_tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+        if spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = spec.build()
+        module = self.tied_modules[spec.key]
+        for name in spec.tied_weight_attr:
+            if not isinstance(self._recursive_getattr(module, name), torch.Tensor):
+                raise PipelineError(f"layers[{index}]: tied_weight_attr {name!r} of {spec.key!r} is no tensor")
+        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+
+    # -- tied weights
+
+    @staticmethod
+    def _recursive_getattr(module: nn.Module, attr_name: str) -> torch.Tensor:
+        """The attribute at a dotted path.
+
+        Raises:
+            PipelineError: There is none.
+        """
+        try:
+            found: torch.Tensor = attrgetter(attr_name)(module)
+        except AttributeError as error:
+            raise PipelineError(f"tied_weight_attr: {type(module).__name__} has no attribute {attr_name!r}") from error
+        return found
+
+    def _tied_layers(self) -> dict[str, list[int]]:
+        """Key -> indices of its layers in the whole model, in order of first use: the same on every rank."""
+        found: dict[str, list[int]] = {}
+        for index, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                found.setdefault(layer.key, []).append(index)
+        return found
+
+    def _tie_stages(self) -> dict[str, dict[str, Any]]:
+        """Groups of the stages that hold a module of one key, and their weights made equal to the first owner's."""
+        comms: dict[str, dict[str, Any]] = {}
+        for key, indices in self._tied_layers().items():
+            stages = sorted({self.stage_owner(index) for index in indices})
+            if len(stages) == 1:
+                continue
+            group = self._group_of_stages(stages)
+            if self.stage_id not in stages:
+                continue
+            specs = [self._layer_specs[index] for index in indices]
+            names = list(dict.fromkeys(name for spec in specs if isinstance(spec, TiedLayerSpec) for name in spec.tied_weight_attr))
+            module = self.tied_modules[key]
+            owner = self.stage_owner(indices[0])
+            ranks = [self.grid.stage_to_global(stage) for stage in stages]
+            comms[key] = {"ranks": ranks, "group": group, "weight_attr": names, "module": module}
+            self._make_equal(key, comms[key], owner)
+        return comms
+
+    def _group_of_stages(self, stages: list[int]) -> Any:
+        """This rank's group over `stages` of its pipeline; a rank on none of them gets a group of its own."""
+        pipelines = self.grid.pipe_groups
+        together = [[pipeline[stage] for stage in stages] for pipeline in pipelines]
+        alone = [[rank] for pipeline in pipelines for stage, rank in enumerate(pipeline) if stage not in stages]
+        return groups._shared_group(together + alone)
+
+    @torch.no_grad()
+    def _make_equal(self, key: str, comm: dict[str, Any], owner: int) -> None:
+        weights = [self._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+        for weight in weights:
+            dist.broadcast(weight.data, src=self.grid.stage_to_global(owner), group=comm["group"])
+            if self.stage_id != owner:
+                setattr(weight, PIPE_REPLICATED, True)  # the norm counts the first owner's replica only
+        tied = {id(weight) for weight in weights}
+        untied = [name for name, param in comm["module"].named_parameters() if id(param) not in tied]
+        if untied and self.stage_id == owner and self.grid.data_parallel_id == 0:
+            logger.warning(
+                f"tied layer {key!r}: {', '.join(untied)} are not in tied_weight_attr={comm['weight_attr']}, so each stage "
+                "trains its own; with fewer stages they would be one. List them to tie them"
+            )
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
+        """Each weight of this stage that other stages hold too, with the group to reduce its gradient over.
+
+        All ranks of a group list its weights in the same order.
+        """
+        return [
+            (self._recursive_getattr(comm["module"], name), comm["group"])
+            for comm in self.tied_comms.values()
+            for name in comm["weight_attr"]
+        ]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum `.grad` of tied weights over their stages, for training without the pipeline engine; collective over the stages."""
+        for weight, group in self.get_tied_weights_and_groups():
+            if not weight.requires_grad:
+                continue
+            if weight.grad is None:  # another stage may have one, and waits
+                weight.grad = torch.zeros_like(weight)
+            dist.all_reduce(weight.grad, group=group)
+
+    # -- forward
+
+    def forward(self, forward_input: Any) -> Any:
+        """This stage's layers in order: the whole model with one stage.
+
+        With several stages and several chunks the layers are not consecutive: use `forward_chunk`.
+        """
+        if self.num_stages > 1 and self.num_model_chunks > 1:
+            raise PipelineError(
+                f"forward(): the {self.num_model_chunks} chunks of a stage are not consecutive layers; use forward_chunk()"
+            )
+        for chunk in range(self.num_model_chunks):
+            forward_input = self.forward_chunk(chunk, forward_input)
+        return forward_input
+
+    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+        """The layers of one chunk in order.
+
+        Args:
+            chunk: Which of this stage's chunks.
+            inputs: What the first of these layers takes, usually a tensor or a tuple.
+
+        Returns:
+            What the last of them returns; `inputs` if the chunk has no layers.
+        """
+        indices = self.chunk_range(chunk)
+        self._num_forwards[chunk] += 1
+        interval = self.activation_checkpoint_interval
+        if interval == 0 or not (self.training and torch.is_grad_enabled()):
+            return self._run(indices, self._num_forwards[chunk], inputs)
+        for start in range(indices.start, indices.stop, interval):
+            segment = range(start, min(start + interval, indices.stop))
+            run = partial(self._run, segment, self._num_forwards[chunk])
+            inputs = self._recomputed(run, inputs) if self._is_checkpointable(segment) else run(inputs)
+        return inputs
+
+    def _run(self, indices: range, num_forward: int, inputs: Any) -> Any:
+        for index in indices:
+            if self.seed_layers:
+                self.seed_fn(self.base_seed * num_forward + index)
+            inputs = self._functions[index](inputs)
+        return inputs
+
+    def _recomputed(self, run: Callable[[Any], Any], inputs: Any) -> Any:
+        is_tuple = isinstance(inputs, tuple)
+
+        def unpacked(_anchor: torch.Tensor | None, *values: Any) -> Any:
+            return run(values if is_tuple else values[0])
+
+        # A reentrant checkpoint gives weights a gradient only if some input requires one, which token numbers do not.
+        requires_grad = any(tensor.requires_grad for tensor in tensors_in(inputs))
+        anchor = None if requires_grad else torch.zeros(1, device=get_accelerator().current_device_name(), requires_grad=True)
+        return self.activation_checkpoint_func(unpacked, anchor, *(inputs if is_tuple else (inputs,)))
+
+    def _is_checkpointable(self, segment: range) -> bool:
+        functions = [self._functions[index] for index in segment]
+        if self.checkpointable_layers is not None:
+            return all(layer_name(function) in self.checkpointable_layers for function in functions)
+        return any(isinstance(function, partial) or _has_parameters(function) for function in functions)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Keep the activations of every `interval`-th layer only; 0 keeps all.
+
+        Raises:
+            PipelineError: For a negative interval.
+        """
+        if interval < 0:
+            raise PipelineError(f"activation_checkpoint_interval={interval}: give 0 (off) or a number of layers")
+        self.activation_checkpoint_interval = interval
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Losses to report beside the main one, of the micro-batch that just went forward on the last stage. For subclasses."""
+        return None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` this stage's layers, each for itself."""
+        for index, function in self._functions.items():
+            if isinstance(function, nn.Module):
+                function.compile(*args, **kwargs)
+            else:
+                self._functions[index] = torch.compile(function, *args, **kwargs)
+
+    # -- checkpoint files
+
+    def _layer_modules(self) -> dict[int, nn.Module]:
+        # A tied module with a forward_fn has a file only at its first use, where upstream may have none.
+        found = {index: function for index, function in self._functions.items() if isinstance(function, nn.Module)}
+        for key, indices in self._tied_layers().items():
+            own = [index for index in indices if index in self._functions]
+            if own and not any(index in found for index in own):
+                found[own[0]] = self.tied_modules[key]
+        return dict(sorted(found.items()))
+
+    def _indices_of_weights(self, index: int) -> list[int]:
+        layer = self._layer_specs[index]
+        tied = self._tied_layers()[layer.key] if isinstance(layer, TiedLayerSpec) else []
+        return [index, *(other for other in tied if other != index)]
+
+
+def _chosen_topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    """The topology to use, with torch.distributed initialized.
+
+    Raises:
+        PipelineError: Neither or two different numbers of stages are given, or they don't divide the ranks.
+    """
+    if num_stages is None and topology is None:
+        raise PipelineError("PipelineModule: give num_stages or topology")
+    if not dist.is_initialized():
+        dist.init_distributed()
+    if topology is not None:
+        if PIPE_AXIS not in topology.axes:
+            raise PipelineError(f"topology: its axes {topology.axes} lack {PIPE_AXIS!r}")
+        if num_stages not in (None, topology.get_dim(PIPE_AXIS)):
+            raise PipelineError(
+                f"num_stages={num_stages}, but the topology has {topology.get_dim(PIPE_AXIS)} stages; give one of them"
+            )
+        return topology
+    world_size = dist.get_world_size()
+    stages = int(num_stages or 0)
+    if stages < 1 or world_size % stages:
+        raise PipelineError(f"num_stages={num_stages} must divide the number of ranks, {world_size}")
+    return PipeDataParallelTopology(stages, world_size // stages)
+
+
+def _default_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    # startup: most pipelines keep their activations
+    from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+
+    return checkpoint(function, *args)
+
+
+def _has_parameters(function: Callable[[Any], Any]) -> bool:
+    return isinstance(function, nn.Module) and any(True for _ in function.parameters())
