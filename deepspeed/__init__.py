@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __git_hash__, __git_branch__ = git_hash, git_branch
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
 
-_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "pipe", "runtime", "utils", "verify")
+_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "moe", "monitor", "ops", "pipe", "runtime", "sequence", "utils", "verify")
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.runtime.config",
     "DeepSpeedConfigError": "deepspeed.runtime.config",
@@ -72,7 +72,7 @@ def initialize(
         dist_init_required: Initialize torch.distributed; None: if nobody did.
         collate_fn: For the loader of `training_data`.
         config: Configuration: path of a JSON or hjson file, dict, or base64 of JSON.
-        mesh_param: Sequence-parallel device mesh; not in this release.
+        mesh_param: (data parallel, sequence parallel): how the ranks share samples and sequences; their product is the number of ranks.
         config_params: Another name of `config`.
 
     Returns:
@@ -99,6 +99,7 @@ def initialize(
         if mpu is not None:
             raise ValueError("deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; leave mpu out")
         engine_class, mpu = PipelineEngine, model.mpu()
+    mesh = _mesh_of(mesh_param, mpu)
     engine = engine_class(
         args=args,
         model=model,
@@ -108,10 +109,28 @@ def initialize(
         lr_scheduler=lr_scheduler,
         mpu=mpu,
         collate_fn=collate_fn,
-        config_class=DeepSpeedConfig(chosen, mpu),
-        mesh_device=mesh_param,
+        config_class=DeepSpeedConfig(chosen, mpu, mesh),
+        mesh_device=mesh,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
+    """The device mesh of `mesh_param`; without one and without an mpu, the mesh that is in use already, if any.
+
+    Raises:
+        ValueError: For anything but two positive numbers, or beside an mpu.
+    """
+    from deepspeed.utils import groups  # startup: needs torch.distributed
+
+    if mesh_param is None:
+        return groups.mesh_device if mpu is None and groups.mpu is None else None
+    if mpu is not None:
+        raise ValueError(f"deepspeed.initialize(mesh_param={mesh_param!r}) beside an mpu: the mpu says which ranks share what; give one")
+    sizes = tuple(mesh_param)
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"mesh_param: expected (data parallel ranks, sequence parallel ranks), got {mesh_param!r}")
+    return groups._make_mesh(*sizes)
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:

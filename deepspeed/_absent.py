@@ -4,8 +4,6 @@ from __future__ import annotations
 
 LATER = {
     "zero": "ZeRO-3",
-    "moe": "mixture of experts",
-    "sequence": "sequence parallelism",
     "checkpointing": "activation checkpointing",
     "tp_model_init": "tensor parallelism",
     "set_tensor_model_parallel_rank": "tensor parallelism",

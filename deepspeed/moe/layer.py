@@ -1,0 +1,133 @@
+"""The layer that a model uses: mixture of experts in place of a feed-forward block.
+
+Module names are upstream's, since checkpoints hold them: `deepspeed_moe.gate.wg`, `deepspeed_moe.experts.deepspeed_experts.I`,
+and `mlp`, `coefficient` of a residual layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepspeed.moe.experts import Experts, plain_output
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.utils import groups
+
+
+class MoE(nn.Module):
+    """A mixture of `num_experts` copies of `expert`, spread over `ep_size` ranks.
+
+    Ranks of one expert group must see equally many tokens unless ``drop_tokens=False``. With tensor parallelism all tensor ranks
+    must see the same tokens and have the same state of the default random generator, as they must route alike.
+
+    Args:
+        hidden_size: Width of the hidden states.
+        expert: Module that maps [..., hidden_size] to [..., hidden_size]; see `Experts` about first weights.
+        num_experts: Experts over all ranks.
+        ep_size: Ranks over which they are spread.
+        k: Experts per token.
+        capacity_factor: Slots per expert in training, in units of k * tokens / num_experts.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: Least slots per expert.
+        use_residual: Add a dense `expert`, both weighted by a learned softmax (residual MoE).
+        noisy_gate_policy: None, "Jitter" or "RSample".
+        drop_tokens: Drop tokens beyond an expert's capacity; False gives all experts as many slots as the fullest needs.
+        use_rts: Drop random tokens of an overfull expert, not the last (k = 1).
+        use_tutel: Not supported.
+        enable_expert_tensor_parallelism: `expert` is tensor parallel.
+        top2_2nd_expert_sampling: Sample the second expert (k = 2).
+
+    Raises:
+        ValueError: For values that do not go together.
+        NotImplementedError: For ``use_tutel``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts % ep_size:
+            raise ValueError(f"num_experts={num_experts} must be a multiple of ep_size={ep_size}: each rank holds equally many")
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.ep_size = ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_size
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            None,
+            top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = MOELayer(
+            gate,
+            Experts(expert, self.num_local_experts, self.expert_group_name),
+            self.expert_group_name,
+            self.ep_size,
+            self.num_local_experts,
+            use_tutel,
+            enable_expert_tensor_parallelism,
+        )
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Make the process groups of this layer's experts, once. Collective over the world; `deepspeed.initialize` calls it."""
+        if self.enable_expert_tensor_parallelism and groups.mpu is not None:
+            groups._create_expert_data_and_model_parallel(self.ep_size, groups.mpu, use_data_before_expert_parallel_)
+        else:
+            groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
+        self.deepspeed_moe._set_ep_group(groups._get_expert_parallel_group(self.expert_group_name))
+
+    @property
+    def global_expert_ids(self) -> range:
+        """The number among all experts of each local expert, once the groups are made."""
+        first = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
+        return range(first, first + self.num_local_experts)
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the experts.
+
+        Args:
+            hidden_states: [..., hidden_size].
+            used_token: One value per token, 0 for those that no expert shall see.
+
+        Returns:
+            Output like ``hidden_states`` (zeros for tokens without an expert), load-balancing loss to be added to the model's,
+            and tokens routed to each expert before dropping.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        l_aux, exp_counts = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        # What stays on the module must not hold the graph: it would keep activations alive and forbid copying the model.
+        self.deepspeed_moe.l_aux = l_aux.detach()
+        if self.use_residual:
+            coefficients = torch.softmax(self.coefficient(hidden_states), dim=-1)
+            dense = plain_output(self.mlp(hidden_states))
+            output = output * coefficients[..., 0:1] + dense * coefficients[..., 1:]
+        return output, l_aux, exp_counts

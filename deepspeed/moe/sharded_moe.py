@@ -1,0 +1,253 @@
+"""The gate with its weights, and the layer that exchanges tokens with the ranks that hold the other experts.
+
+Follows GShard: gate, move tokens into slots, all-to-all over the expert group, experts, all-to-all back, combine. Every rank of
+an expert group issues the same two all-to-alls of the same size, whether or not its experts have tokens.
+
+With experts that are not tensor parallel in a tensor-parallel model, each tensor rank sends its part of the slots; with experts
+that are, each sends its part and gathers all parts before the experts, which saves the factor in the exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed import comm as dist
+from deepspeed.moe.dispatch import combine, dispatch, route_map
+from deepspeed.moe.gating import (
+    JITTER,
+    NOISE_POLICIES,
+    AgreementGroups,
+    DenseRoutes,
+    Routes,
+    SparseRoutes,
+    gumbel_rsample,
+    multiplicative_jitter,
+    refuse_tutel,
+    top1gating,
+    top2gating,
+    topkgating,
+)
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.utils import groups
+
+__all__ = [
+    "DenseRoutes",
+    "MOELayer",
+    "SparseRoutes",
+    "TopKGate",
+    "gumbel_rsample",
+    "multiplicative_jitter",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Piece i of the first axis to rank i of the group; the gradient goes the same way back, unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, input: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return _exchange(input, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _exchange(grad_output[0], ctx.group)
+
+
+def _exchange(pieces: torch.Tensor, group: Any) -> torch.Tensor:
+    if dist.get_world_size(group=group) == 1:
+        return pieces
+    received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, pieces.contiguous(), group=group)
+    return received
+
+
+class TopKGate(nn.Module):
+    """A linear gate, computed in fp32 whatever the model's dtype.
+
+    Args:
+        model_dim: M.
+        num_experts: Experts over all ranks.
+        k: Routes per token.
+        capacity_factor, eval_capacity_factor: Slots per expert in units of k tokens / experts, in training and evaluation.
+        min_capacity: Least slots per expert.
+        noisy_gate_policy: None, "Jitter" (noise on the gate's input) or "RSample" (sampled expert, k = 1); in training only.
+        drop_tokens: See `top1gating`.
+        use_rts: See `top1gating`; k = 1.
+        ep_group: Ranks that must have equal capacities.
+        top2_2nd_expert_sampling: See `top2gating`; k = 2.
+
+    Raises:
+        ValueError: For a k or a policy that does not exist, or does not go with the other.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: AgreementGroups = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise ValueError(f"k={k}: a token can be routed to 1..num_experts={num_experts} experts")
+        if noisy_gate_policy not in NOISE_POLICIES:
+            raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r}: expected one of {NOISE_POLICIES}")
+        if noisy_gate_policy == "RSample" and k > 1:
+            raise ValueError(f"noisy_gate_policy='RSample' samples the one expert of k=1, got k={k}; use 'Jitter' or None")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.num_experts = num_experts
+        self.ep_group = ep_group
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def _set_ep_group(self, ep_group: AgreementGroups) -> None:
+        """Agree on capacities over ``ep_group``."""
+        self.ep_group = ep_group
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> Routes:
+        """Route tokens.
+
+        Args:
+            input: [S, M].
+            used_token: [S]; 0 for tokens that no expert shall see.
+            sparse_routes: Return `SparseRoutes` instead of `DenseRoutes`.
+            use_tutel: Not supported.
+        """
+        refuse_tutel(use_tutel)
+        # Autocast would turn the product back into half precision, in which close experts are confused.
+        with torch.autocast(input.device.type, enabled=False):
+            values = input.float()
+            if self.noisy_gate_policy == JITTER and self.training:
+                values = multiplicative_jitter(values, values.device)
+            logits = functional.linear(values, self.wg.weight.float())
+            return self._route(logits, used_token, sparse_routes)
+
+    def _route(self, logits: torch.Tensor, used_token: torch.Tensor | None, sparse: bool) -> Routes:
+        shared: dict[str, Any] = {
+            "capacity_factor": self.capacity_factor if self.training else self.eval_capacity_factor,
+            "min_capacity": self.min_capacity,
+            "drop_tokens": self.drop_tokens,
+            "ep_group": self.ep_group,
+            "sparse_routes": sparse,
+            "used_token": used_token,
+        }
+        if self.k == 1:
+            policy = self.noisy_gate_policy if self.training else None
+            return top1gating(logits, noisy_gate_policy=policy, use_rts=self.use_rts, **shared)
+        if self.k == 2:
+            return top2gating(logits, top2_2nd_expert_sampling=self.top2_2nd_expert_sampling, **shared)
+        return topkgating(logits, self.k, **shared)
+
+
+class MOELayer(nn.Module):
+    """Gate, exchange, experts, exchange, combine.
+
+    Args:
+        gate: A `TopKGate`, or a module with its forward.
+        experts: Maps [ranks, local experts, slots, M] to the same shape; `Experts`.
+        ep_group_name: Name of the expert groups, "ep_size_N".
+        ep_size: Ranks over which the experts are spread.
+        num_local_experts: Experts on this rank.
+        use_tutel: Not supported.
+        enable_expert_tensor_parallelism: The experts are tensor parallel: all tensor ranks need all tokens of their experts.
+
+    Attributes:
+        l_aux: Load-balancing loss of the last forward, detached once `MoE` has returned it.
+        exp_counts: Tokens routed to each expert in the last forward, before dropping.
+    """
+
+    def __init__(
+        self,
+        gate: nn.Module,
+        experts: nn.Module,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse_tutel(use_tutel)
+        self.gate = gate
+        self.experts = experts
+        self.ep_group: Any = None
+        self.ep_group_name = ep_group_name
+        self.ep_size = ep_size
+        self.num_local_experts = num_local_experts
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.l_aux = torch.zeros(())
+        self.exp_counts = torch.zeros(gate.num_experts if isinstance(gate, TopKGate) else 0, dtype=torch.int64)
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal ones."""
+        self.ep_group = ep_group
+        agreement: tuple[Any, ...] = (ep_group,)
+        if groups.get_tensor_model_parallel_world_size() > 1 and not self.enable_expert_tensor_parallelism:
+            # Tensor ranks put their slots together again but may be in different expert groups; expert and expert-data groups
+            # are the rows and columns of one block, so that two agreements in turn reach all of it.
+            agreement = (ep_group, groups._get_expert_data_parallel_group(self.ep_group_name))
+        if isinstance(self.gate, TopKGate):
+            self.gate._set_ep_group(agreement)
+
+    def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The experts' output for hidden states [..., M]; a second argument is the mask of used tokens.
+
+        Raises:
+            RuntimeError: The expert groups are not made.
+        """
+        if self.ep_group is None:
+            raise RuntimeError(
+                "MoE layer without expert groups: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism() of "
+                "the MoE layer on all ranks"
+            )
+        hidden = input[0]
+        used_token = input[1] if len(input) > 1 else kwargs.get("used_token")
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        routes = cast(SparseRoutes, self.gate(tokens, used_token, sparse_routes=True))
+        self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
+        # Tensor ranks take equal parts of each expert's slots; surplus slots stay empty.
+        parts = groups.get_tensor_model_parallel_world_size()
+        slots_per_expert = -(-routes.capacity // parts) * parts
+        moves = route_map(routes, slots_per_expert)
+        slots = dispatch(tokens, moves).view(routes.num_experts, slots_per_expert, -1)
+        outputs = self._run_experts(slots).reshape(routes.num_experts * slots_per_expert, -1)
+        return combine(outputs, routes.gates, moves).view(*hidden.shape[:-1], -1)
+
+    def _run_experts(self, slots: torch.Tensor) -> torch.Tensor:
+        """[E, slots, M] of this rank's tokens -> the same, from whatever ranks hold the experts."""
+        mine = self._all_to_all(slots)
+        outputs = self.experts(mine.view(self.ep_size, self.num_local_experts, mine.shape[1], -1))
+        return self._all_to_all(outputs.reshape(slots.shape[0], mine.shape[1], -1), back=True)
+
+    def _all_to_all(self, slots: torch.Tensor, back: bool = False) -> torch.Tensor:
+        whole_after = back or self.enable_expert_tensor_parallelism
+        whole_before = not back or self.enable_expert_tensor_parallelism
+        sent = drop_tokens(slots, dim=1) if whole_before else slots
+        received = _AllToAll.apply(self.ep_group, sent)
+        return gather_tokens(received, dim=1) if whole_after else received
