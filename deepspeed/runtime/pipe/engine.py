@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -55,17 +54,17 @@ class PipelineEngine(DeepSpeedEngine):
         self.grid = module.grid
         self.num_stages = module.num_stages
         self.stage_id = module.stage_id
-        self._watch = FailureWatch(list(range(self.world_size)), name="pipeline")
-        self.channels = StageChannels(module, self.device, self._watch)
+        self._failures = FailureWatch(range(self.world_size), name="pipeline", place=f"stage {module.stage_id}")
+        self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
             self._build_data_iter(self.training_dataloader)
-        self._tied = [(param, group) for param, group in module.get_tied_weights_and_groups() if param.requires_grad]
+        self._tied = [(weight, group) for weight, group in module.get_tied_weights_and_groups() if weight.requires_grad]
         if self._sequence is not None:
             # Their gradient is complete only after the reduction over stages: no bucket may take it from its hook.
-            self._sequence.hold([param for param, _ in self._tied])
+            self._sequence.hold(weight for weight, _ in self._tied)
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
         self._compute_loss = True
@@ -119,6 +118,8 @@ class PipelineEngine(DeepSpeedEngine):
         if block.activation_checkpoint_interval > 0:
             module.set_checkpoint_interval(block.activation_checkpoint_interval)
         if not block.use_reentrant:
+            from deepspeed.runtime.activation_checkpointing import checkpointing  # startup: most pipelines keep their activations
+
             module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
         if block.schedule == "zero_bubble" and module.activation_checkpoint_interval > 0:
             raise DeepSpeedConfigError(
@@ -133,7 +134,7 @@ class PipelineEngine(DeepSpeedEngine):
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """Read micro-batches from `loader`; ranks between the first and the last stage read none."""
         if self.is_first_stage() or self.is_last_stage():
-            self.training_dataloader = loader  # type: ignore[assignment]  # any iterable is fine here
+            self.training_dataloader = loader
             self.data_iterator = iter(loader) if loader is not None else None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
@@ -199,7 +200,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._begin_window(plain=False)
         sequence.accumulation_divisor = 1.0
         micro_steps = self.micro_steps
-        with self._watch.guard():
+        with self._failures.guard():
             self._exec_schedule(self._train_schedule())
             self.channels.finish()
             self.agg_train_loss = self._aggregate_total_loss()
@@ -247,7 +248,7 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             self._start_batch(training=False, micro_batches=micro_batches)
             plan = schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks)
-            with torch.no_grad(), self._watch.guard():
+            with torch.no_grad(), self._failures.guard():
                 self._exec_schedule(plan)
                 self.channels.finish()
                 result = self._reduce_outputs(self._forward_outputs, reduce=reduce_output, micro_batches=micro_batches)
@@ -334,7 +335,9 @@ class PipelineEngine(DeepSpeedEngine):
         buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].activations_out
         channel.send(buffer.outputs)  # type: ignore[union-attr]  # schedules send where there is a channel
         buffer.outputs = None
-        if not self._training_batch:
+        if self._training_batch:
+            self.channels.chunks[chunk].gradients_in.expect_like(buffer.likes)  # type: ignore[union-attr]  # as above
+        else:
             buffer.release()
 
     def _exec_recv_grads(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
