@@ -390,7 +390,7 @@ class MasterWeightOptimizer(StepSequence):
         self.offload = offload
         self.cpu_offload = offload is not None
         self._round_robin = round_robin
-        self._grad_slices: dict[int, list[slice]] = {}
+        self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
         registration = {param: position for position, param in enumerate(self.param_names)}
         self.groups: list[ShardedGroup] = []
         self.registration: list[list[int]] = []
@@ -469,23 +469,28 @@ class MasterWeightOptimizer(StepSequence):
 
     # Norm
 
-    def _norm_grads(self, group_index: int) -> list[torch.Tensor]:
-        """The owned gradients of a group that count in the norm on this rank."""
+    def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
+        """The owned gradients of a group that count in the norm on this rank, or those that another rank counts."""
         group = self.groups[group_index]
         if self._counts_in_norm is None:
-            return [group.grad]
-        if group_index not in self._grad_slices:
+            return [group.grad] if counted else []
+        key = (group_index, counted)
+        if key not in self._grad_slices:
             owned = group.table.of_shard(group.shard_rank)
-            counted = (fragment for fragment in owned if self._counts_in_norm(group.params[fragment.param]))
-            ranges = joined((fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in counted)
-            self._grad_slices[group_index] = [slice(start, end) for start, end in ranges]
-        return [group.grad[part] for part in self._grad_slices[group_index]]
+            chosen = (fragment for fragment in owned if self._counts_in_norm(group.params[fragment.param]) is counted)
+            ranges = joined((fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in chosen)
+            self._grad_slices[key] = [slice(start, end) for start, end in ranges]
+        return [group.grad[part] for part in self._grad_slices[key]]
+
+    def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
+        """Sum of squares of a group's owned gradients that count here, fp32, shape `[1]`, on `device`; no communication."""
+        return local_squared_norm(self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False))
 
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class: local squared sums of all groups, then one reduction of them all."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index in range(len(self.groups)):
-            squares[index] += local_squared_norm(self._norm_grads(index), self.device).squeeze()
+            squares[index] += self._squared_norm(index, self.device).squeeze()
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     # Update

@@ -26,7 +26,7 @@ from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.model_ranks import ModelRanks
-from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup
+from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup, sum_sequence_parallel_gradients
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
@@ -63,7 +63,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         collate_fn: For `training_dataloader`.
         config: Configuration (path, dict, or base64).
         config_class: The same, read already.
-        mesh_device: Not supported yet.
+        mesh_device: torch DeviceMesh with axes `data_parallel` and `sequence_parallel`; None: the configuration's
+            `sequence_parallel_size` makes one.
         dont_change_device: Leave the model where it is.
 
     Attributes:
@@ -92,19 +93,20 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
-        self._check_arguments(model, mesh_device)
+        self._check_arguments(model)
         ensure_distributed(dist_init_required)
         self.module = model
         self.collate_fn = collate_fn
         self.mpu = mpu
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
-        self._configure_distributed(args, mpu)
+        self._configure_distributed(args, mpu, mesh_device)
         self._start_counters()
         cast_model(model, self._config)
         if not dont_change_device:
             model.to(self.device)
         self.model_ranks = ModelRanks.of(model)
         broadcast_model(model, self.model_ranks)
+        self._sequence_parallel_hooks = sum_sequence_parallel_gradients(model, self.model_ranks.tensor_group)
         self.timers = EngineTimers(self._config, self.train_batch_size())
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
@@ -118,15 +120,19 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     # Construction
 
     @staticmethod
-    def _check_arguments(model: Any, mesh_device: Any) -> None:
+    def _check_arguments(model: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        if mesh_device is not None:
-            raise NotImplementedError("mesh_param: sequence parallelism on a device mesh comes in a later release")
 
-    def _configure_distributed(self, args: Any, mpu: Any) -> None:
+    def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
         if mpu is not None:
             groups.mpu = mpu
+        sequence = self._config.sequence_parallel_size
+        if mesh_device is None and mpu is None and sequence > 1:
+            mesh_device = groups._make_mesh(self._config.world_size, sequence)
+        if mesh_device is not None:
+            groups._use_mesh(mesh_device)
+        self._mesh_device = mesh_device
         self.local_rank = self._local_rank(args)
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
@@ -195,9 +201,16 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
                 )
 
     def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:
-        if model_parameters is None:
-            return [param for param in self.module.parameters() if param.requires_grad]
-        return list(model_parameters)
+        """What the optimizer is made of: the given groups, or one of the given or all trainable parameters, experts apart."""
+        given = self.module.parameters() if model_parameters is None else model_parameters
+        parameters = [p for p in given if model_parameters is not None or p.requires_grad]
+        if self.model_ranks.experts and not any(isinstance(group, dict) for group in parameters):
+            # optional: only a model with experts needs it
+            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+            return split_params_into_different_moe_groups_for_optimizer({"params": parameters})
+        # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a group but not of nothing.
+        return parameters or [{"params": []}]
 
     def _wrap_context(self) -> WrapContext:
         return WrapContext(
@@ -607,10 +620,14 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """Remove hooks, release buffers; the model stays usable."""
         verification.detach_ledger(self)
         verification.engines.discard(self)
+        for hook in self._sequence_parallel_hooks:
+            hook.remove()
         if self._sequence is not None:
             self._sequence.destroy()
         self._sequence = None
         self.optimizer = None
         self.basic_optimizer = None
         self.lr_scheduler = None
+        if groups.mesh_device is self._mesh_device:
+            groups.mesh_device = None  # the next engine may have another, or none
         logger.debug("engine destroyed")

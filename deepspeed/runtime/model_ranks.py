@@ -48,7 +48,7 @@ class ModelRanks:
         num_replicas: How many these are; N of the reduce rule.
         experts: By group name, the ranks that hold the same experts.
         spread_experts: Group names whose experts are different ones on each tensor-parallel rank.
-        tensor_rank: This rank's place among those that hold slices of the same layers.
+        tensor_group: Ranks that hold slices of the same layers; None if this one holds them whole.
         has_parts: Other ranks hold other stages or slices of the model.
     """
 
@@ -56,7 +56,7 @@ class ModelRanks:
     num_replicas: int
     experts: Mapping[str, Any] = field(default_factory=dict)
     spread_experts: frozenset[str] = frozenset()
-    tensor_rank: int = 0
+    tensor_group: Any = None
     has_parts: bool = False
 
     @classmethod
@@ -68,7 +68,7 @@ class ModelRanks:
             num_replicas=groups._get_sequence_data_parallel_world_size(),
             experts={name: groups._get_expert_data_parallel_group(name) for name in sorted(filter(None, names))},
             spread_experts=frozenset(name for name in filter(None, names) if not groups._expert_groups(name).sharded),
-            tensor_rank=groups.get_tensor_model_parallel_rank(),
+            tensor_group=groups.get_tensor_model_parallel_group() if groups.get_tensor_model_parallel_world_size() > 1 else None,
             has_parts=groups._get_model_parallel_world_size() > 1 or bwc_pipeline_parallel_world_size(groups.mpu) > 1,
         )
 
@@ -100,7 +100,7 @@ class ModelRanks:
     def _counts(self, param: torch.Tensor) -> bool:
         if expert_group_of(param) in self.spread_experts:
             return True
-        return norm_selection(self.tensor_rank)(param)
+        return norm_selection(0 if self.tensor_group is None else dist.get_rank(group=self.tensor_group))(param)
 
     def agree_on_num_groups(self, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
         """Length of the norm's tensor: the number of parameter groups of the rank that has most.
@@ -121,9 +121,10 @@ class ModelRanks:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dist.get_world_group())
         most, some_have_none = agreed.tolist()
         if most and some_have_none:
+            own_answer = "none" if optimizer is None else "one"
             raise DeepSpeedConfigError(
-                f"optimizer: rank {dist.get_rank()} has {'none' if optimizer is None else 'one'}, others that hold parts of the model "
-                "do the opposite. Give all ranks one (a stage without trainable parameters too: of its frozen parameters, or of the "
-                "group {'params': []}), or none"
+                f"optimizer: rank {dist.get_rank()} has {own_answer}, others that hold parts of the model do the opposite. Give all "
+                "ranks one (a stage without trainable parameters too: of its frozen parameters, or of the group {'params': []}), "
+                "or none"
             )
         return int(most)

@@ -101,9 +101,7 @@ def build_basic_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) ->
             f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type {block.type!r}); "
             f"it takes {', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
         )
-    parameters = list(parameters)
-    # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a group but not of nothing.
-    return factory(parameters or [{"params": []}], **params)
+    return factory(parameters, **params)
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:

@@ -72,7 +72,7 @@ class ReplicatedOptimizer(StepSequence):
         self.communication_data_type = communication_data_type
         self._families = self._sort_out()
         self.gradients = [FlatGradients(params) for params in self._families.values()]
-        self._counted = self._counted_gradients()
+        self._counted, self._counted_elsewhere = self._parts(counted=True), self._parts(counted=False)
         for gradients in self.gradients:
             for param in gradients.params:
                 param._ds_replicated_by = ReplicatedLink(self)  # type: ignore[attr-defined]  # the link is dynamic
@@ -85,18 +85,20 @@ class ReplicatedOptimizer(StepSequence):
                     families.setdefault(Family(param.dtype, param.device, expert_group_of(param)), []).append(param)
         return families
 
-    def _counted_gradients(self) -> list[list[torch.Tensor]]:
-        """For each parameter group, the parts of the flat buffers that this rank counts in the norm, as long as possible."""
-        counted = []
+    def _parts(self, counted: bool) -> list[list[torch.Tensor]]:
+        """For each parameter group, the parts of the flat buffers that this rank counts in the norm, or another rank."""
+        counts = self._counts_in_norm or (lambda param: True)
+        found = []
         for group in self.optimizer.param_groups:
-            own = {param for param in group["params"] if self._counts_in_norm is None or self._counts_in_norm(param)}
+            own = {param for param in group["params"] if counts(param) is counted}
             parts = []
             for gradients in self.gradients:
                 views = [view for view, param in zip(gradients.views, gradients.params, strict=True) if param in own]
-                ranges = joined((view.storage_offset(), view.storage_offset() + view.numel()) for view in views)
+                starts = [int(view.storage_offset()) for view in views]
+                ranges = joined((start, start + view.numel()) for start, view in zip(starts, views, strict=True))
                 parts += [gradients.flat[start:end] for start, end in ranges]
-            counted.append(parts)
-        return counted
+            found.append(parts)
+        return found
 
     @property
     def _step_divisor(self) -> float:
@@ -143,8 +145,8 @@ class ReplicatedOptimizer(StepSequence):
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
-        for index, grads in enumerate(self._counted):
-            squares[index] += local_squared_norm(grads, self.device).squeeze()
+        for index, (own, others) in enumerate(zip(self._counted, self._counted_elsewhere, strict=True)):
+            squares[index] += local_squared_norm(own, self.device, others).squeeze()
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     @torch.no_grad()
@@ -168,4 +170,4 @@ class ReplicatedOptimizer(StepSequence):
                 param.grad = None
                 if hasattr(param, "_ds_replicated_by"):
                     del param._ds_replicated_by
-        self.gradients, self._counted = [], []
+        self.gradients, self._counted, self._counted_elsewhere = [], [], []

@@ -29,8 +29,23 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def local_squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares of all elements, fp32, shape `[1]` on `device`."""
+def local_squared_norm(
+    grads: Iterable[torch.Tensor], device: torch.device, counted_elsewhere: Iterable[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Sum of squares of all elements, fp32, shape `[1]` on `device`.
+
+    Args:
+        grads: What counts.
+        device: Where the result is wanted.
+        counted_elsewhere: Copies of what another rank counts. They add nothing, but one that is not finite here makes the result
+            NaN: were it only so on this rank, all others would step and this one's parameters would be lost.
+    """
+    total = _squared(grads, device)
+    others = list(counted_elsewhere)
+    return total + 0.0 * _squared(others, device) if others else total
+
+
+def _squared(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel():

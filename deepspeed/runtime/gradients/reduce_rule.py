@@ -13,7 +13,17 @@ with N data-parallel ranks, A micro-batches per step, and g[r,a] the mean gradie
    b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first, divides once.
 3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and not a skipped division, so
    that a buffer that is averaged twice (a second backward at the boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).
-4. *Loss scale*: not here. The step unscales with the scale that the scaler says was used.
+4. *Several ranks per sequence* (sequence parallelism): N counts them too. Each has the mean over its own part of the tokens, so
+   with equal parts the mean of a sample is the mean of its ranks', and (1) holds over data times sequence parallel ranks.
+5. *Experts*: the gradient of an expert on rank r is already a sum: all-to-all's backward brings the tokens of all E ranks of its
+   expert group, unscaled, each with the gradient of its own rank's mean loss. With e(r) these E ranks and D = N/E ranks that hold
+   the same expert, one of each expert group,
+
+       1/N sum_{r<N} g[r] = 1/N sum_{d<D} ( sum_{r in e(d)} g[r] ),
+
+   so the reduction runs over the D ranks and still divides by N: the same rule with another group. (Experts that are spread over
+   T tensor-parallel ranks too: E*D = N*T, the T ranks each send a part of the same tokens, and N is still the number of means.)
+6. *Loss scale*: not here. The step unscales with the scale that the scaler says was used.
 """
 
 from __future__ import annotations
@@ -34,7 +44,7 @@ class ReduceRule:
     """Scaling of one reduction group; see the module's derivation.
 
     Args:
-        world: Number of ranks that are summed.
+        world: N: the number of ranks whose means are averaged, directly or through an expert's all-to-all.
         prescale: Divide before the collective.
         predivide_factor: Part of the division that is done before the collective when `prescale` is off.
         sum_op: `gradient_allreduce_op` is "sum".

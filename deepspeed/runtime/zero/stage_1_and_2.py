@@ -28,7 +28,6 @@ from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
-from deepspeed.runtime.gradients.norm import local_squared_norm
 from deepspeed.runtime.gradients.readiness import LateGradientError, ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
@@ -433,11 +432,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def get_grad_norm_direct(self, group_index: int) -> torch.Tensor:
         """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no communication."""
-        return local_squared_norm(self._norm_grads(group_index), self.device)
+        return self._squared_norm(group_index, self.device)
 
     def complete_grad_norm_calculation_for_cpu_offload(self, group_index: int) -> torch.Tensor:
         """The same where gradients lie on the host: summed there, moved to the model's device as one scalar."""
-        return local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device)
+        return self._squared_norm(group_index, torch.device("cpu")).to(self.device)
 
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""

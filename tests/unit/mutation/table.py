@@ -168,8 +168,8 @@ FAULTS = (
         ZERO,
         (
             (
-                'local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device)',
-                'self._reduced(local_squared_norm(self._norm_grads(group_index), torch.device("cpu")).to(self.device))\n\n'
+                'self._squared_norm(group_index, torch.device("cpu")).to(self.device)',
+                'self._reduced(self._squared_norm(group_index, torch.device("cpu")).to(self.device))\n\n'
                 "    def _reduced(self, squared: torch.Tensor) -> torch.Tensor:\n"
                 "        dist.all_reduce(squared, group=self.norm_group)\n"
                 "        return squared",
