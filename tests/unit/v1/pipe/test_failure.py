@@ -1,0 +1,198 @@
+"""A rank that fails ends all others within seconds, wherever they wait, with its own traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.failure import FailureWatch, PipelinePeerError
+from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
+from unit.common import DistributedTest
+
+# What issue 4 promises.
+LIMIT_S = 10.0
+
+
+class Broken(Exception):
+    """What a layer raises."""
+
+
+def a_layer_that_fails() -> None:
+    """Its name must be in what the other ranks raise."""
+    raise Broken("the data is spoilt")
+
+
+def watch_and_channel() -> tuple[FailureWatch, Channel]:
+    """A watch of all ranks, and a channel from the last rank to the first."""
+    world = dist.get_world_size()
+    watch = FailureWatch(range(world), "test", place=f"stage {dist.get_rank()}")
+    (group,) = make_channel_groups([(world - 1, 0)])
+    host = torch.device("cpu")
+    return watch, Channel(world - 1, 0, 0, group=group, device=host, dynamic=False, name="activations", watch=watch)
+
+
+def end_of_world() -> None:
+    """Leave together: a rank that failed stays connected until the others have noticed, so that only the watch can tell them.
+
+    The connections are closed then: the harness's barrier at the end of a test would have nothing to run on.
+    """
+    store = dist.get_store()
+    store.set(f"noticed/{dist.get_rank()}", "1")
+    store.wait([f"noticed/{rank}" for rank in range(dist.get_world_size())])
+    dist.destroy_process_group()
+
+
+def receive(channel: Channel) -> None:
+    channel.expect(3)
+    channel.recv()
+
+
+def all_reduce(channel: Channel) -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def reduce_in_background(channel: Channel) -> None:
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+
+
+def barrier(channel: Channel) -> None:
+    dist.barrier()
+
+
+def finish_sending(channel: Channel) -> None:
+    # From rank 0: nobody receives it.
+    back = Channel(0, 1, 7, group=channel._group, device=torch.device("cpu"), dynamic=False, name="gradients", watch=channel._watch)
+    back.send_like([torch.ones(100_000)])
+    back.finish()
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("blocked", [receive, all_reduce, reduce_in_background, barrier, finish_sending])
+    def test_the_one_that_waits_raises_the_others_traceback(self, blocked: Callable[[Channel], None]) -> None:
+        # Kills: a watch that wakes only transfers or only collectives; a traceback that stays on its rank.
+        watch, channel = watch_and_channel()
+        started = time.monotonic()
+        if dist.get_rank() == 1:
+            with pytest.raises(Broken, match="spoilt"), watch.guard():
+                a_layer_that_fails()
+        else:
+            with pytest.raises(PipelinePeerError) as caught, watch.guard():
+                blocked(channel)
+            for part in ("rank 1 (stage 1) failed", "a_layer_that_fails", "Broken: the data is spoilt", "test_failure.py"):
+                assert part in str(caught.value)
+        # The engine is unusable from now on, on both ranks, for the same reason.
+        with pytest.raises(PipelinePeerError, match="rank 1 .stage 1. failed"), watch.guard():
+            raise AssertionError("a failed watch must not be entered")
+        with pytest.raises(PipelinePeerError, match="spoilt"):
+            watch.check()
+        assert time.monotonic() - started < LIMIT_S
+        end_of_world()
+
+    def test_the_one_that_computes_raises_at_its_next_message(self) -> None:
+        # Kills: a thread that ends operations only of ranks that were blocked when it looked.
+        watch, channel = watch_and_channel()
+        if dist.get_rank() == 1:
+            with pytest.raises(Broken), watch.guard():
+                a_layer_that_fails()
+        else:
+            with pytest.raises(PipelinePeerError, match="spoilt"), watch.guard():
+                end = time.monotonic() + LIMIT_S
+                while time.monotonic() < end:
+                    torch.ones(64, 64) @ torch.ones(64, 64)
+                    watch.check()
+        end_of_world()
+
+    def test_a_second_engine_is_not_poisoned(self) -> None:
+        first, _ = watch_and_channel()
+        with pytest.raises(Broken), first.guard():
+            a_layer_that_fails()
+        second, channel = watch_and_channel()
+        with second.guard():
+            if dist.get_rank() == 1:
+                channel.send(torch.ones(2))
+            else:
+                assert channel.recv().tolist() == [1, 1]
+            channel.finish()
+        with pytest.raises(PipelinePeerError):
+            first.check()
+
+    def test_a_long_batch_without_failure_raises_nothing(self) -> None:
+        # Longer than several looks of the thread, one rank blocked all the time; and the groups still work afterwards.
+        watch, channel = watch_and_channel()
+        for _ in range(2):
+            with watch.guard():
+                if dist.get_rank() == 1:
+                    end = time.monotonic() + 0.8
+                    while time.monotonic() < end:
+                        torch.ones(64, 64) @ torch.ones(64, 64)
+                    channel.send(torch.ones(2))
+                else:
+                    channel.recv()
+                channel.finish()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+
+    def test_an_error_of_the_rank_itself_keeps_its_type(self) -> None:
+        # Kills: a guard that takes every RuntimeError for a lost connection.
+        watch, _ = watch_and_channel()
+        with pytest.raises(RuntimeError, match="mat1 and mat2"), watch.guard():
+            torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+class TestThreeRanks(DistributedTest):
+    world_size = 3
+
+    def test_every_rank_raises_wherever_it_is(self) -> None:
+        # Rank 2 fails; rank 0 waits for its message, and rank 1 for rank 0 in a collective that rank 2 has no part in.
+        watch, channel = watch_and_channel()
+        pair = dist.new_group([0, 1])
+        rank = dist.get_rank()
+        started = time.monotonic()
+        with pytest.raises(Broken if rank == 2 else PipelinePeerError, match="spoilt"), watch.guard():
+            if rank == 2:
+                a_layer_that_fails()
+            elif rank == 0:
+                channel.recv()
+            else:
+                dist.all_reduce(torch.ones(2), group=pair)
+        assert time.monotonic() - started < LIMIT_S
+        end_of_world()
+
+
+class TestKilled(DistributedTest):
+    world_size = 2
+    init_distributed = False
+
+    def test_a_killed_process_ends_the_others(self, tmp_path: Path) -> None:
+        # Kills: waiting for a note that a killed process cannot leave. Rank 2 is a child of rank 0.
+        rank = dist.get_local_rank()
+        if rank == 0 and os.fork() == 0:
+            try:
+                self._join(2, tmp_path)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        watch, channel = self._join(rank, tmp_path)
+        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+            if rank == 0:
+                channel.recv()
+            else:
+                dist.all_reduce(torch.ones(2))
+        assert "in activations, with rank 2" in str(caught.value)
+        dist.destroy_process_group()
+
+    def _join(self, rank: int, directory: Path) -> tuple[FailureWatch, Channel]:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_distributed("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3, verbose=False)
+        made = watch_and_channel()
+        dist.barrier()
+        return made
