@@ -332,6 +332,9 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
 
     Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches: what the first stage of 1F1B
     holds.
+
+    The wait is stages - 1 times (forward + input's gradient - weights' gradient), with enough micro-batches and as long as the
+    weights' gradient is the cheapest of the three.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

@@ -225,7 +225,9 @@ def _svg_legend(simulation: Simulation, top: int) -> list[str]:
         lines.append(f'  <text x="{left + 20}" y="{top + 24}" fill="#222222">{look.meaning}</text>')
         left += 40 + 7 * len(look.meaning)
     peak = max(simulation.peak_activations)
-    numbers = f"makespan {simulation.makespan:g}, bubble {simulation.bubble_fraction:.1%}, a stage holds at most {peak} activations"
+    num_chunks = 1 + max((span.instruction.chunk for row in simulation.spans for span in row), default=0)
+    unit = "" if num_chunks == 1 else f" of 1/{num_chunks} stage (paler: later chunks)"
+    numbers = f"makespan {simulation.makespan:g}, bubble {simulation.bubble_fraction:.1%}, at most {peak} activations{unit} held"
     return [*lines, f'  <text x="12" y="{top + 48}" fill="#222222">{numbers}</text>']
 
 

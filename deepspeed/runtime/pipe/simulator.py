@@ -112,7 +112,7 @@ class ScheduleError(RuntimeError):
     """A schedule is wrong.
 
     Attributes:
-        places: The instructions at fault; those that wait, for a deadlock.
+        places: The instructions at fault; for a deadlock those that wait, and the ends of the stages that should have sent.
         spans: What each stage had computed by then, when it was recorded.
     """
 
@@ -438,7 +438,11 @@ class _Simulator:
         if waiting:
             senders = [place for place in lost if place not in waiting]
             extra = f"; sent and never received: {'; '.join(map(str, senders))}" if senders else ""
-            raise ScheduleDeadlockError(waiting, f"deadlock: {len(waiting)} of {self._num_stages} stages wait forever{extra}")
+            # Whoever is waited for and has ended is at fault as much as those that wait.
+            owners = {self._stages[(part - direction) % self._num_stages] for part, direction in self._receivers}
+            ended = [each.place for each in self._stages if each in owners and each.place.instruction is None]
+            reason = f"deadlock: {len(waiting)} of {self._num_stages} stages wait forever{extra}"
+            raise ScheduleDeadlockError([*waiting, *ended], reason)
         if lost:
             raise ScheduleError(lost, "sent and never received")
         for stage in self._stages:
