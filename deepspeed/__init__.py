@@ -23,7 +23,20 @@ if TYPE_CHECKING:
 __git_hash__, __git_branch__ = git_hash, git_branch
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
 
-_SUBMODULES = ("accelerator", "checkpoint", "comm", "launcher", "moe", "monitor", "ops", "pipe", "runtime", "sequence", "utils", "verify")
+_SUBMODULES = (
+    "accelerator",
+    "checkpoint",
+    "comm",
+    "launcher",
+    "moe",
+    "monitor",
+    "ops",
+    "pipe",
+    "runtime",
+    "sequence",
+    "utils",
+    "verify",
+)
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.runtime.config",
     "DeepSpeedConfigError": "deepspeed.runtime.config",
@@ -34,6 +47,7 @@ _NAMES = {
     "PipelineEngine": "deepspeed.runtime.pipe.engine",
     "PipelineModule": "deepspeed.runtime.pipe.module",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
+    "checkpointing": "deepspeed.runtime.activation_checkpointing",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",
     "is_compile_supported": "deepspeed.runtime.compiler",
@@ -72,7 +86,7 @@ def initialize(
         dist_init_required: Initialize torch.distributed; None: if nobody did.
         collate_fn: For the loader of `training_data`.
         config: Configuration: path of a JSON or hjson file, dict, or base64 of JSON.
-        mesh_param: (data parallel, sequence parallel): how the ranks share samples and sequences; their product is the number of ranks.
+        mesh_param: (data parallel, sequence parallel) ranks: who shares sequences; the product is the number of all ranks.
         config_params: Another name of `config`.
 
     Returns:
@@ -126,7 +140,7 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
     if mesh_param is None:
         return groups.mesh_device if mpu is None and groups.mpu is None else None
     if mpu is not None:
-        raise ValueError(f"deepspeed.initialize(mesh_param={mesh_param!r}) beside an mpu: the mpu says which ranks share what; give one")
+        raise ValueError(f"mesh_param={mesh_param!r} beside an mpu: the mpu says which ranks share what; give one of them")
     sizes = tuple(mesh_param)
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(f"mesh_param: expected (data parallel ranks, sequence parallel ranks), got {mesh_param!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 LATER = {
     "zero": "ZeRO-3",
-    "checkpointing": "activation checkpointing",
     "tp_model_init": "tensor parallelism",
     "set_tensor_model_parallel_rank": "tensor parallelism",
     "set_z3_leaf_modules": "ZeRO-3",

@@ -68,7 +68,7 @@ def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldS
         mpu: model-parallel unit with ``get_data_parallel_world_size`` or sizes of the other kinds of parallelism.
         mesh_device: device mesh with a dimension named ``data_parallel``.
     """
-    if mesh_device is not None:
+    if mpu is None and mesh_device is not None:
         return WorldSize(mesh_device.get_group(mesh_dim="data_parallel").size(), "of the mesh's data_parallel dimension")
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return WorldSize(mpu.get_data_parallel_world_size(), "from mpu.get_data_parallel_world_size()")
@@ -103,6 +103,7 @@ class DeepSpeedConfig:
     Attributes:
         tree: the typed configuration, with the batch numbers filled in.
         world_size: number of data-parallel ranks.
+        sequence_parallel_size: number of ranks that share a sequence.
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved batch numbers.
 
     Raises:
@@ -121,7 +122,7 @@ class DeepSpeedConfig:
         apply_deprecated_names(param_dict)
         self.tree: TrainingConfig = read_block(TrainingConfig, param_dict)
         refuse_unsupported(self.tree)
-        world = data_parallel_world_size(mpu, mesh_device)
+        world = self._beside_sequences(data_parallel_world_size(mpu, mesh_device), mpu, mesh_device)
         self._check_together(world)
         inert = list(inert_keys_of(self.tree))
         if inert:
@@ -139,12 +140,47 @@ class DeepSpeedConfig:
             )
         )
 
+    def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
+        """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how ranks share sequences.
+
+        Raises:
+            DeepSpeedConfigError: `sequence_parallel_size` or `data_parallel_size` contradicts that, or the number of ranks.
+        """
+        tree = self.tree
+        wanted = tree.sequence_parallel_size
+        if mpu is None and mesh_device is None:
+            self.sequence_parallel_size = wanted or 1
+            if world.size % self.sequence_parallel_size:
+                raise DeepSpeedConfigError(
+                    f"sequence_parallel_size: {wanted} does not divide the {world.size} ranks ({world.source}); use one that does"
+                )
+            if self.sequence_parallel_size > 1:
+                source = f"{world.source}, divided by sequence_parallel_size"
+                world = WorldSize(world.size // self.sequence_parallel_size, source)
+        elif mpu is not None:
+            getter = getattr(mpu, "get_sequence_parallel_world_size", None)
+            self.sequence_parallel_size = int(getter()) if getter is not None else 1
+        else:
+            self.sequence_parallel_size = mesh_device.size() // world.size
+        if wanted is not None and wanted != self.sequence_parallel_size:
+            raise DeepSpeedConfigError(
+                f"sequence_parallel_size: {wanted}, but the {'mesh' if mpu is None else 'mpu'} has {self.sequence_parallel_size} "
+                "sequence-parallel ranks; remove the key, or make them equal"
+            )
+        if tree.data_parallel_size not in (None, world.size):
+            raise DeepSpeedConfigError(
+                f"data_parallel_size: {tree.data_parallel_size}, but there are {world.size} data-parallel ranks ({world.source}); "
+                "remove the key, or make it that"
+            )
+        return world
+
     def _set_batch_sizes(self, sizes: BatchSizes) -> None:
         for name, value in sizes._asdict().items():
             setattr(self, name, value)
             setattr(self.tree, name, value)
             self._param_dict[name] = value
 
+    sequence_parallel_size: int
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
@@ -234,7 +270,9 @@ class DeepSpeedConfig:
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """Type that gradients are reduced in, None for their own."""
+        """Type that gradients are reduced in, None for their own; with sequence parallelism that of its own key."""
+        if self.sequence_parallel_size > 1:
+            return self.seq_parallel_communication_data_type
         return parse_dtype(self.tree.communication_data_type, "communication_data_type")
 
     @property

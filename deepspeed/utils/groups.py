@@ -59,6 +59,36 @@ def reset() -> None:
     _cache_world = None
 
 
+def _make_mesh(data: int, sequence: int) -> Any:
+    """All ranks as `data` rows of `sequence` ranks that share sequences. Collective over the world when first asked.
+
+    Raises:
+        ValueError: They are not all ranks.
+    """
+    world = dist.get_world_size()
+    if data * sequence != world:
+        raise ValueError(
+            f"{data} data-parallel times {sequence} sequence-parallel ranks are {data * sequence}, but there are {world} ranks: "
+            "make mesh_param=(data parallel, sequence parallel), or the keys data_parallel_size and sequence_parallel_size, match"
+        )
+    axes = (DATA_AXIS, SEQUENCE_AXIS)
+    return _made_once(("mesh", data, sequence), lambda: dist.initialize_mesh_device((data, sequence), axes))
+
+
+def _use_mesh(mesh: Any) -> None:
+    """Take the data- and sequence-parallel groups of ``mesh`` from now on.
+
+    Raises:
+        ValueError: There is an mpu already, which would be asked first, or the mesh has not both axes.
+    """
+    if mpu is not None:
+        raise ValueError("a sequence-parallel mesh beside an mpu: the mpu says which ranks share what; give one of them")
+    missing = {DATA_AXIS, SEQUENCE_AXIS} - set(mesh.mesh_dim_names or ())
+    if missing:
+        raise ValueError(f"the mesh has axes {mesh.mesh_dim_names}; {sorted(missing)} missing")
+    globals()["mesh_device"] = mesh
+
+
 def _from_mpu(name: str) -> Any:
     getter = getattr(mpu, name, None)
     if getter is None:
@@ -111,8 +141,10 @@ def _clone_world_group() -> Any:
 
 def _get_data_parallel_group() -> Any:
     """The ranks that hold the same model (piece) and see different data."""
-    if mpu is not None:
+    if mpu is not None and not _knows_sequences_only():
         return _from_mpu("get_data_parallel_group")
+    if mpu is not None:
+        return _data_group_beside_sequences()
     if _mesh_has(DATA_AXIS):
         return mesh_device.get_group(mesh_dim=DATA_AXIS)
     return dist.get_world_group()
@@ -163,12 +195,12 @@ class OptimizerInstances:
 
 
 def _get_optimizer_instances(count: int) -> OptimizerInstances:
-    """The data-parallel group as `count` instances. Collective over the world when first asked.
+    """The ranks that share dense parameters as `count` instances. Collective over the world when first asked.
 
     Raises:
         ValueError: The group cannot be split evenly.
     """
-    whole = _get_data_parallel_group()
+    whole = _get_sequence_data_parallel_group()
     if count == 1:
         return OptimizerInstances(whole)
     own = tuple(sorted(dist.get_all_ranks_from_group(whole)))  # as new_group will number them
@@ -180,14 +212,14 @@ def _get_optimizer_instances(count: int) -> OptimizerInstances:
 def _make_instances(own: tuple[int, ...], count: int) -> OptimizerInstances:
     size = len(own) // count
     inside, across = [], []
-    for ranks in _all_data_parallel_ranks(own):
+    for ranks in _all_rank_tuples(own):
         inside += [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
         across += [list(ranks[position::size]) for position in range(size)]
     return OptimizerInstances(_own_group(inside), _own_group(across), own.index(dist.get_rank()) // size, count)
 
 
-def _all_data_parallel_ranks(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every data-parallel group of the world, in one order on all ranks: with model parallelism there are several."""
+def _all_rank_tuples(own: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every such group of the world, `own` being this rank's, in one order on all ranks."""
     world = dist.get_world_size()
     if len(own) == world:
         return [own]
@@ -231,6 +263,26 @@ def _get_sequence_parallel_group() -> Any:
         "No sequence parallel group found: pass deepspeed.initialize(mpu=...) with get_sequence_parallel_group(), "
         f"or mesh_param with an axis {SEQUENCE_AXIS!r}"
     )
+
+
+def _knows_sequences_only() -> bool:
+    """Whether the mpu has sequence groups and no data groups, as that of `UlyssesSPAttentionHF.register_with_transformers`."""
+    known = _has("get_sequence_parallel_group") and not _has("get_data_parallel_group")
+    return known and _get_model_parallel_world_size() == 1
+
+
+def _data_group_beside_sequences() -> Any:
+    """The ranks at this rank's place of their sequence groups. Collective over the world when first asked."""
+    own = tuple(dist.get_all_ranks_from_group(_get_sequence_parallel_group()))
+    return _made_once(("beside", own), lambda: _own_group(_data_ranks_beside(own)))
+
+
+def _data_ranks_beside(own: tuple[int, ...]) -> list[list[int]]:
+    sequences = _all_rank_tuples(own)
+    sizes = {len(ranks) for ranks in sequences}
+    if len(sizes) != 1:
+        raise ValueError(f"the mpu's sequence-parallel groups have different sizes, {sorted(sizes)}; give them all the same size")
+    return [list(ranks) for ranks in zip(*sequences, strict=True)]
 
 
 def _get_sequence_data_parallel_group() -> Any:

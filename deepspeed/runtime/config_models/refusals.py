@@ -146,13 +146,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, f"tensor parallelism {LATER}; use 1"),
     Refusal("expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false"),
     Refusal("use_data_before_expert_parallelism", _on, f"expert parallelism {LATER}; use false"),
-    Refusal("sequence_parallel_size", _above_one, f"sequence parallelism {LATER}; use 1"),
     Refusal("elasticity.enabled", _on, f"elastic training {LATER}; use false"),
-    Refusal("activation_checkpointing.partition_activations", _on, f"it {LATER}; use false"),
-    Refusal("activation_checkpointing.contiguous_memory_optimization", _on, f"it {LATER}; use false"),
-    Refusal("activation_checkpointing.cpu_checkpointing", _on, f"it {LATER}; use false"),
-    Refusal("activation_checkpointing.synchronize_checkpoint_boundary", _on, f"it {LATER}; use false"),
-    Refusal("activation_checkpointing.profile", _on, f"it {LATER}; use false"),
     Refusal("compile.deepcompile", _on, f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile"),
     Refusal("hybrid_engine.enabled", _on, f"inference {OUT}; use false"),
     Refusal("autotuning.enabled", _on, f"autotuning {OUT}; use false"),
@@ -172,8 +166,6 @@ INERT: tuple[Inert, ...] = (
     Inert("zero_optimization.offload_optimizer.pipeline_write", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.fast_init", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "SuperOffload"),
-    Inert("activation_checkpointing.number_checkpoints", "contiguous activation checkpoints"),
-    Inert("seq_parallel_communication_data_type", "sequence parallelism"),
     Inert("inference", "the inference engine"),
 )
 

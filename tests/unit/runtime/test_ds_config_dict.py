@@ -388,7 +388,6 @@ REFUSED_EXAMPLES = [
     ("tensor_parallel.tp", {"tp_size": 2}),
     ("expert_parallel", {"enabled": True, "autoep_size": 2}),
     ("use_data_before_expert_parallelism", True),
-    ("sequence_parallel_size", 2),
     ("elasticity", ON),
     ("activation_checkpointing.partition_activations", True),
     ("activation_checkpointing.contiguous_memory_optimization", True),

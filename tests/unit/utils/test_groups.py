@@ -104,9 +104,13 @@ class TestMegatronMpu(DistributedTest):
         assert groups._get_sequence_parallel_world_size() == 2 and groups._get_sequence_parallel_rank() == rank % 2
         # Dense gradients are reduced over data times sequence: everybody, without model parallelism.
         assert groups._get_sequence_data_parallel_world_size() == 4
+        # An mpu that knows sequences only: the same places of all sequences share the data.
+        assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
+        assert groups._get_data_parallel_group() is groups._get_data_parallel_group()
+        assert groups._get_data_parallel_rank() == rank // 2
+        mpu.get_model_parallel_world_size = lambda: 2
         with pytest.raises(ValueError, match=r"get_data_parallel_group\(\)"):
             groups._get_data_parallel_group()
-        mpu.get_model_parallel_world_size = lambda: 2
         with pytest.raises(ValueError, match=r"get_sequence_data_parallel_group\(\)"):
             groups._get_sequence_data_parallel_group()
 

@@ -1,0 +1,156 @@
+"""The all-to-all under sequence parallelism: layouts, uneven heads, gradients, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.sequence.layer import (
+    _DimZeroAllToAll,
+    _SeqAllToAll,
+    apply_rotary_pos_emb,
+    plan_heads,
+    post_all2all,
+    pre_all2all_fun,
+    single_all_to_all,
+    uneven_heads_all2all,
+)
+from unit.common import DistributedTest
+
+S, B, D = 8, 2, 3
+
+
+def whole(heads: int, layout: str) -> torch.Tensor:
+    """[s, b, h, d] or [b, s, h, d], each element another number."""
+    sbhd = torch.arange(float(S * B * heads * D)).view(S, B, heads, D)
+    return sbhd if layout == "sbhd" else sbhd.transpose(0, 1).contiguous()
+
+
+def dims(layout: str) -> tuple[int, int]:
+    """Dimensions of positions and of the batch."""
+    return (0, 1) if layout == "sbhd" else (1, 0)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+class TestLayouts(DistributedTest):
+    world_size = [2, 4]
+
+    def test_there_and_back(self, layout: str) -> None:
+        # Kills: pieces joined in another order than ranks', the two dimensions swapped, a batch mixed into positions.
+        world, rank = dist.get_world_size(), dist.get_rank()
+        positions, batch = dims(layout)
+        full = whole(4, layout)
+        own = full.chunk(world, positions)[rank]
+        by_heads = single_all_to_all(own, 2, positions, batch, dist.get_world_group())
+        assert torch.equal(by_heads, full.chunk(world, 2)[rank]) and by_heads.is_contiguous()
+        assert torch.equal(single_all_to_all(by_heads, positions, 2, batch, dist.get_world_group()), own)
+        merged = by_heads.flatten(2)  # as attention that returns [s, b, hidden]
+        assert torch.equal(single_all_to_all(merged, positions, 2, batch, dist.get_world_group()), own.flatten(2))
+
+    @pytest.mark.parametrize("heads", [5, 7])
+    def test_uneven_heads(self, layout: str, heads: int) -> None:
+        # Kills: equal splits, which would lose heads or wait for bytes that nobody sends.
+        world, rank = dist.get_world_size(), dist.get_rank()
+        positions, batch = dims(layout)
+        full = whole(heads, layout)
+        own = full.chunk(world, positions)[rank]
+        by_heads = uneven_heads_all2all(own, 2, positions, batch, dist.get_world_group())
+        assert torch.equal(by_heads, full.tensor_split(world, 2)[rank])
+        assert torch.equal(uneven_heads_all2all(by_heads, positions, 2, batch, dist.get_world_group()), own)
+
+    @pytest.mark.parametrize("heads", [4, 5])
+    def test_gradient_is_the_exchange_back(self, layout: str, heads: int) -> None:
+        # Kills: a backward that is the forward again, or nothing: every element's gradient must be its own weight.
+        world, rank = dist.get_world_size(), dist.get_rank()
+        positions, batch = dims(layout)
+        weights = whole(heads, layout) * 2 + 1
+        own = whole(heads, layout).chunk(world, positions)[rank].clone().requires_grad_()
+        by_heads = _SeqAllToAll.apply(dist.get_world_group(), own, 2, positions, batch)
+        (by_heads * weights.tensor_split(world, 2)[rank]).sum().backward()
+        assert torch.equal(own.grad, weights.chunk(world, positions)[rank])
+
+
+class TestRest(DistributedTest):
+    world_size = 2
+
+    def test_started_now_complete_later(self) -> None:
+        rank = dist.get_rank()
+        full = whole(4, "sbhd")
+        handle: dict[str, Any] = {}
+        own = full.chunk(2, 0)[rank]
+        assert single_all_to_all(own, 2, 0, 1, dist.get_world_group(), async_op=True, handle=handle, type="q") is None
+        (by_heads,) = handle["q"].wait()
+        assert torch.equal(by_heads, full.chunk(2, 2)[rank])
+        with pytest.raises(ValueError, match="needs handle"):
+            single_all_to_all(own, 2, 0, 1, dist.get_world_group(), async_op=True)
+
+    def test_first_dimension(self) -> None:
+        rank = dist.get_rank()
+        own = (torch.arange(4.0) + 10 * rank).requires_grad_()
+        got = _DimZeroAllToAll.apply(dist.get_world_group(), own)
+        assert got.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+        (got * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+        assert own.grad.tolist() == [[1, 2, 1, 2], [3, 4, 3, 4]][rank]
+        with pytest.raises(ValueError, match="dimension 0"):
+            _DimZeroAllToAll.apply(dist.get_world_group(), torch.ones(3))
+
+    def test_errors_name_the_numbers(self) -> None:
+        # All of them before anything is sent: no rank waits for another.
+        group = dist.get_world_group()
+        with pytest.raises(ValueError, match=r"sequence of 7 positions .* over 2 .*pad"):
+            single_all_to_all(torch.zeros(7, 1, 4, 2), 0, 2, 1, group)
+        with pytest.raises(ValueError, match="1 attention heads .* over 2"):
+            single_all_to_all(torch.zeros(4, 1, 1, 2), 2, 0, 1, group)
+        with pytest.raises(ValueError, match="batch_dim_idx 0 must be three dimensions"):
+            single_all_to_all(torch.zeros(4, 1, 4, 2), 2, 0, 0, group)
+        with pytest.raises(ValueError, match="type='q'"):
+            _SeqAllToAll.apply(group, torch.zeros(4, 1, 4, 2), 2, 0, 1, None, {}, "q")
+
+
+class TestPlans:
+    """Who gets which heads: pure arithmetic."""
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+    @pytest.mark.parametrize(("query", "key"), [(8, 8), (8, 4), (8, 2), (8, 1), (12, 3), (9, 3), (10, 5), (13, 13), (12, 6)])
+    def test_every_query_head_finds_its_key_head(self, query: int, key: int, ranks: int) -> None:
+        # Kills: a border between ranks inside a group of query heads, whose second half would attend to another key head.
+        plan = plan_heads(query, key, ranks)
+        order = plan.key_order or tuple(range(key))
+        assert sum(plan.query) == query and sum(plan.key) == len(order) and min(plan.query) > 0
+        first_query = first_key = 0
+        for queries, keys in zip(plan.query, plan.key, strict=True):
+            assert queries % keys == 0
+            local = [order[first_key + head // (queries // keys)] for head in range(queries)]
+            assert local == [(first_query + head) // (query // key) for head in range(queries)]
+            first_query, first_key = first_query + queries, first_key + keys
+
+    def test_nothing_is_repeated_without_need(self) -> None:
+        assert plan_heads(8, 2, 2).key_order is None
+        assert plan_heads(8, 2, 4).key_order == (0, 0, 1, 1)
+        assert plan_heads(7, 7, 4) == ((2, 2, 2, 1), (2, 2, 2, 1), None)
+
+    def test_errors(self) -> None:
+        with pytest.raises(ValueError, match="2 attention heads .* over 4"):
+            plan_heads(2, 2, 4)
+        with pytest.raises(ValueError, match="8 query heads cannot share 3 key heads"):
+            plan_heads(8, 3, 2)
+
+
+def test_rotary_turns_pairs() -> None:
+    # Kills: neighbours paired instead of halves, the sign, features beyond the angles changed.
+    angles = torch.rand(5, 1, 1, 2, dtype=torch.float64)
+    cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
+    t = torch.rand(5, 2, 3, 6, dtype=torch.float64)
+    turned = apply_rotary_pos_emb(t, cos, sin)
+    pairs = torch.complex(t[..., :2], t[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)
+    assert torch.allclose(turned[..., :2], pairs.real) and torch.allclose(turned[..., 2:4], pairs.imag)
+    assert torch.equal(turned[..., 4:], t[..., 4:])
+
+
+def test_layout_helpers() -> None:
+    t = torch.arange(24)
+    assert torch.equal(pre_all2all_fun((1, 0, 2), (2, 3, 4), t), t.view(2, 3, 4).transpose(0, 1))
+    assert torch.equal(post_all2all((1, 0, 2), (6, 4))(t.view(2, 3, 4)), t.view(2, 3, 4).transpose(0, 1).reshape(6, 4))
