@@ -68,6 +68,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
         self._compute_loss = True
+        self._labels: dict[int | None, Any] = {}  # of micro-batches whose last part comes later, by micro-batch
         self._forward_outputs: list[Any] = []
         self._logits: list[Any] = []
         self._total_loss: torch.Tensor | None = None
@@ -76,10 +77,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     # Construction
 
-    def _configure_distributed(self, args: Any, mpu: Any) -> None:
+    def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
         """See base class; settings that a pipeline cannot honour are refused before anything is built."""
         self._check_settings()
-        super()._configure_distributed(args, mpu)
+        super()._configure_distributed(args, mpu, mesh_device)
 
     def _check_settings(self) -> None:
         stage = self.zero_optimization_stage()
@@ -270,6 +271,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._total_loss = None
         self._additional_losses = {}
         self._forward_outputs, self._logits = [], []
+        self._labels.clear()
         for buffer in self.pipe_buffers:
             buffer.release()
         self.channels.expect(micro_batches)
@@ -305,13 +307,21 @@ class PipelineEngine(DeepSpeedEngine):
         return batch[0], batch[1]
 
     def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
-        """Read a micro-batch: its inputs on the first part, its labels on the last."""
-        inputs, labels = self._next_batch()
+        """Read a micro-batch: its inputs on the first part, its labels on the last.
+
+        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, but in different chunks, puts the labels aside.
+        """
         buffer = self.pipe_buffers[buffer_id]
-        if self._is_first_part(chunk):
-            buffer.fill(self._prepared(inputs))
+        if self._is_last_part(chunk) and micro_batch in self._labels:
+            labels = self._labels.pop(micro_batch)
+        else:
+            inputs, labels = self._next_batch()
+            if self._is_first_part(chunk):
+                buffer.fill(self._prepared(inputs))
         if self._is_last_part(chunk):
             buffer.labels = move_to_device(labels, self.device) if labels is not None else None
+        elif self.num_stages == 1:
+            self._labels[micro_batch] = labels
 
     def _prepared(self, inputs: Any) -> Any:
         if isinstance(inputs, list):
