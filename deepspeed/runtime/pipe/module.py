@@ -334,10 +334,10 @@ class PipelineModule(LayerFiles, nn.Module):
         return self.activation_checkpoint_func(unpacked, anchor, *(inputs if is_tuple else (inputs,)))
 
     def _is_checkpointable(self, segment: range) -> bool:
-        functions = [self._functions[index] for index in segment]
         if self.checkpointable_layers is not None:
-            return all(layer_name(function) in self.checkpointable_layers for function in functions)
-        return any(isinstance(function, partial) or _has_parameters(function) for function in functions)
+            return all(layer_name(self._layer_specs[index]) in self.checkpointable_layers for index in segment)
+        # A partial is a tied module with its forward_fn.
+        return any(isinstance(self._functions[index], partial) or _has_parameters(self._functions[index]) for index in segment)
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Keep the activations of every `interval`-th layer only; 0 keeps all.

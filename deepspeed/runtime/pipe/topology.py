@@ -221,9 +221,9 @@ class PipelineParallelGrid:
         self.model_groups, self.slice_group = self._lines(MODEL_AXIS)
         copies = [self._topo.filter_match(**at) for at in self._data_coordinates()]
         self.dp_proc_group = groups._shared_group(self.dp_groups)
+        self.pp_proc_group = groups._shared_group(self.pipe_groups)
         self.slice_proc_group = groups._shared_group(self.model_groups)
         self.ds_model_proc_group = groups._shared_group(copies)
-        self.pp_proc_group = self._pipe_group()
         self.ds_model_world_size = self.pipe_parallel_size * self.slice_parallel_size
         self.ds_model_rank = _holding(self.global_rank, copies).index(self.global_rank)
         self.p2p_groups = self._neighbours()
@@ -237,13 +237,6 @@ class PipelineParallelGrid:
         if DATA_AXIS not in self._topo.axes:
             return [{}]
         return [{DATA_AXIS: index} for index in range(self.data_parallel_size)]
-
-    def _pipe_group(self) -> Any:
-        """The pipe axis has a communicator of its own, so that no collective can queue before a neighbour's message."""
-        if self.pipe_parallel_size == 1:
-            return groups._shared_group(self.pipe_groups)
-        key = (PIPE_AXIS, tuple(map(tuple, self.pipe_groups)))
-        return groups._made_once(key, lambda: groups._own_group(self.pipe_groups))
 
     def _neighbours(self) -> list[list[int]]:
         following = {rank: line[(at + 1) % len(line)] for line in self.pipe_groups for at, rank in enumerate(line)}

@@ -1,0 +1,406 @@
+"""`PipelineModule` and its grid on ranks: who owns what, that the parts are together the whole model, and its checkpoint files."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.layer_spec import Layer, PipelineError
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.utils import set_random_seed
+from deepspeed.utils import groups
+from unit.common import DistributedTest
+
+SEED = 1234
+WIDTH = 6
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+def layers() -> list[Layer]:
+    return [
+        LayerSpec(nn.Linear, WIDTH, 8),
+        nn.GELU(),
+        LayerSpec(nn.Linear, 8, 8, bias=False),
+        double,
+        LayerSpec(nn.LayerNorm, 8),
+        LayerSpec(nn.Linear, 8, WIDTH),
+    ]
+
+
+def whole_model() -> dict[str, torch.Tensor]:
+    """The parameters of `layers()`, each layer seeded by its index, in plain torch."""
+    found: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(layers()):
+        torch.manual_seed(SEED + index)
+        if isinstance(layer, LayerSpec):
+            found |= {f"{index}.{name}": param.detach() for name, param in layer.build().named_parameters()}
+    return found
+
+
+def reference(inputs: torch.Tensor) -> torch.Tensor:
+    weights = whole_model()
+    hidden = nn.functional.gelu(nn.functional.linear(inputs, weights["0.weight"], weights["0.bias"]))
+    hidden = nn.functional.linear(hidden, weights["2.weight"]) * 2
+    hidden = nn.functional.layer_norm(hidden, (8,), weights["4.weight"], weights["4.bias"])
+    return nn.functional.linear(hidden, weights["5.weight"], weights["5.bias"])
+
+
+def through_all_parts(module: PipelineModule, value: torch.Tensor, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+    """`value` through every part of the pipeline, handed from owner to owner by broadcasts."""
+    for part, shape in enumerate(shapes):
+        chunk, stage = divmod(part, module.num_stages)
+        value = module.forward_chunk(chunk, value).detach().clone() if module.stage_id == stage else torch.empty(shape)
+        dist.broadcast(value, src=module.grid.stage_to_global(stage), group=module.grid.get_pipe_parallel_group())
+    return value
+
+
+class TestStages(DistributedTest):
+    world_size = 4
+
+    def test_seeded_weights_do_not_depend_on_the_stages(self) -> None:
+        # Kills: seeds counted from the stage's first layer; a layer built on two stages or none.
+        expected = whole_model()
+        for options in ({"num_stages": 1}, {"num_stages": 2}, {"num_stages": 4}, {"num_stages": 2, "num_model_chunks": 2}):
+            torch.manual_seed(dist.get_rank())  # what the ranks have drawn before must not matter
+            module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
+            own = dict(module.named_parameters())
+            for name, param in own.items():
+                assert torch.equal(param, expected[name]), (options, name)
+            held: list[Any] = [None] * 4
+            dist.all_gather_object(held, sorted(own))
+            replicas = 4 // module.num_stages
+            assert sorted(name for names in held for name in names) == sorted(list(expected) * replicas)
+
+    def test_parts_chained_are_the_whole_model(self) -> None:
+        # Kills: a layer skipped or run twice at a boundary, the wrong chunk of an interleaved stage.
+        inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
+        expected = reference(inputs)
+        hidden = (3, 8)
+        cases: tuple[tuple[dict[str, Any], list[tuple[int, ...]]], ...] = (
+            ({"num_stages": 1}, [(3, WIDTH)]),
+            ({"num_stages": 2, "partition_method": "uniform"}, [hidden, (3, WIDTH)]),
+            ({"num_stages": 4, "partition_method": [0, 1, 1, 5, 6]}, [hidden, hidden, hidden, (3, WIDTH)]),
+            ({"num_stages": 2, "num_model_chunks": 2, "partition_method": "uniform"}, [hidden, hidden, hidden, (3, WIDTH)]),
+        )
+        for options, shapes in cases:
+            module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
+            assert torch.equal(through_all_parts(module, inputs, shapes), expected), options
+        assert module.parts == [0, 2, 4, 5, 6]
+        assert module.stage_owner(4) == 0
+        assert list(module.chunk_range(1)) == ([4] if module.stage_id == 0 else [5])
+        with pytest.raises(PipelineError, match="forward_chunk"):
+            module(inputs)
+
+    def test_tied_weights_start_equal_and_sum_their_gradients(self) -> None:
+        def scaled(module: nn.Linear, value: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(value, module.weight.t())
+
+        rank = dist.get_rank()
+        random.seed(rank)
+        torch.manual_seed(rank)
+        module = PipelineModule(
+            layers=[
+                TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False),
+                TiedLayerSpec("middle", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
+                TiedLayerSpec("middle", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
+                TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False, forward_fn=scaled),
+                TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False),
+            ],
+            num_stages=4,
+            partition_method=[0, 1, 2, 3, 5],
+        )
+        key = "ends" if rank in (0, 3) else "middle"
+        ranks = [0, 3] if key == "ends" else [1, 2]
+        # Kills: a group made on its members only, which hangs; a second module on the stage that uses a key twice.
+        assert list(module.tied_comms) == [key]
+        assert module.tied_comms[key]["ranks"] == ranks
+        assert list(module.state_dict()) == [f"tied_modules.{key}.{name}" for name in module.tied_comms[key]["weight_attr"]]
+        tied = module.get_tied_weights_and_groups()
+        for weight, group in tied:
+            assert dist.get_all_ranks_from_group(group) == ranks
+            replicas: list[Any] = [None, None]
+            dist.all_gather_object(replicas, weight.detach(), group=group)
+            assert torch.equal(replicas[0], replicas[1])  # kills: no broadcast
+            assert getattr(weight, "ds_pipe_replicated", False) == (rank != ranks[0])  # kills: counted twice in the norm, or never
+        torch.manual_seed(ranks[0])
+        assert torch.equal(tied[0][0], nn.Linear(4, 4, bias=key == "middle").weight)  # kills: the last owner's weights
+
+        tied[0][0].grad = torch.full((4, 4), float(rank + 1)) if rank != 2 else None
+        module.allreduce_tied_weight_gradients()
+        expected = {0: 5.0, 3: 5.0, 1: 2.0, 2: 2.0}[rank]
+        assert torch.equal(tied[0][0].grad, torch.full((4, 4), expected))
+
+    def test_the_grid_is_an_mpu_whose_groups_are_made_once(self) -> None:
+        grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+        again = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+        rank = dist.get_rank()
+        expected = {
+            "get_pipe_parallel_group": [rank % 2, rank % 2 + 2],
+            "get_data_parallel_group": [rank],
+            "get_slice_parallel_group": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "get_tensor_model_parallel_group": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "get_model_parallel_group": [0, 1, 2, 3],
+        }
+        for getter, ranks in expected.items():
+            assert dist.get_all_ranks_from_group(getattr(grid, getter)()) == ranks, getter
+            assert getattr(grid, getter)() is getattr(again, getter)(), getter  # kills: a communicator per engine
+        assert (grid.stage_id, grid.get_slice_parallel_rank(), grid.get_model_parallel_rank()) == (rank // 2, rank % 2, rank)
+        assert (grid.is_first_stage, grid.is_last_stage) == (rank < 2, rank >= 2)
+        assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
+        assert grid.stage_to_global(1) == rank % 2 + 2
+        assert grid.stage_to_global(0, model=1) == 1
+        assert grid.describe(3) == "rank 3: pipe 1 of 2, data 0 of 1, model 1 of 2"
+
+        groups.mpu = PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))
+        assert groups.get_data_parallel_world_size() == 2
+        assert groups.get_data_parallel_rank() == rank % 2
+        assert groups._get_data_parallel_group_ranks() == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (2, rank // 2)
+        # Kills: pipeline stages taken for tensor-parallel ranks, whose checkpoint files are merged.
+        assert groups.get_tensor_model_parallel_world_size() == 1
+        groups.reset()
+
+    def test_sizes_that_do_not_fit_are_named(self) -> None:
+        with pytest.raises(ValueError, match="pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"):
+            PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2))
+        with pytest.raises(PipelineError, match="num_stages=3 must divide the number of ranks, 4"):
+            PipelineModule(layers=layers(), num_stages=3)
+        with pytest.raises(PipelineError, match="num_stages=2, but the topology has 4 stages"):
+            PipelineModule(layers=layers(), num_stages=2, topology=PipeDataParallelTopology(4, 1))
+        with pytest.raises(PipelineError, match="give num_stages or topology"):
+            PipelineModule(layers=layers())
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            with pytest.raises(ValueError, match="2 of the world's 4 ranks"):
+                PipelineParallelGrid(PipeDataParallelTopology(2, 1), process_group=pair)
+        shared = nn.Linear(4, 4)
+        # Kills: one module in two places becoming two that drift apart.
+        with pytest.raises(PipelineError, match="layers 0 and 2 share a parameter .* TiedLayerSpec"):
+            PipelineModule(layers=[shared, nn.ReLU(), shared], num_stages=4, partition_method="uniform")
+        with pytest.raises(PipelineError, match="no attribute 'wight'"):
+            PipelineModule(layers=[TiedLayerSpec("k", nn.Linear, 2, 2, tied_weight_attr="wight")], num_stages=1)
+
+    def test_layer_files_are_read_by_any_number_of_stages(self, class_tmpdir: str) -> None:
+        folder = Path(class_tmpdir) / "layers"
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        written = PipelineModule(layers=layers(), num_stages=2, seed_layers=True, base_seed=SEED, partition_method="uniform")
+        before = set(os.listdir(folder))
+        written.save_state_dict(str(folder))
+        assert before <= set(os.listdir(folder))
+        dist.barrier()
+        # Kills: a layer without parameters left out, a stage's layers numbered from 0, functions with files.
+        assert sorted(os.listdir(folder)) == [f"layer_{index:02d}-model_states.pt" for index in (0, 1, 2, 4, 5)]
+        own = written.ckpt_layer_path(str(folder), 0)
+        assert own.endswith("layer_00-model_states.pt" if written.stage_id == 0 else "layer_03-model_states.pt")
+        assert written.ckpt_layer_path_list(str(folder), 0) == ([own] if written.stage_id == 0 else [])
+        assert written.ckpt_prefix("runs", "tag") == os.path.join("runs", "tag", f"module-pipe_0{written.stage_id}")
+        expected = whole_model()
+        for options in ({"num_stages": 1}, {"num_stages": 4}, {"num_stages": 2, "num_model_chunks": 2}):
+            module = PipelineModule(layers=layers(), **options)
+            module.load_state_dir(str(folder))
+            for name, param in module.named_parameters():
+                assert torch.equal(param, expected[name]), (options, name)
+
+    def test_the_data_ranks_of_a_stage_share_its_layers(self, class_tmpdir: str) -> None:
+        class Writes:
+            """A checkpoint engine that remembers."""
+
+            def __init__(self) -> None:
+                self.paths: list[str] = []
+
+            def save(self, state_dict: dict[str, Any], path: str) -> None:
+                self.paths.append(os.path.basename(path)[6:8])
+
+        module = PipelineModule(layers=layers(), num_stages=1)
+        shared: list[Any] = [None] * 4
+        alone: list[Any] = [None] * 4
+        for gathered, parallel in ((shared, True), (alone, False)):
+            module.checkpoint_parallel_write_pipeline = parallel
+            engine = Writes()
+            module.save_state_dict(class_tmpdir, checkpoint_engine=engine)
+            dist.all_gather_object(gathered, engine.paths)
+        assert shared == [["00", "01"], ["02"], ["04"], ["05"]]  # kills: each file written by every replica
+        assert alone == [["00", "01", "02", "04", "05"], [], [], []]
+
+    def test_tensor_parallel_ranks_have_files_of_their_own(self, class_tmpdir: str) -> None:
+        module = PipelineModule(layers=layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+        slice_rank = module.grid.get_slice_parallel_rank()
+        assert os.path.basename(module.ckpt_layer_path("", 0))[8:] == f"-model_0{slice_rank}-model_states.pt"
+        folder = Path(class_tmpdir) / "slices"
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        module.save_state_dict(str(folder))
+        dist.barrier()
+        names = [os.path.basename(path) for path in module.ckpt_layer_path_list(str(folder), 0)]
+        index = module.chunk_range(0)[0]
+        assert names == [f"layer_{index:02d}-model_0{rank}-model_states.pt" for rank in (0, 1)]
+
+
+class TestOneStage(DistributedTest):
+    world_size = 1
+
+    def test_a_tied_model_is_one_module(self) -> None:
+        def plus_one(module: nn.Linear, value: torch.Tensor) -> torch.Tensor:
+            return module(value) + 1
+
+        module = PipelineModule(
+            layers=[TiedLayerSpec("a", nn.Linear, 4, 4), nn.ReLU(), TiedLayerSpec("a", nn.Linear, 4, 4, forward_fn=plus_one)],
+            num_stages=1,
+        )
+        assert list(module.state_dict()) == ["tied_modules.a.weight", "tied_modules.a.bias"]
+        assert module.get_tied_weights_and_groups() == []
+        inputs = torch.randn(2, 4)
+        tied = module.tied_modules["a"]
+        assert torch.equal(module(inputs), tied(torch.relu(tied(inputs))) + 1)
+        assert "part 0 on stage 0: 0 Linear, 1 ReLU, 2 Linear" in repr(module)
+
+    def test_a_tuple_stays_one_argument(self) -> None:
+        # Kills: unpacking, which breaks models written for upstream.
+        seen: list[Any] = []
+        module = PipelineModule(layers=[lambda pair: seen.append(pair) or pair, lambda pair: pair[0]], num_stages=1)
+        pair = (torch.ones(1), None)
+        assert torch.equal(module(pair), pair[0])
+        assert seen == [pair]
+
+    def test_seeded_dropout_does_not_depend_on_the_cut(self) -> None:
+        def outputs(chunks: int) -> list[torch.Tensor]:
+            module = PipelineModule(
+                layers=[nn.Dropout(0.5)] * 4, num_stages=1, seed_layers=True, num_model_chunks=chunks, partition_method="uniform"
+            )
+            return [module(torch.ones(64)) for _ in range(2)]
+
+        whole, cut = outputs(1), outputs(2)
+        assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+        assert not torch.equal(whole[0], whole[1])  # kills: the same masks in every micro-batch
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_activation_checkpoints_change_no_gradient(self, reentrant: bool) -> None:
+        """Token numbers go in: nothing that goes in requires a gradient, which a reentrant checkpoint takes for "none wanted"."""
+        calls: list[int] = []
+
+        def checkpoint(function: Any, *args: Any) -> Any:
+            calls.append(len(args))
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=reentrant)
+
+        def gradients(**options: Any) -> list[torch.Tensor]:
+            module = PipelineModule(
+                layers=[
+                    LayerSpec(nn.Embedding, 11, 8),
+                    LayerSpec(nn.Linear, 8, 8),
+                    LayerSpec(nn.Dropout, 0.5),
+                    lambda value: (value, None),
+                    lambda pair: pair[0].relu(),
+                    LayerSpec(nn.Linear, 8, 3),
+                ],
+                num_stages=1,
+                seed_layers=True,
+                **options,
+            )
+            module(torch.arange(11)).square().sum().backward()
+            assert all(param.grad is not None for param in module.parameters())
+            return [param.grad for param in module.parameters() if param.grad is not None]
+
+        plain = gradients()
+        for options, segments in (
+            ({"activation_checkpoint_interval": 1}, 3),
+            ({"activation_checkpoint_interval": 4}, 2),
+            ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Linear"]}, 2),
+            ({"activation_checkpoint_interval": 2, "checkpointable_layers": ["Linear", "Embedding"]}, 1),
+        ):
+            calls.clear()
+            recomputed = gradients(activation_checkpoint_func=checkpoint, **options)
+            # Kills: an embedding that gets no gradient; other dropout masks in the recomputation (exact: the same operations).
+            assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), options
+            assert len(calls) == segments, options
+
+    def test_nothing_is_recomputed_in_evaluation(self) -> None:
+        def refuse(*args: Any) -> Any:
+            raise AssertionError("checkpointed")
+
+        module = PipelineModule(layers=layers(), num_stages=1, activation_checkpoint_interval=2, activation_checkpoint_func=refuse)
+        inputs = torch.randn(2, WIDTH)
+        with torch.no_grad():
+            module(inputs)
+        module.eval()
+        module(inputs)
+        with pytest.raises(AssertionError, match="checkpointed"):
+            module.train()(inputs)
+        with pytest.raises(PipelineError, match="activation_checkpoint_interval=-1"):
+            module.set_checkpoint_interval(-1)
+
+    def test_seed_function(self) -> None:
+        seeds: list[int] = []
+
+        def remember(seed: int) -> None:
+            seeds.append(seed)
+            set_random_seed(seed)
+
+        module = PipelineModule(layers=[nn.ReLU(), nn.ReLU()], num_stages=1, seed_layers=True, seed_fn=remember, base_seed=10)
+        assert seeds == [10, 11]
+        module(torch.ones(1))
+        module(torch.ones(1))
+        assert seeds[2:] == [10, 11, 20, 21]
+
+    def test_files_that_do_not_fit_change_nothing(self, tmpdir: str) -> None:
+        def small() -> PipelineModule:
+            return PipelineModule(layers=[LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 3)], num_stages=1)
+
+        folder, module = str(tmpdir), small()
+        with pytest.raises(CheckpointError, match=r"layer_00-model_states.pt does not exist"):
+            module.load_state_dir(folder)
+        module.save_state_dict(folder)
+        other = small()
+        before = [param.detach().clone() for param in other.parameters()]
+        torch.save(OrderedDict(weight=torch.zeros(3, 3), scale=torch.zeros(1)), os.path.join(folder, "layer_01-model_states.pt"))
+        with pytest.raises(CheckpointError, match=r"weight \(3, 3\) instead of \(3, 2\); bias is missing; scale is not"):
+            other.load_state_dir(folder)
+        # Kills: a model of two checkpoints, half old and half new.
+        assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+        os.remove(os.path.join(folder, "layer_01-model_states.pt"))
+        other.load_state_dir(folder, strict=False)
+        loaded = list(zip(module.parameters(), other.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in loaded[:2])
+        assert torch.equal(loaded[2][1], before[2])
+
+    def test_frozen_parameters_can_be_left_out(self, tmpdir: str) -> None:
+        module = PipelineModule(layers=[nn.Linear(2, 2)], num_stages=1)
+        module.get_parameter("0.bias").requires_grad_(False)
+        module.save_state_dict(str(tmpdir), exclude_frozen_params=True)
+        assert list(torch.load(module.ckpt_layer_path(str(tmpdir), 0))) == ["weight"]
+
+    def test_a_tied_layer_is_read_from_the_file_of_another_place(self, tmpdir: str) -> None:
+        """With a forward_fn everywhere its weights are written once, at the first place."""
+
+        def made() -> PipelineModule:
+            spec = TiedLayerSpec("a", nn.Linear, 2, 2, forward_fn=lambda module, value: module(value))
+            return PipelineModule(layers=[nn.ReLU(), spec, spec], num_stages=1)
+
+        first, second = made(), made()
+        first.save_state_dict(str(tmpdir))
+        assert sorted(os.listdir(str(tmpdir))) == ["layer_00-model_states.pt", "layer_01-model_states.pt"]
+        second.load_state_dir(str(tmpdir))
+        assert torch.equal(first.tied_modules["a"].weight, second.tied_modules["a"].weight)
+
+    def test_compile(self) -> None:
+        module = PipelineModule(layers=[nn.Linear(2, 2), double], num_stages=1)
+        inputs = torch.randn(3, 2)
+        expected = module(inputs)
+        module.compile(backend="eager")
+        assert torch.equal(module(inputs), expected)
+        assert module.get_submodule("0")._compiled_call_impl is not None
