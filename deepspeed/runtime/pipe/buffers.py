@@ -54,7 +54,9 @@ class PipeBuffer:
             PipeBufferError: If the one before is still in use.
         """
         if self._is_filled:
-            raise PipeBufferError("a micro-batch arrives in a pipeline buffer whose last one is not done: the schedule reuses it early")
+            raise PipeBufferError(
+                "a micro-batch arrives in a pipeline buffer whose last one is not done: the schedule reuses it early"
+            )
         self.inputs = inputs
         self._is_filled = True
 

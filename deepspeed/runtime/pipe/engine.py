@@ -61,7 +61,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
             self._build_data_iter(self.training_dataloader)
-        self._tied = [(weight, group) for weight, group in module.get_tied_weights_and_groups() if weight.requires_grad]
+        tied = module.get_tied_weights_and_groups()
+        self._tied = [(w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad]
         if self._sequence is not None:
             # Their gradient is complete only after the reduction over stages: no bucket may take it from its hook.
             self._sequence.hold(weight for weight, _ in self._tied)

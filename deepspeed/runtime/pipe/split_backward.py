@@ -32,9 +32,7 @@ class SplitBackward:
             accumulate gradients by itself, or a weight that is used by several nodes: then the first part does everything.
     """
 
-    def __init__(
-        self, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
         self._roots = list(roots)
         self._grads = list(grads)
         self._inputs = list(inputs)
@@ -66,7 +64,7 @@ class SplitBackward:
                 return False  # a cut above would reach this weight again through the activations
             if leaves:
                 claimed |= leaves
-                self._weights_of[node] = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]  # AccumulateGrad has it
+                self._weights_of[node] = [leaf.variable for leaf in leaves]
         return True
 
     def backward_inputs(self) -> Gradients:
@@ -97,9 +95,7 @@ class SplitBackward:
         elif self.is_split:
             for node, grads in self._arrived.items():
                 edges = [(GradientEdge(node, index), grad) for index, grad in enumerate(grads) if grad is not None]
-                torch.autograd.backward(
-                    [edge for edge, _ in edges], [grad for _, grad in edges], inputs=self._weights_of[node]
-                )
+                torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=self._weights_of[node])
         self._arrived.clear()
         self._weights_of.clear()
         self._roots.clear()
