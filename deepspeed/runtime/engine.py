@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import verification
+from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
 from deepspeed.runtime.checkpointing import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -26,7 +27,13 @@ from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.model_ranks import ModelRanks
-from deepspeed.runtime.model_setup import broadcast_model, cast_model, comm_dtype_lookup, sum_sequence_parallel_gradients
+from deepspeed.runtime.model_setup import (
+    broadcast_model,
+    cast_model,
+    comm_dtype_lookup,
+    make_parallel_groups,
+    sum_sequence_parallel_gradients,
+)
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
@@ -100,10 +107,12 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.mpu = mpu
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
         self._configure_distributed(args, mpu, mesh_device)
+        configure_for_engine(self._config, mpu)
         self._start_counters()
         cast_model(model, self._config)
         if not dont_change_device:
             model.to(self.device)
+        make_parallel_groups(model, self._config)
         self.model_ranks = ModelRanks.of(model)
         broadcast_model(model, self.model_ranks)
         self._sequence_parallel_hooks = sum_sequence_parallel_gradients(model, self.model_ranks.tensor_group)

@@ -45,6 +45,13 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
         )
 
 
+def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
+    """Have the modules that spread their work over ranks (experts, say) make their groups. Collective over the world."""
+    for module in model.modules():
+        if hasattr(module, "set_deepspeed_parallelism"):
+            module.set_deepspeed_parallelism(config.tree.use_data_before_expert_parallelism)
+
+
 @torch.no_grad()
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
     """Give all ranks that hold a parameter or buffer the value of the first of them, in flat pieces per dtype."""
