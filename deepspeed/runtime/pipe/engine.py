@@ -5,7 +5,7 @@ comes when is the schedule's (`schedule`), how it travels the channels' (`p2p`),
 gradients are averaged, clipped and applied the optimizer's.
 
 With m micro-batches the loss of each is divided by m where it arises, on the last stage; what flows back is then the gradient of
-the mean, and no stage divides again. Each stage reduces over the ranks that hold the same layers, the norm is one reduction over all.
+the mean, and no stage divides again. Each stage reduces over the ranks that hold its layers; the norm is one reduction over all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.accumulation import BackwardState
@@ -25,6 +24,8 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import PipeBuffer
 from deepspeed.runtime.pipe.failure import FailureWatch
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
+from deepspeed.runtime.pipe.outputs import BatchOutputs, described
+from deepspeed.runtime.pipe.settings import apply_settings
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device, tensors_in
@@ -70,64 +71,15 @@ class PipelineEngine(DeepSpeedEngine):
         self._training_batch = True
         self._compute_loss = True
         self._labels: dict[int | None, Any] = {}  # of micro-batches whose last part comes later, by micro-batch
-        self._forward_outputs: list[Any] = []
-        self._logits: list[Any] = []
-        self._total_loss: torch.Tensor | None = None
-        self._additional_losses: dict[str, torch.Tensor] = {}
+        self._outputs = BatchOutputs(self.grid, self.device)
         self.agg_train_loss: torch.Tensor | None = None
 
     # Construction
 
     def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
         """See base class; settings that a pipeline cannot honour are refused before anything is built."""
-        self._check_settings()
+        self._schedule_name = apply_settings(self._config, self.module)
         super()._configure_distributed(args, mpu, mesh_device)
-
-    def _check_settings(self) -> None:
-        stage = self.zero_optimization_stage()
-        if stage > 1:
-            raise DeepSpeedConfigError(
-                f"zero_optimization.stage: {stage} with a PipelineModule: it would reduce every micro-batch's gradients over the data-"
-                "parallel ranks while the pipeline runs, and gain no memory, because gradients of all micro-batches are summed anyway. "
-                "Use stage 1"
-            )
-        if not self._config.tree.managed_gradient_accumulation:
-            raise DeepSpeedConfigError(
-                "managed_gradient_accumulation: false with a PipelineModule: the schedule decides the boundary; remove the key"
-            )
-        self._check_pipeline_block()
-
-    def _check_pipeline_block(self) -> None:
-        block, module = self._config.tree.pipeline, self.module
-        if block.stages not in ("auto", module.num_stages):
-            raise DeepSpeedConfigError(
-                f"pipeline.stages: {block.stages}, but the PipelineModule was made with num_stages={module.num_stages}; use 'auto'"
-            )
-        if block.schedule == "interleaved" and module.num_model_chunks == 1:
-            raise DeepSpeedConfigError(
-                "pipeline.schedule: 'interleaved' needs several model chunks per stage: PipelineModule(..., num_model_chunks=2)"
-            )
-        if block.schedule not in ("auto", "interleaved") and module.num_model_chunks > 1:
-            raise DeepSpeedConfigError(
-                f"pipeline.schedule: {block.schedule!r} runs one model chunk per stage, the PipelineModule has num_model_chunks="
-                f"{module.num_model_chunks}; use 'interleaved'"
-            )
-        if (block.pipe_partitioned or block.grad_partitioned) and module.grid.get_slice_parallel_world_size() > 1:
-            raise DeepSpeedConfigError(
-                "pipeline.pipe_partitioned, pipeline.grad_partitioned: true with tensor parallelism: activations and gradients travel "
-                "whole between stages; use false"
-            )
-        if block.activation_checkpoint_interval > 0:
-            module.set_checkpoint_interval(block.activation_checkpoint_interval)
-        if not block.use_reentrant:
-            from deepspeed.runtime.activation_checkpointing import checkpointing  # startup: most pipelines keep their activations
-
-            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
-        if block.schedule == "zero_bubble" and module.activation_checkpoint_interval > 0:
-            raise DeepSpeedConfigError(
-                "pipeline.schedule: 'zero_bubble' with activation checkpointing: a recomputed layer's backward cannot be run in two "
-                "parts. Use '1f1b', or activation_checkpoint_interval 0"
-            )
 
     def _build_data_iter(self, loader: Any) -> None:
         """Read micro-batches of `loader` over and over. First and last stage see the same order: it is seeded, not drawn."""
@@ -203,18 +155,15 @@ class PipelineEngine(DeepSpeedEngine):
         sequence.accumulation_divisor = 1.0
         micro_steps = self.micro_steps
         with self._failures.guard():
-            self._exec_schedule(self._train_schedule())
+            self._exec_schedule(
+                schedule.make_schedule(
+                    self._schedule_name, self.micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks
+                )
+            )
             self.channels.finish()
-            self.agg_train_loss = self._aggregate_total_loss()
+            self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
         self.micro_steps = micro_steps + self.micro_batches
         return self.agg_train_loss
-
-    def _train_schedule(self) -> schedule.PipeSchedule:
-        chunks = self.module.num_model_chunks
-        name = self._config.tree.pipeline.schedule
-        if name == "auto":
-            name = "interleaved" if chunks > 1 else "1f1b"
-        return schedule.make_schedule(name, self.micro_batches, self.num_stages, self.stage_id, chunks)
 
     def eval_batch(
         self,
@@ -253,14 +202,16 @@ class PipelineEngine(DeepSpeedEngine):
             with torch.no_grad(), self._failures.guard():
                 self._exec_schedule(plan)
                 self.channels.finish()
-                result = self._reduce_outputs(self._forward_outputs, reduce=reduce_output, micro_batches=micro_batches)
-                if bcast_loss and compute_loss and reduce_output is not None:
-                    result = self._bcast_pipe_scalar(result)
+                result: Any = self._outputs.results if self.is_last_stage() else None
+                if reduce_output is not None:
+                    result = self._outputs.mean_result()
+                    if bcast_loss and compute_loss:
+                        result = self._outputs.broadcast_scalar(result)
         finally:
             self.data_iterator, self.training_dataloader = kept
             self._compute_loss = True
             self.module.train(was_training)
-        logits = self._logits if self.is_last_stage() else None
+        logits = self._outputs.logits if self.is_last_stage() else None
         return (result, logits) if return_logits else result
 
     def _start_batch(self, training: bool, micro_batches: int) -> None:
@@ -269,9 +220,7 @@ class PipelineEngine(DeepSpeedEngine):
             # Evaluation has other shapes, and no gradients: both ends of every channel forget what they know, at the same message.
             self.channels.reset()
             self._training_batch = training
-        self._total_loss = None
-        self._additional_losses = {}
-        self._forward_outputs, self._logits = [], []
+        self._outputs = BatchOutputs(self.grid, self.device)
         self._labels.clear()
         for buffer in self.pipe_buffers:
             buffer.release()
@@ -292,7 +241,7 @@ class PipelineEngine(DeepSpeedEngine):
             for command in step:
                 self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
 
-    # Instructions: data
+    # Data
 
     def _next_batch(self) -> tuple[Any, Any]:
         """This rank's next micro-batch, `(inputs, labels)`."""
@@ -310,7 +259,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
         """Read a micro-batch: its inputs on the first part, its labels on the last.
 
-        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, but in different chunks, puts the labels aside.
+        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, in different chunks, puts the labels aside.
         """
         buffer = self.pipe_buffers[buffer_id]
         if self._is_last_part(chunk) and micro_batch in self._labels:
@@ -336,7 +285,7 @@ class PipelineEngine(DeepSpeedEngine):
                 tensor.requires_grad_(tensor.is_floating_point())
         return inputs
 
-    # Instructions: communication
+    # Messages
 
     def _exec_recv_activations(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
         channel = self.channels.chunks[chunk].activations_in
@@ -361,7 +310,7 @@ class PipelineEngine(DeepSpeedEngine):
         if buffer.split is None:
             buffer.release()
 
-    # Instructions: forward
+    # The forward pass
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
         buffer = self.pipe_buffers[buffer_id]
@@ -381,22 +330,19 @@ class PipelineEngine(DeepSpeedEngine):
         loss_fn = self.module.loss_fn if self._compute_loss else None
         result = outputs if loss_fn is None else loss_fn(outputs, buffer.labels)
         if not self._training_batch:
-            self._forward_outputs.append(result)
-            self._logits.append(outputs)
+            self._outputs.results.append(result)
+            self._outputs.logits.append(outputs)
             buffer.release()
             return
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             raise PipelineError(
                 "the last stage must end in a scalar loss to be trained: give PipelineModule(loss_fn=...), or a last layer that "
-                f"returns one (got {_described(result)})"
+                f"returns one (got {described(result)})"
             )
         buffer.loss = result
-        loss = result.detach().float()
-        self._total_loss = loss if self._total_loss is None else self._total_loss + loss
-        for name, value in (self.module.get_additional_losses() or {}).items():
-            self._additional_losses[name] = self._additional_losses.get(name, torch.zeros_like(loss)) + value.detach().float()
+        self._outputs.add_loss(result, self.module.get_additional_losses())
 
-    # Instructions: backward
+    # The backward pass
 
     def _backward_roots(self, buffer: PipeBuffer, chunk: int) -> list[torch.Tensor | None]:
         """Fill in where backward starts on the last part; returns the gradient of each root."""
@@ -465,7 +411,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.tracker.state = BackwardState.IDLE
         self.timers.stop_backward()
 
-    # Instructions: the end of a batch
+    # The end of a batch
 
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of weights that several stages share, each micro-batch's included.
@@ -507,53 +453,9 @@ class PipelineEngine(DeepSpeedEngine):
         schedule.OptimizerStep: _exec_optimizer_step,
     }
 
-    # Losses
-
-    def _aggregate_total_loss(self) -> torch.Tensor:
-        """Mean of the losses over micro-batches and data-parallel ranks, on all ranks: one reduction instead of one and a broadcast."""
-        share = torch.zeros((), dtype=torch.float32, device=self.device)
-        if self._total_loss is not None:
-            share += self._total_loss.reshape(()) / (self.micro_batches * (self.world_size // self.num_stages))
-        dist.all_reduce(share)
-        return share
-
-    def _reduce_outputs(
-        self, outputs: list[Any], reduce: str | None = "avg", reduce_dp: bool = True, micro_batches: int | None = None
-    ) -> Any:
-        """Mean of the last stage's outputs over micro-batches and data-parallel ranks; the list itself without `reduce`."""
-        if not self.is_last_stage():
-            return None
-        if reduce is None:
-            return outputs
-        mean = sum(output.detach().float() for output in outputs) / (micro_batches or self.micro_batches)
-        if reduce_dp:
-            dist.all_reduce(mean, group=self.data_parallel_group)
-            mean /= self.dp_world_size
-        return mean
-
-    def _bcast_pipe_scalar(
-        self, data: torch.Tensor | None, src_rank: int | None = None, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """The last stage's (or `src_rank`'s) scalar on all stages, 0-dim.
-
-        Raises:
-            PipelineError: If it is none.
-        """
-        if src_rank is None:
-            src_rank = self.grid.stage_to_global(self.num_stages - 1)
-        result = torch.zeros((), dtype=dtype, device=self.device)
-        if self.global_rank == src_rank:
-            if data is None or data.numel() != 1:
-                raise PipelineError(f"only a scalar is broadcast to all stages, this is {_described(data)}; give bcast_loss=False")
-            result.copy_(data.reshape(()))
-        dist.broadcast(result, src=src_rank, group=self.grid.get_pipe_parallel_group())
-        return result
-
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Means over the micro-batches of the losses that the module reports for logging; last stage only, None elsewhere."""
-        if not self._additional_losses:
-            return None
-        return {name: value / self.micro_batches for name, value in self._additional_losses.items()}
+        """Means over the last batch's micro-batches of what the module's `get_additional_losses` reports; last stage only."""
+        return self._outputs.mean_additional_losses(self.micro_batches)
 
     # What the schedule does by itself
 
@@ -590,7 +492,3 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

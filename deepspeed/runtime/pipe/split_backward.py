@@ -3,8 +3,8 @@
 The stage before waits for the first part only; the second fills time in which a stage would otherwise idle (Qi et al., "Zero Bubble
 Pipeline Parallelism", 2023). Nothing is computed twice: autograd computes, of each node, only the gradients that were asked for.
 
-A node that uses both an activation and a weight is a *cut*. The first part runs the graph for the inputs alone and keeps the gradient
-that arrives at each cut; the second runs every cut again, for its weights alone, from the gradient that was kept.
+A node that uses both an activation and a weight is a *cut*. The first part runs the graph for the inputs alone and keeps the
+gradient that arrives at each cut; the second runs every cut again, for its weights alone, from the gradient that was kept.
 """
 
 from __future__ import annotations
