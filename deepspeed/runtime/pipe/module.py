@@ -20,6 +20,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.layer_files import LayerFiles
 from deepspeed.runtime.pipe.layer_spec import Layer, LayerSpec, PipelineError, TiedLayerSpec, checked_layers, layer_name
@@ -77,7 +78,7 @@ class PipelineModule(LayerFiles, nn.Module):
         base_seed: int = 1234,
         partition_method: str | Sequence[int] = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] | None = None,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         num_model_chunks: int = 1,
@@ -89,7 +90,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.base_seed = base_seed
         self.dynamic_shape = dynamic_shape
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
-        self.activation_checkpoint_func = activation_checkpoint_func or _default_checkpoint
+        self.activation_checkpoint_func = activation_checkpoint_func
         self.set_checkpoint_interval(activation_checkpoint_interval)
 
         self._layer_specs = checked_layers(layers)
@@ -401,13 +402,6 @@ def _chosen_topology(num_stages: int | None, topology: ProcessTopology | None) -
     if stages < 1 or world_size % stages:
         raise PipelineError(f"num_stages={num_stages} must divide the number of ranks, {world_size}")
     return PipeDataParallelTopology(stages, world_size // stages)
-
-
-def _default_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    # startup: most pipelines keep their activations
-    from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
-
-    return checkpoint(function, *args)
 
 
 def _has_parameters(function: Callable[[Any], Any]) -> bool:
