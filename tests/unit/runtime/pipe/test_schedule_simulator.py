@@ -201,10 +201,14 @@ class TestMutations:
         assert [len(row) for row in error.spans] == [1, 0, 0]
 
     def test_nothing_to_send_to(self) -> None:
-        extra = SendGrad(0, micro_batch=0, chunk=0)
-        backward = next(each for step in right("1f1b")[0].steps() for each in step if each.name == "BackwardPass")
-        error = fault(mutated(right("1f1b"), 0, replaced(backward, backward, extra)))
+        backward, extra = (kind(0, micro_batch=0, chunk=0) for kind in (BackwardInputPass, SendGrad))
+        error = fault(mutated(right("zero_bubble"), 0, replaced(backward, backward, extra)))
         assert error.places[0].instruction == extra
+        assert "nothing of the kind happens on this part" in str(error)
+
+    def test_a_micro_batch_that_runs_again(self) -> None:
+        steps = list(InferenceSchedule(2, 1, 0).steps())
+        assert "micro-batch 0 of chunk 0 has been here before" in str(fault([ListedSchedule(2, 1, 0, steps + steps, 2)]))
 
     def test_other_stages_schedules(self) -> None:
         with pytest.raises(ValueError, match=r"stage_id.*\(0, 4, 3, 1\), \(0, 4, 3, 1\)"):
