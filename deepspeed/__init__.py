@@ -105,9 +105,10 @@ def initialize(
     chosen = _chosen_config(args, config, config_params)
     ensure_distributed(dist_init_required, distributed_port)
     engine_class: type[DeepSpeedEngine] = DeepSpeedEngine
-    # startup: who has a PipelineModule has imported its module already; others need none of the pipeline's.
+    # Who has a PipelineModule has imported its module already.
     pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
     if pipe_module is not None and isinstance(model, pipe_module.PipelineModule):
+        # startup: others need none of the pipeline's
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         if mpu is not None:

@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.outputs import BatchOutputs, described
 from deepspeed.runtime.pipe.settings import apply_settings
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
-from deepspeed.runtime.utils import move_to_device, tensors_in
+from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
 
 
@@ -279,10 +279,6 @@ class PipelineEngine(DeepSpeedEngine):
         inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(self.device), inputs)
         if self.fp16_auto_cast():
             inputs, _ = self._cast_inputs(inputs, {})
-        if self.module.activation_checkpoint_interval > 0 and torch.is_grad_enabled():
-            # A reentrant checkpoint passes gradients to its weights only if one of its inputs requires one.
-            for tensor in tensors_in(inputs):
-                tensor.requires_grad_(tensor.is_floating_point())
         return inputs
 
     # Messages
