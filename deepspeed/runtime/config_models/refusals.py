@@ -135,7 +135,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("curriculum_learning.enabled", _on, f"curriculum learning {LATER}; use false"),
     Refusal("checkpoint.load_universal", _on, f"universal checkpoints {LATER_MANY}; use false"),
     Refusal("checkpoint.use_node_local_storage", _on, f"it {LATER}; use false and a shared folder"),
-    Refusal("checkpoint.parallel_write.pipeline_stage", _on, f"pipeline parallelism {LATER}; use false"),
     Refusal("checkpoint.checkpoint_serialization", _off, "torch's zip format is the only one; use true"),
     Refusal("checkpoint.writer", _given, f"other checkpoint writers {LATER_MANY}; remove the key"),
     Refusal("nebula.enabled", _on, "Nebula is not supported; use false and save to a file system"),

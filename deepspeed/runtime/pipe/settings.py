@@ -7,7 +7,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 
 def apply_settings(config: DeepSpeedConfig, module: PipelineModule) -> str:
-    """Check the configuration against the module, and pass on to it what the `pipeline` block says of its layers.
+    """Check the configuration against the module, and pass on to it what the configuration says of its layers.
 
     Returns:
         Name of the schedule.
@@ -24,6 +24,7 @@ def apply_settings(config: DeepSpeedConfig, module: PipelineModule) -> str:
         from deepspeed.runtime.activation_checkpointing import checkpointing  # startup: most pipelines keep their activations
 
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+    module.checkpoint_parallel_write_pipeline = config.tree.checkpoint.parallel_write.pipeline_stage
     return schedule
 
 
