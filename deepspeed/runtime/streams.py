@@ -29,19 +29,20 @@ class CommContext:
 
     Args:
         overlap: Communicate beside backward.
+        name: What reports call the stream.
 
     Attributes:
         has_streams: Whether the device orders work by streams at all.
         reduction_stream: The side stream; None on devices without streams.
     """
 
-    def __init__(self, overlap: bool) -> None:
+    def __init__(self, overlap: bool, name: str = "reduction stream") -> None:
         accelerator = get_accelerator()
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
         self.reduction_stream: Any = accelerator.Stream() if self.has_streams else None
         if self.has_streams:
-            accelerator.name_stream(self.reduction_stream, "reduction stream")
+            accelerator.name_stream(self.reduction_stream, name)
         self._alive: deque[tuple[list[torch.Tensor], Any]] = deque()
 
     @property

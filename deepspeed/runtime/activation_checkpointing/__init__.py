@@ -1,1 +1,5 @@
-"""Recomputed activations. This release holds their configuration only."""
+"""Recomputed activations: `checkpointing` is the front door, which users reach as `deepspeed.checkpointing`."""
+
+from deepspeed._lazy import lazy_attributes
+
+__getattr__ = lazy_attributes(__name__, {}, ("checkpointing", "config"))

@@ -12,6 +12,31 @@ if TYPE_CHECKING:
         DeepSpeedActivationCheckpointingConfig as DeepSpeedActivationCheckpointingConfig,
     )
 
+ACT_CHKPT = "activation_checkpointing"
+ACT_CHKPT_PARTITION_ACTIVATIONS = "partition_activations"
+ACT_CHKPT_PARTITION_ACTIVATIONS_DEFAULT = False
+ACT_CHKPT_NUMBER_CHECKPOINTS = "number_checkpoints"
+ACT_CHKPT_NUMBER_CHECKPOINTS_DEFAULT = None
+ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION = "contiguous_memory_optimization"
+ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION_DEFAULT = False
+ACT_CHKPT_CPU_CHECKPOINTING = "cpu_checkpointing"
+ACT_CHKPT_CPU_CHECKPOINTING_DEFAULT = False
+ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY = "synchronize_checkpoint_boundary"
+ACT_CHKPT_SYNCHRONIZE_CHECKPOINT_BOUNDARY_DEFAULT = False
+ACT_CHKPT_PROFILE = "profile"
+ACT_CHKPT_PROFILE_DEFAULT = False
+ACTIVATION_CHKPT_FORMAT = """
+The configuration's block, with its defaults:
+"activation_checkpointing": {
+  "partition_activations": false,
+  "number_checkpoints": null,
+  "contiguous_memory_optimization": false,
+  "cpu_checkpointing": false,
+  "profile": false,
+  "synchronize_checkpoint_boundary": false
+}
+"""
+
 _MODELS = ("DeepSpeedActivationCheckpointingConfig",)
 
 

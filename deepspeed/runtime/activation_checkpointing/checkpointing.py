@@ -1,0 +1,340 @@
+"""`deepspeed.checkpointing`: functions whose activations are computed again in backward instead of being kept.
+
+`checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is torch's with our settings around
+it, recomputes inside of the one backward. Both restore random states and autocast, and save their inputs as `configure` says
+(`saved_inputs`). Random states are in `random_states`, upstream's helpers for flat lists in `tensor_lists`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import saved_inputs, settings
+from deepspeed.runtime.activation_checkpointing.random_states import (
+    CudaRNGStatesTracker,
+    Surroundings,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+)
+from deepspeed.runtime.activation_checkpointing.saved_inputs import (
+    get_partition_size,
+    get_partition_start,
+    is_activation_to_checkpoint,
+)
+from deepspeed.runtime.activation_checkpointing.tensor_lists import (
+    detach_variable,
+    extract_tensors,
+    gather_partitioned_activations,
+    get_cpu_activations_for_backward,
+    get_offloaded_activations_for_backward,
+    get_partitioned_activations_for_backward,
+    merge_tensors,
+    partition_activations,
+    restore_offloaded_activations,
+)
+from deepspeed.utils.logging import logger
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "detach_variable",
+    "extract_tensors",
+    "gather_partitioned_activations",
+    "get_cpu_activations_for_backward",
+    "get_cuda_rng_tracker",
+    "get_offloaded_activations_for_backward",
+    "get_partition_size",
+    "get_partition_start",
+    "get_partitioned_activations_for_backward",
+    "is_activation_to_checkpoint",
+    "is_configured",
+    "merge_tensors",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "restore_offloaded_activations",
+    "set_num_layers",
+]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Choose how checkpointed functions save their inputs, from now on.
+
+    Args:
+        mpu_: Megatron-style object that knows the tensor-parallel group; None: the one given to `deepspeed.initialize`, if any.
+        deepspeed_config: Configuration (path, dict, or `DeepSpeedConfig`) whose block "activation_checkpointing" is used.
+        partition_activations: Save on each tensor-parallel rank its part only. Inputs must be equal on those ranks.
+        contiguous_checkpointing: Save into long buffers.
+        num_checkpoints: Inputs of one size per buffer.
+        checkpoint_in_cpu: Save in host memory.
+        synchronize: Wait for the device at the boundaries of each checkpointed function.
+        profile: Log the time of each checkpointed function and of its recomputation.
+
+    The arguments after `deepspeed_config` override it; None leaves it, or the default, in force.
+
+    Raises:
+        DeepSpeedConfigError: For settings that cannot be honoured together.
+    """
+    block = _block_of(deepspeed_config, mpu_)
+    chosen = settings.Settings(
+        mpu=mpu_,
+        partition_activations=_chosen(partition_activations, block, "partition_activations", False),
+        contiguous=_chosen(contiguous_checkpointing, block, "contiguous_memory_optimization", False),
+        num_checkpoints=_chosen(num_checkpoints, block, "number_checkpoints", None),
+        cpu=_chosen(checkpoint_in_cpu, block, "cpu_checkpointing", False),
+        synchronize=_chosen(synchronize, block, "synchronize_checkpoint_boundary", False),
+        profile=_chosen(profile, block, "profile", False),
+        by_client=True,
+    )
+    settings.choose(chosen)
+
+
+def _chosen(argument: Any, block: Any, key: str, default: Any) -> Any:
+    if argument is not None:
+        return argument
+    return default if block is None else getattr(block, key)
+
+
+def _block_of(deepspeed_config: Any, mpu: Any) -> Any:
+    if deepspeed_config is None:
+        return None
+    # startup: configuration models load pydantic.
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = deepspeed_config if isinstance(deepspeed_config, DeepSpeedConfig) else DeepSpeedConfig(deepspeed_config, mpu)
+    return config.activation_checkpointing_config
+
+
+def configure_for_engine(config: Any, mpu: Any) -> None:
+    """What an engine does with the block of its `DeepSpeedConfig`: use it, unless the script has called `configure` itself."""
+    if "activation_checkpointing" in config.tree.model_fields_set and not settings.current().by_client:
+        configure(mpu, deepspeed_config=config)
+        settings.change(by_client=False)
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called, by the script or by an engine whose configuration has the block."""
+    return settings.is_configured()
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switch partitioning on or off."""
+    settings.change(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """The number of inputs of one size that a long buffer holds."""
+    settings.change(num_checkpoints=nlayers)
+
+
+def reset() -> None:
+    """Let go of the memory of long buffers, e.g. between training and evaluation."""
+    saved_inputs.store().reset()
+
+
+# -- reentrant --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _boundary(what: str) -> Iterator[None]:
+    """The edges of a checkpointed function's forward or recomputation, where the settings may ask to wait and to measure."""
+    chosen = settings.current()
+    if chosen.synchronize:
+        get_accelerator().synchronize()
+    # A timer of its own: checkpointed functions nest.
+    timer = SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}") if chosen.profile else None
+    if timer is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.stop()
+            logger.info(f"{timer.name_}: {timer.elapsed():.3f} ms")
+        if chosen.synchronize:
+            get_accelerator().synchronize()
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """One checkpointed function on flat arguments: ``apply(run_function, all_outputs, *args)``.
+
+    `run_function(*args)` returns a tensor, or a tuple or list of tensors and other objects. All of them are appended to the list
+    `all_outputs`; `apply` returns the tensors, attached to the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Run without a graph; keep the arguments."""
+        tensors, ctx.others, ctx.flags = extract_tensors(args)
+        ctx.run_function = run_function
+        ctx.surroundings = Surroundings()
+        ctx.set_materialize_grads(False)
+        versions = [tensor._version for tensor in tensors]
+        with torch.no_grad(), _boundary("forward"):
+            outputs = run_function(*args)
+        _refuse_changed(tensors, versions)
+        ctx.save_for_backward(*tensors)
+        all_outputs += outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        if isinstance(outputs, torch.Tensor):
+            ctx.mark_non_differentiable(*_without_gradient([outputs]))
+            return outputs
+        results = extract_tensors(tuple(all_outputs))[0]
+        ctx.mark_non_differentiable(*_without_gradient(results))
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run again, with a graph, and through it."""
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "torch.autograd.grad(), or backward(inputs=...), through deepspeed.checkpointing.checkpoint: a nested backward "
+                "accumulates into .grad; call .backward(), or use non_reentrant_checkpoint"
+            )
+        inputs = detach_variable(merge_tensors(ctx.saved_tensors, ctx.others, ctx.flags))
+        with ctx.surroundings.again(), torch.enable_grad(), _boundary("recomputation"):
+            outputs = ctx.run_function(*inputs)
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else extract_tensors(tuple(outputs))[0]
+        if len(tensors) != len(grads):
+            raise RuntimeError(f"a checkpointed function returned {len(grads)} tensors in forward and {len(tensors)} in backward")
+        pairs = [(out, grad) for out, grad in zip(tensors, grads, strict=True) if grad is not None and out.requires_grad]
+        if pairs:
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(item.grad if isinstance(item, torch.Tensor) else None for item in inputs)
+
+
+def _without_gradient(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
+
+
+def _refuse_changed(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a checkpointed function modified its input ({tensor.dtype}, {list(tensor.shape)}) in place: recomputation would "
+                "start from the modified value; clone the input first, or start the function after that operation"
+            )
+
+
+class _Flat:
+    """A function on the leaves of its nested arguments and results, as autograd and saved-tensor hooks want it.
+
+    It holds no argument itself: autograd keeps them, or what they were packed into.
+
+    Args:
+        function: Any function.
+        arguments: How its positional and keyword arguments nest; tensors may lie in tuples, lists, dicts and what torch's pytrees
+            know.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: pytree.TreeSpec) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._results: Any = None
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        """The leaves of the function's result; further arguments than the function's are dropped."""
+        args, kwargs = pytree.tree_unflatten(leaves[: self._arguments.num_leaves], self._arguments)
+        results, self._results = pytree.tree_flatten(self._function(*args, **kwargs))
+        return tuple(results)
+
+    def nested(self, leaves: Sequence[Any]) -> Any:
+        """The function's result with these leaves."""
+        return pytree.tree_unflatten(leaves, self._results)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, which keeps its arguments and is run again in backward.
+
+    Tensors may lie anywhere in nested arguments and results, and need not require gradients. Without gradients to compute, the
+    function is just called.
+
+    Returns:
+        The function's result. As upstream: a tuple or list at the top comes as a tuple, or, of one element, as that element.
+
+    Raises:
+        RuntimeError: The function modifies an argument in place; or, in backward, under `torch.autograd.grad`.
+    """
+    if not torch.is_grad_enabled():
+        return _as_upstream(function(*args, **kwargs))
+    leaves, arguments = pytree.tree_flatten((args, kwargs))
+    flat = _Flat(function, arguments)
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        # autograd runs the backward of a node only if an input requires a gradient; the function's parameters are no inputs.
+        leaves = [*leaves, torch.empty(0, requires_grad=True)]
+    outputs: list[Any] = []
+    with saved_inputs.store().hooks():
+        attached = iter(CheckpointFunction.apply(flat, outputs, *leaves))
+    return _as_upstream(flat.nested([next(attached) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]))
+
+
+def _as_upstream(result: Any) -> Any:
+    if type(result) not in (tuple, list):
+        return result
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+# -- non-reentrant ----------------------------------------------------------------------------------------------------
+
+
+class _Recomputation:
+    """Entered around each recomputation of one function; several backwards of a retained graph enter it several times."""
+
+    def __init__(self) -> None:
+        self._surroundings = Surroundings()
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._surroundings.again())
+            stack.enter_context(_boundary("recomputation"))
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `checkpoint`, inside of the one backward: also under `torch.autograd.grad`, and each parameter's hook fires once.
+
+    Returns:
+        The function's result.
+    """
+    leaves, arguments = pytree.tree_flatten((args, kwargs))
+    flat = _Flat(function, arguments)
+    with saved_inputs.store().hooks():
+        results = torch_checkpoint(
+            flat,
+            *leaves,
+            use_reentrant=False,
+            # Random states are ours to restore: torch doesn't know the tracker's.
+            preserve_rng_state=False,
+            context_fn=lambda: (_boundary("forward"), _Recomputation()),
+        )
+    return flat.nested(results)

@@ -1,0 +1,250 @@
+"""Where saved inputs of checkpointed functions lie: whole, in parts over tensor-parallel ranks, in host memory, in long buffers.
+
+autograd asks through saved-tensor hooks: what `pack` returns lives exactly as long as autograd needs the input, also over several
+backwards of one graph, and whether or not recomputation is reentrant.
+
+[Note: order of copies]
+A copy to the host runs on a side stream, behind the stream that made the tensor; `CommContext` keeps the tensor until it is done.
+The copy back runs on the stream of backward, behind that side stream. A block of a long buffer remembers the event of its last use,
+on whatever stream that was; its next user waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import settings
+from deepspeed.runtime.activation_checkpointing.settings import Settings
+from deepspeed.runtime.streams import CommContext
+
+
+def is_activation_to_checkpoint(item: Any) -> bool:
+    """Whether `item` is partitioned or moved: a floating-point tensor with an element for each tensor-parallel rank."""
+    if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
+        return False
+    return item.is_floating_point() and item.layout is torch.strided and item.numel() >= settings.current().group_size
+
+
+def get_partition_size(item: torch.Tensor) -> int:
+    """Elements of each rank's part; the last ranks' parts may be padded."""
+    return -(-item.numel() // settings.current().group_size)
+
+
+def get_partition_start(item: torch.Tensor) -> int:
+    """The first element of this rank's part."""
+    return get_partition_size(item) * settings.current().group_rank
+
+
+def part_of(flat: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Copy this rank's part of `flat` ([numel]) to `into` ([partition size]), padded with zeros; returns `into`."""
+    start, end = get_partition_start(flat), get_partition_start(flat) + into.numel()
+    part = flat[start:end]
+    into[: part.numel()].copy_(part)
+    into[part.numel() :].zero_()
+    return into
+
+
+def whole_of(part: torch.Tensor, numel: int) -> torch.Tensor:
+    """All ranks' parts in one, [numel]. Collective over the tensor-parallel group."""
+    chosen = settings.current()
+    whole = torch.empty(part.numel() * chosen.group_size, dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(whole, part, group=chosen.group)
+    return whole[:numel]
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """The dimensions from the widest stride to the narrowest.
+
+    Restored in this order, a tensor has the strides it had: another memory format could choose a kernel that rounds otherwise.
+    """
+    strides = tensor.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+class Block:
+    """A part of a long buffer; whoever drops it gives it back.
+
+    Args:
+        memory: The part, flat.
+        free: Where it goes back to, with the event of its last use.
+    """
+
+    def __init__(self, memory: torch.Tensor, free: list[tuple[torch.Tensor, Any]]) -> None:
+        self.memory = memory
+        self._free = free
+        self._last_use: Any = None
+
+    def used(self) -> None:
+        """The current stream was given work on it."""
+        self._last_use = get_accelerator().Event()
+        self._last_use.record()
+
+    def __del__(self) -> None:
+        self._free.append((self.memory, self._last_use))
+
+
+class LongBuffers:
+    """Blocks of equal size, cut from buffers of `num_blocks` of them; a buffer is added when all blocks are in use."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._free: dict[Any, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+
+    def take(self, like: torch.Tensor, numel: int, on_host: bool) -> Block:
+        """A block of `numel` elements of the dtype (and, unless `on_host`, on the device) of `like`."""
+        free = self._free[(numel, like.dtype, like.device, on_host)]
+        if not free:
+            buffer = _empty(numel * self._num_blocks, like, on_host)
+            free.extend((memory, None) for memory in reversed(buffer.split(numel)))
+        memory, last_use = free.pop()
+        if last_use is not None:
+            get_accelerator().current_stream().wait_event(last_use)
+        return Block(memory, free)
+
+
+def _empty(numel: int, like: torch.Tensor, on_host: bool) -> torch.Tensor:
+    if not on_host:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+    # Page-locked: only then does a copy between host and device go on beside the program.
+    return get_accelerator().pin_memory(torch.empty(numel, dtype=like.dtype, device="cpu"), make_copy=False)
+
+
+@dataclass(frozen=True)
+class _AsIs:
+    """An input that stays where it is, with its version: somebody could change it before it is read again."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """An input that was moved.
+
+    Attributes:
+        content: The whole or this rank's part, flat in the order of memory.
+        shape: The input's shape, dimensions ordered as in memory.
+        order: Which dimension stands where in `shape`.
+        device: Where the input was.
+        is_part: Whether `content` is a part.
+        block: The block that `content` lies in, if it does.
+    """
+
+    content: torch.Tensor
+    shape: list[int]
+    order: list[int]
+    device: torch.device
+    is_part: bool
+    block: Block | None
+
+
+class InputStore:
+    """Saves inputs as `settings` say."""
+
+    def __init__(self, chosen: Settings) -> None:
+        self.settings = chosen
+        accelerator = get_accelerator()
+        # On a host that computes by itself, saved inputs are in host memory already.
+        self._to_host = chosen.cpu and not (accelerator.is_synchronized_device() and accelerator.device_name() == "cpu")
+        self._buffers = LongBuffers(chosen.num_checkpoints) if chosen.contiguous and chosen.num_checkpoints else None
+        self._copies = CommContext(overlap=True, name="activation copy stream") if self._to_host else None
+
+    @property
+    def _parts(self) -> bool:
+        # Asked each time: the tensor-parallel group may become known after `configure`, with the engine.
+        return self.settings.partition_activations and self.settings.group_size > 1
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Within it, inputs of checkpointed functions are saved here."""
+        if not (self._parts or self._to_host or self._buffers):
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def reset(self) -> None:
+        """Let go of buffers; blocks in use live on until they are read."""
+        if self._buffers is not None and self.settings.num_checkpoints:
+            self._buffers = LongBuffers(self.settings.num_checkpoints)
+
+    def pack(self, tensor: torch.Tensor) -> _AsIs | _Packed:
+        """Save one input."""
+        if not is_activation_to_checkpoint(tensor):
+            return _AsIs(tensor, tensor._version)
+        order = _order_in_memory(tensor)
+        shape = [tensor.shape[dim] for dim in order]
+        flat = tensor.detach().permute(order).reshape(-1)
+        content, block = self._kept_on_host(flat) if self._to_host else self._kept(flat)
+        return _Packed(content, shape, order, tensor.device, self._parts, block)
+
+    def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+        """A copy of this rank's part, or of all of it, on the device."""
+        numel = get_partition_size(flat) if self._parts else flat.numel()
+        block = self._buffers.take(flat, numel, on_host=False) if self._buffers is not None else None
+        content = block.memory if block is not None else _empty(numel, flat, on_host=False)
+        if self._parts:
+            part_of(flat, content)
+        else:
+            content.copy_(flat)
+        if block is not None:
+            block.used()
+        return content, block
+
+    def _kept_on_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+        copies = self._copies
+        if copies is None:
+            raise RuntimeError("no stream to copy to the host on: cpu_checkpointing is off")
+        source = part_of(flat, _empty(get_partition_size(flat), flat, on_host=False)) if self._parts else flat
+        copies.wait_for([copies.current_stream()])
+        with copies.on_reduction_stream():
+            block = self._buffers.take(source, source.numel(), on_host=True) if self._buffers is not None else None
+            content = block.memory if block is not None else _empty(source.numel(), source, on_host=True)
+            content.copy_(source, non_blocking=True)
+            if block is not None:
+                block.used()
+        # The input may be dropped, and its memory reused on its own stream, before the copy has read it.
+        copies.keep_alive([source, content])
+        return content, block
+
+    def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
+        """An input as it was saved. Collective over the tensor-parallel group if inputs are partitioned.
+
+        Raises:
+            RuntimeError: It was changed since.
+        """
+        if isinstance(packed, _AsIs):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    f"an input of a checkpointed function ({packed.tensor.dtype}, {list(packed.tensor.shape)}) was modified in "
+                    f"place before backward (version {packed.tensor._version}, saved at {packed.version}); clone it first"
+                )
+            return packed.tensor
+        if self._copies is not None:
+            self._copies.join()
+        content = packed.content.to(packed.device, non_blocking=True)
+        whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
+        if packed.block is not None:
+            # The block is given back when autograd drops it, before the recomputed graph is done with the input.
+            whole = whole.clone() if whole is packed.content else whole
+            packed.block.used()
+        inverse = sorted(range(len(packed.order)), key=packed.order.__getitem__)
+        return whole.view(packed.shape).permute(inverse)
+
+
+_store: InputStore | None = None
+
+
+def store() -> InputStore:
+    """The store of the settings in force."""
+    global _store
+    chosen = settings.current()
+    if _store is None or _store.settings is not chosen:
+        _store = InputStore(chosen)
+    return _store

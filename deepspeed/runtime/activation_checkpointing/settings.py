@@ -1,0 +1,109 @@
+"""What `deepspeed.checkpointing.configure` has chosen, and its checks. Owns no tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How checkpointed functions save their inputs. Each attribute is an argument of `configure`.
+
+    Attributes:
+        mpu: Knows the tensor-parallel group; None: the one that `deepspeed.initialize` was given, if any.
+        partition_activations: Each tensor-parallel rank saves its part only.
+        contiguous: Saved parts lie in long buffers.
+        num_checkpoints: How many parts of one size a buffer holds.
+        cpu: What is saved lies in host memory.
+        synchronize: Wait for the device at the boundaries of a checkpointed function.
+        profile: Log how long a checkpointed function and its recomputation take.
+        by_client: Whether the user's script called `configure`, and not an engine.
+    """
+
+    mpu: Any = None
+    partition_activations: bool = False
+    contiguous: bool = False
+    num_checkpoints: int | None = None
+    cpu: bool = False
+    synchronize: bool = False
+    profile: bool = False
+    by_client: bool = False
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            DeepSpeedConfigError: Contiguous buffers without partitioning or without their size.
+        """
+        if not self.contiguous:
+            return
+        if not self.partition_activations:
+            raise DeepSpeedConfigError(
+                "activation_checkpointing.contiguous_memory_optimization: true needs partitioned activations; "
+                "set partition_activations: true, or contiguous_memory_optimization: false"
+            )
+        if self.num_checkpoints is None or self.num_checkpoints < 1:
+            raise DeepSpeedConfigError(
+                "activation_checkpointing.contiguous_memory_optimization: true needs the number of checkpointed functions; "
+                f"number_checkpoints is {self.num_checkpoints}: set it, or give configure(num_checkpoints=...)"
+            )
+
+    @property
+    def _unit(self) -> Any:
+        return self.mpu if self.mpu is not None else groups.mpu
+
+    @property
+    def group(self) -> Any:
+        """The tensor-parallel group; None if nobody knows one."""
+        return bwc_tensor_model_parallel_group(self._unit)
+
+    @property
+    def group_size(self) -> int:
+        """The number of tensor-parallel ranks."""
+        return bwc_tensor_model_parallel_world_size(self._unit)
+
+    @property
+    def group_rank(self) -> int:
+        """This process's place among them."""
+        return bwc_tensor_model_parallel_rank(self._unit)
+
+
+_current = Settings()
+_is_configured = False
+
+
+def current() -> Settings:
+    """The settings in force."""
+    return _current
+
+
+def is_configured() -> bool:
+    """Whether they were chosen, and are not the defaults for want of a choice."""
+    return _is_configured
+
+
+def choose(chosen: Settings) -> None:
+    """Put settings in force.
+
+    Raises:
+        DeepSpeedConfigError: They cannot be honoured.
+    """
+    global _current, _is_configured
+    chosen.check()
+    _current, _is_configured = chosen, True
+
+
+def change(**changes: Any) -> None:
+    """Change some attributes of the settings in force; that is no choice of all of them."""
+    global _current
+    _current = dataclasses.replace(_current, **changes)
