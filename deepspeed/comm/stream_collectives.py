@@ -9,7 +9,8 @@ because the backend's threads must not see what the program does to the memory m
 [Note: no rank waits in vain]
 Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before it, in
 the order of issue, which is the same on all ranks of a group. Point-to-point operations have no such order, so finishing anything
-starts what can be started of them. A host that is about to wait for other ranks by itself calls `start_issued` before.
+starts what can be started of them. They start on a stream of their own: behind the finish of the one before they could not, and
+that may need something from here first. A host that is about to wait for other ranks by itself calls `start_issued` before.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Issued:
     Args:
         call: What was called, on the caller's tensors: referenced until the handle is waited for or the operation is done.
         memory: The same on aliases that keep no tensor of the caller alive.
-        stream: The internal stream.
+        stream: The internal stream on which it starts.
 
     Attributes:
         started: Position after *start*.
@@ -131,7 +132,7 @@ class StreamCollectives:
 
     # Issuing
 
-    def _stream(self, simulator: Simulator, call: CollectiveCall) -> Stream:
+    def _stream(self, simulator: Simulator, call: CollectiveCall, starts: bool = False) -> Stream:
         group: Any = call.group or torch_dist.group.WORLD
         side, peer = None, None
         if call.name in _POINT_TO_POINT:
@@ -140,23 +141,26 @@ class StreamCollectives:
             if peer is None:
                 raise ValueError(f"{call.name}: src=None; a device has to know the sender before, so name its global rank")
         # By name: a group that is destroyed must not live on here.
-        key = (simulator, group.group_name, side, peer)
+        key = (simulator, group.group_name, side, peer, starts)
         if key not in self._streams:
             ranks = torch_dist.get_process_group_ranks(group)
-            partner = "" if side is None else f", {side} rank {peer}"
+            partner = ("" if side is None else f", {side} rank {peer}") + (", start" if starts else "")
             self._streams[key] = simulator.scheduler.stream_class(name=f"nccl stream of group {ranks}{partner}")
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
         stream = self._stream(simulator, call)
-        stream.wait_stream(simulator.scheduler.current)
+        starts = self._stream(simulator, call, starts=True) if call.name in _POINT_TO_POINT else stream
+        starts.wait_stream(simulator.scheduler.current)
         with _disable_current_modes():
             memory = dataclasses.replace(call, args=tuple(simulator.operators.shadows(call.args)))
-        issued = _Issued(call, memory, stream)
+        issued = _Issued(call, memory, starts)
         # Known before the queue has it: a schedule may run it at once.
-        issued.started = stream.issued + 1
+        issued.started = starts.issued + 1
         self._unstarted.append(issued)
-        simulator.scheduler.put(stream, Work(f"{call.name} (start)", lambda: self._start(issued)))
+        simulator.scheduler.put(starts, Work(f"{call.name} (start)", lambda: self._start(issued)))
+        if starts is not stream:
+            stream.wait_stream(starts)
         simulator.operators.launch(call.name, lambda: self._finish(issued), call.reads, call.writes, stream, waits_for_ranks=True)
         return StreamWork(issued, stream.record_event())
 

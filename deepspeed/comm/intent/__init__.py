@@ -16,7 +16,7 @@ from deepspeed.comm import collectives
 from deepspeed.comm.intent.board import CollectiveMismatchError
 from deepspeed.comm.intent.check import IntentCheck
 
-__all__ = ["DEFAULT_TIMEOUT_S", "CollectiveMismatchError", "disable", "enable", "is_enabled"]
+__all__ = ["DEFAULT_TIMEOUT_S", "CollectiveMismatchError", "abort", "disable", "enable", "is_enabled"]
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -60,6 +60,12 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Whether operations are compared."""
     return _check is not None
+
+
+def abort(why: str) -> None:
+    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`; from any thread."""
+    if _check is not None:
+        _check.abort(why)
 
 
 def _leave_at_exit() -> None:

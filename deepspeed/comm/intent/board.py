@@ -107,6 +107,10 @@ class Board:
         """
         self._raise(self.claim("failed", message))
 
+    def abort(self, message: str) -> None:
+        """Post a failure for all ranks without raising it: a wait in another thread will."""
+        self._failure = self.claim("failed", message)
+
     def raise_if_failed(self) -> None:
         """Raise the failure that a rank has posted, if one has.
 

@@ -87,6 +87,11 @@ class IntentCheck:
         if self._board is not None:
             self._board.timeout_s = timeout_s
 
+    def abort(self, why: str) -> None:
+        """End every wait, on all ranks; see `Board.abort`."""
+        if self._board is not None:
+            self._board.abort(why)
+
     def leave(self, why: str, stay: bool) -> None:
         """Tell the others that this rank issues nothing any more; see `Board.leave`."""
         if self._board is not None:

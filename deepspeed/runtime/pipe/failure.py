@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from deepspeed import comm as dist
+from deepspeed.comm import intent
 
 # How often the thread looks.
 LOOK_S = 0.25
@@ -168,4 +169,10 @@ class FailureWatch:
             if self._entered.is_set() and self._look():
                 with self._lock:
                     if self._is_inside:
-                        dist.abort_groups()
+                        self._wake()
+
+    def _wake(self) -> None:
+        # First the check, which may wait for other ranks before it lets an operation go on to its group.
+        with suppress(RuntimeError):
+            intent.abort(self._failure or "")
+        dist.abort_groups()

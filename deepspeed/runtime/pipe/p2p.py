@@ -1,11 +1,6 @@
-"""Messages between pipeline stages: `Channel`, one direction between two ranks; and upstream's functions for single tensors.
+"""What pipeline stages exchange: the groups of their channels, and upstream's functions for single tensors and objects.
 
-How a value becomes bytes is `wire`'s, how sent memory is kept alive `outbox`'s, what ends a wait for a failed rank `failure`'s.
-
-[Note: what travels]
-``send`` and ``recv``: a description and pieces. Static channels describe their first message only; both ends remember it, so
-later messages are received ahead of need and cost no description. Dynamic channels describe each, in a transfer of fixed size.
-``send_like`` and ``recv_like``: pieces only, since the receiver knows what gradients look like.
+`Channel`, which the engine uses, is imported from here and defined in `channel`.
 
 [Note: channels and communicators]
 gloo matches transfers by tag, so channels share a group. NCCL runs all transfers of two ranks in a group in one order: a receive
@@ -14,47 +9,36 @@ that was posted ahead would hold up all later ones, and ranks could wait for eac
 
 from __future__ import annotations
 
-from collections import deque
+import io
+import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.outbox import Outbox
-from deepspeed.runtime.pipe.wire import (
-    HEADER_BYTES,
-    Arrival,
-    MessageSpec,
-    TensorSpec,
-    bytes_after_header,
-    decode,
-    encode,
-    layout_of,
-    put_together,
-    specs_of,
-    take_apart,
-)
+from deepspeed.runtime.pipe.channel import Channel, PipelineShapeError, transfers_are_ordered
+from deepspeed.runtime.pipe.failure import PipelinePeerError
+from deepspeed.utils import groups
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.pipe.failure import FailureWatch
+__all__ = [
+    "Channel",
+    "PipelinePeerError",
+    "PipelineShapeError",
+    "can_send_recv",
+    "init_process_groups",
+    "make_channel_groups",
+    "recv",
+    "recv_obj",
+    "send",
+    "send_obj",
+    "wait",
+]
 
-# How many messages are received ahead of need: one arrives while the one before it is worked on.
-AHEAD = 2
-
-
-class PipelineShapeError(RuntimeError):
-    """A message looks different from the first one of its channel, and the channel is static."""
-
-
-def _transfers_are_ordered(device: torch.device) -> bool:
-    """Whether a group runs the transfers between two ranks in one order, whatever their tags, and handles can be polled."""
-    return get_accelerator().defers_collectives or not _is_gloo(device)
-
-
-def _is_gloo(device: torch.device) -> bool:
-    return device.type == "cpu" or dist.get_backend_name() == "gloo"
+# The grid of `init_process_groups`, and what `send` and `recv` have begun and `wait` has not waited for: (handle, tensor).
+_grid: Any = None
+_begun: list[tuple[Any, torch.Tensor]] = []
 
 
 def make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device | None = None) -> list[Any]:
@@ -70,306 +54,116 @@ def make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device |
         One group per pair. Of a pair that this rank is not in it must not be used.
     """
     device = device or torch.device(get_accelerator().current_device_name())
-    if not _transfers_are_ordered(device):
+    key = ("pipeline channels", tuple(pairs), str(device))
+    return list(groups._made_once(key, lambda: _make_channel_groups(pairs, device)))
+
+
+def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
+    if not transfers_are_ordered(device):
         return [dist.new_group(None)] * len(pairs) if pairs else []
-    groups = [dist.new_group(sorted(set(pair))) for pair in pairs]
+    made = [dist.new_group(sorted(set(pair))) for pair in pairs]
     # A communicator is made at its first transfer, in which both ends wait for each other: now, in an order that all ranks share,
     # and not within a schedule, where one end may have to receive something else first.
     own = dist.get_rank()
-    for (src, dst), group in zip(pairs, groups, strict=True):
+    for (src, dst), group in zip(pairs, made, strict=True):
         if src != dst and own in (src, dst):
             token = torch.zeros(1, dtype=torch.uint8, device=device)
             work = dist.isend(token, dst, group) if own == src else dist.irecv(token, src, group)
             work.wait()
             get_accelerator().synchronize()
-    return groups
+    return made
 
 
-class _Posted:
-    """A message that is being received.
-
-    Attributes:
-        spec: What it looks like; None while only its description was asked for.
-        arrival: Where it is received into.
-        works: Handles of what was posted last.
-        header: Where its description is received into.
-    """
-
-    def __init__(self) -> None:
-        self.spec: MessageSpec | None = None
-        self.arrival: Arrival | None = None
-        self.works: list[Any] = []
-        self.header: torch.Tensor | None = None
+# -- upstream's functions ---------------------------------------------------------------------------------------------
 
 
-class Channel:
-    """One direction of messages between two ranks, first in first out. Each end uses its own methods.
-
-    Sent tensors must not be written in place afterwards: they leave later, without a copy. Received ones are the receiver's own.
-    A channel is used with `send` and `recv`, or with `send_like` and `recv_like`, not both. A rank may send to itself.
+def init_process_groups(grid: Any) -> None:
+    """Say which ranks the stages are, before the functions below.
 
     Args:
-        src: Global rank that sends.
-        dst: Global rank that receives.
-        tag: Distinguishes channels that share a group.
-        group: From `make_channel_groups`.
-        device: Where received tensors live.
-        dynamic: Messages may look different from each other.
-        name: For errors.
-        watch: Ends waits when another rank has failed.
-
-    Attributes:
-        messages: How many messages this end has sent and received.
-        metadata_messages: How many of them had a description.
+        grid: A `PipelineParallelGrid`.
     """
-
-    def __init__(
-        self,
-        src: int,
-        dst: int,
-        tag: int,
-        *,
-        group: Any,
-        device: torch.device,
-        dynamic: bool,
-        name: str,
-        watch: FailureWatch | None = None,
-    ) -> None:
-        self.src, self.dst, self.name, self.dynamic = src, dst, name, dynamic
-        self.messages = 0
-        self.metadata_messages = 0
-        self._tag, self._group, self._device, self._watch = tag, group, device, watch
-        self._peer = dst if src == dist.get_rank() else src
-        is_gloo = not _transfers_are_ordered(device)
-        # gloo carries host memory only.
-        self._wire_device = torch.device("cpu") if is_gloo else device
-        # Sender
-        self._sent_spec: MessageSpec | None = None
-        self._outbox = Outbox(not is_gloo, self._wait)
-        # Receiver
-        self._spec: MessageSpec | None = None  # of all messages, on a static channel
-        self._expected = 0  # messages announced by `expect` and not posted
-        self._likes: deque[tuple[TensorSpec, ...]] = deque()  # announced by `expect_like` and not posted
-        self._posted: deque[_Posted] = deque()
-        self._local: deque[Any] = deque()  # of a rank that sends to itself
-
-    # -- sending --------------------------------------------------------------------------------------------------
-
-    def send(self, value: Any) -> None:
-        """Send a value; returns at once.
-
-        Raises:
-            TypeError: The value holds something that cannot be sent.
-            PipelineShapeError: It looks different from the one before, on a static channel.
-            PipelinePeerError: Another rank has failed.
-        """
-        self._check_alive()
-        spec, tensors = take_apart(value)
-        is_first = self._remember(spec)
-        self.messages += 1
-        if self.src == self.dst:
-            self._local.append(put_together(spec, [_own_copy(tensor, tensor.requires_grad) for tensor in tensors]))
-            return
-        if is_first or self.dynamic:
-            self._send_description(spec)
-        self._send_tensors(spec.tensors, tensors)
-
-    def send_like(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors to a receiver that knows what they look like; returns at once.
-
-        Raises:
-            PipelineShapeError: They look different from the ones before, on a static channel.
-            PipelinePeerError: Another rank has failed.
-        """
-        self._check_alive()
-        specs = specs_of(tensors)
-        self._remember(MessageSpec("known", specs))
-        self.messages += 1
-        if self.src == self.dst:
-            self._local.append(tuple(_own_copy(tensor, False) for tensor in tensors))
-            return
-        self._send_tensors(specs, tensors)
-
-    def _remember(self, spec: MessageSpec) -> bool:
-        """Whether this is the first message; otherwise refuses one that a static channel cannot carry."""
-        before, self._sent_spec = self._sent_spec, spec
-        if self.dynamic or before is None or before == spec:
-            return before is None
-        self._sent_spec = before
-        raise PipelineShapeError(
-            f"{self.name}: message {self.messages} is {spec}, but the ones before were {before}, and the receiver waits for that. "
-            "If shapes change from micro-batch to micro-batch, use PipelineModule(dynamic_shape=True); if they change between "
-            "batches, call engine.reset_activation_shape() on all ranks before the batch"
-        )
-
-    def _send_description(self, spec: MessageSpec) -> None:
-        self.metadata_messages += 1
-        text = encode(spec)
-        text += bytes(max(0, HEADER_BYTES - len(text)))
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._wire_device)
-        for piece in (whole[:HEADER_BYTES], whole[HEADER_BYTES:]):
-            if piece.numel():
-                self._send_piece(piece)
-
-    def _send_tensors(self, specs: tuple[TensorSpec, ...], tensors: Sequence[torch.Tensor]) -> None:
-        plain = tuple(spec._replace(requires_grad=False) for spec in specs)
-        for piece in layout_of(plain).pieces(tensors, self._wire_device):
-            self._send_piece(piece)
-
-    def _send_piece(self, piece: torch.Tensor) -> None:
-        self._outbox.add(dist.isend(piece, self.dst, self._group, self._tag), piece)
-
-    def finish(self) -> None:
-        """Return when everything that was sent has left.
-
-        Raises:
-            PipelinePeerError: Another rank has failed.
-        """
-        self._outbox.finish()
-
-    # -- receiving ------------------------------------------------------------------------------------------------
-
-    def expect(self, count: int) -> None:
-        """``count`` more messages will be sent: they are received ahead of `recv`."""
-        self._expected += count
-        self._post_ahead()
-
-    def expect_like(self, likes: Sequence[torch.Tensor]) -> None:
-        """One more message will be sent with `send_like`, and looks like this: it is received ahead of `recv_like`."""
-        self._likes.append(specs_of(likes))
-        self._post_ahead()
-
-    def recv(self) -> Any:
-        """The next value, when it is there. Tensors are new, on the channel's device, and leaves of the graph.
-
-        Raises:
-            PipelinePeerError: Another rank has failed.
-        """
-        self._check_alive()
-        self.messages += 1
-        if self.src == self.dst:
-            self._expected = max(0, self._expected - 1)
-            return self._recv_local()
-        if not self._posted:
-            self._expected = max(1, self._expected)
-            self._post_ahead()
-        posted = self._posted[0]
-        if posted.spec is None:
-            posted.spec = self._read_description(posted)
-            self._post_tensors(posted, posted.spec)
-        self._posted.popleft()
-        self._post_ahead()
-        tensors = self._complete(posted)
-        for tensor, spec in zip(tensors, posted.spec.tensors, strict=True):
-            tensor.requires_grad_(spec.requires_grad)
-        return put_together(posted.spec, tensors)
-
-    def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The next tensors sent with `send_like`, which look like ``likes``; those may be on the meta device.
-
-        Raises:
-            PipelineShapeError: `expect_like` was told something else.
-            PipelinePeerError: Another rank has failed.
-        """
-        self._check_alive()
-        self.messages += 1
-        specs = specs_of(likes)
-        if self.src == self.dst:
-            if self._likes:
-                self._likes.popleft()
-            return tuple(self._recv_local())
-        if not self._posted:
-            self._likes.append(specs)
-            self._post_ahead()
-        posted = self._posted.popleft()
-        if posted.spec is None or posted.spec.tensors != specs:
-            raise PipelineShapeError(f"{self.name}: {posted.spec} was announced, but {MessageSpec('known', specs)} is received")
-        self._post_ahead()
-        return tuple(self._complete(posted))
-
-    def _recv_local(self) -> Any:
-        if not self._local:
-            raise RuntimeError(f"{self.name}: rank {self.src} receives from itself before it has sent, and would wait forever")
-        return self._local.popleft()
-
-    def _post_ahead(self) -> None:
-        """Post receives for what is announced, as far as it is known what to post."""
-        if self.src == self.dst:
-            return
-        # Behind a description comes its message: nothing else can be posted before that.
-        while len(self._posted) < AHEAD and (not self._posted or self._posted[-1].spec is not None):
-            posted = _Posted()
-            if self._likes:
-                self._post_tensors(posted, MessageSpec("known", self._likes.popleft()))
-            elif self._expected and self._spec is not None:
-                self._expected -= 1
-                self._post_tensors(posted, self._spec)
-            elif self._expected:
-                self._expected -= 1
-                posted.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._wire_device)
-                posted.works = [self._receive_piece(posted.header)]
-            else:
-                return
-            self._posted.append(posted)
-
-    def _post_tensors(self, posted: _Posted, spec: MessageSpec) -> None:
-        plain = tuple(tensor._replace(requires_grad=False) for tensor in spec.tensors)
-        posted.spec = spec
-        posted.arrival = layout_of(plain).allocate(self._wire_device)
-        posted.works = [self._receive_piece(piece) for piece in posted.arrival.pieces]
-
-    def _receive_piece(self, piece: torch.Tensor) -> Any:
-        return dist.irecv(piece, self.src, self._group, self._tag)
-
-    def _read_description(self, posted: _Posted) -> MessageSpec:
-        self.metadata_messages += 1
-        for work in posted.works:
-            self._wait(work)
-        data = _host_bytes(posted.header)
-        rest = bytes_after_header(data)
-        if rest:
-            piece = torch.empty(rest, dtype=torch.uint8, device=self._wire_device)
-            self._wait(self._receive_piece(piece))
-            data += _host_bytes(piece)
-        spec = decode(data)
-        if not self.dynamic:
-            self._spec = spec
-        return spec
-
-    def _complete(self, posted: _Posted) -> list[torch.Tensor]:
-        for work in posted.works:
-            self._wait(work)
-        tensors = [] if posted.arrival is None else posted.arrival.take()
-        return [tensor.to(self._device) for tensor in tensors]
-
-    # -- both -----------------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget what messages look like; both ends do, between batches.
-
-        Raises:
-            RuntimeError: Announced messages have not been received.
-        """
-        if self._posted or self._local:
-            raise RuntimeError(f"{self.name}: shapes cannot be reset while messages are on their way; do it between batches")
-        self._spec = self._sent_spec = None
-        self._expected = 0
-        self._likes.clear()
-
-    def _check_alive(self) -> None:
-        if self._watch is not None:
-            self._watch.check()
-
-    def _wait(self, work: Any) -> None:
-        if self._watch is None:
-            work.wait()
-        else:
-            self._watch.wait(work, f"{self.name}, with rank {self._peer}")
+    global _grid
+    _grid = grid
+    _begun.clear()
 
 
-def _own_copy(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(requires_grad)
+def can_send_recv() -> bool:
+    """Whether tensors go from rank to rank directly: always."""
+    return True
 
 
-def _host_bytes(tensor: torch.Tensor | None) -> bytes:
-    return b"" if tensor is None else bytes(tensor.cpu().numpy())
+def _rank_of(stage: int, verb: str) -> int:
+    """The rank of a stage next to this one, in this rank's pipeline."""
+    if _grid is None:
+        raise RuntimeError("call deepspeed.runtime.pipe.p2p.init_process_groups(grid) first")
+    own, last = _grid.get_stage_id(), _grid.pipe_parallel_size - 1
+    # The first and the last stage exchange the gradients of tied weights.
+    if abs(own - stage) != 1 and {own, stage} != {0, last}:
+        raise ValueError(f"stage {own} cannot {verb} stage {stage}: only neighbours, and the first and the last stage, do")
+    return int(_grid.stage_to_global(stage_id=stage))
+
+
+def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+    """Send a tensor to a neighbouring stage.
+
+    Args:
+        tensor: A contiguous tensor; with `async_op` it must not change before `wait`.
+        dest_stage: The stage.
+        async_op: Return a handle at once; `wait` waits for it.
+    """
+    return _begin(dist.isend(tensor, _rank_of(dest_stage, "send to")), tensor, async_op)
+
+
+def recv(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
+    """Receive a tensor from a neighbouring stage; arguments as those of `send`."""
+    return _begin(dist.irecv(tensor, _rank_of(src_stage, "receive from")), tensor, async_op)
+
+
+def _begin(work: Any, tensor: torch.Tensor, async_op: bool) -> Any:
+    if async_op:
+        _begun.append((work, tensor))
+        return work
+    work.wait()
+    return None
+
+
+def wait() -> None:
+    """Return when everything that was begun with ``async_op=True`` is complete."""
+    while _begun:
+        _begun[0][0].wait()
+        _begun.pop(0)
+    # Upstream's callers read the tensors on the host next.
+    get_accelerator().synchronize()
+
+
+def send_obj(msg: Any, dest: int) -> None:
+    """Send an object of plain data to a rank.
+
+    Args:
+        msg: Tensors, numbers, texts, None, and tuples, lists and dicts of these: the receiver runs no code from a message.
+        dest: Its global rank.
+
+    Raises:
+        TypeError: The object holds something else.
+    """
+    stream = io.BytesIO()
+    torch.save(msg, stream)
+    try:
+        torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"send_obj: {type(msg).__name__} holds more than plain data and tensors; send those ({error})") from error
+    device = torch.device(get_accelerator().current_device_name())
+    data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
+    dist.send(torch.tensor([data.numel()], device=device), dest)
+    dist.send(data, dest)
+
+
+def recv_obj(sender: int) -> Any:
+    """Receive what global rank ``sender`` has sent with `send_obj`; tensors arrive on the accelerator's device."""
+    device = torch.device(get_accelerator().current_device_name())
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(size, sender)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.recv(data, sender)
+    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm import intent
 from deepspeed.runtime.pipe.failure import FailureWatch, PipelinePeerError
 from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
 from unit.common import DistributedTest
@@ -95,6 +96,19 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(PipelinePeerError, match="spoilt"):
             watch.check()
         assert time.monotonic() - started < LIMIT_S
+        end_of_world()
+
+    @pytest.mark.parametrize("blocked", [receive, all_reduce])
+    def test_the_intent_check_lets_go_too(self, blocked: Callable[[Channel], None]) -> None:
+        # Kills: a rank that waits on the check's board, where no connection can be closed, until its time limit.
+        intent.enable(30.0)
+        watch, channel = watch_and_channel()
+        started = time.monotonic()
+        rank = dist.get_rank()
+        with pytest.raises(PipelinePeerError if rank == 0 else Broken, match="spoilt"), watch.guard():
+            blocked(channel) if rank == 0 else a_layer_that_fails()
+        assert time.monotonic() - started < LIMIT_S
+        intent.disable()
         end_of_world()
 
     def test_the_one_that_computes_raises_at_its_next_message(self) -> None:

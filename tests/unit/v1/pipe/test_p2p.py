@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import outbox, p2p
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm import intent, stream_collectives
+from deepspeed.runtime.pipe import outbox, p2p, wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
+from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest
 
 HOST = torch.device("cpu")
@@ -237,6 +241,86 @@ class TestValues(DistributedTest):
         back.finish()
 
 
+def exchange(dynamic: bool) -> None:
+    """A pipeline's traffic: activations one way, gradients the other, each rank computing on what arrives."""
+    activations, gradients = channels(dynamic, (0, 1), (1, 0))
+    device = torch.device(get_accelerator().current_device_name())
+    for batch in range(2):
+        count, rows = 5, 3 + batch * dynamic
+        sent = [torch.full((rows, 70, 60), float(number), device=device, requires_grad=True) * 2 for number in range(count)]
+        if dist.get_rank() == 0:
+            for tensor in sent:
+                activations.send((tensor, torch.ones(3, dtype=torch.bool, device=device), None))
+                gradients.expect_like([tensor])
+            for number, tensor in enumerate(sent):
+                (gradient,) = gradients.recv_like([tensor])
+                assert bool((gradient == 3.0 + number).all())
+        else:
+            activations.expect(count)
+            for number in range(count):
+                received, mask, nothing = activations.recv()
+                assert nothing is None and bool(mask.all()) and bool((received == 2.0 * number).all())
+                (received * 3 + received.detach() * 0).sum().backward()
+                gradients.send_like([received.grad + number])
+        activations.finish()
+        gradients.finish()
+
+
+class TestWatched(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("schedule", [0, 1, 2])
+    def test_streams_are_ordered(self, dynamic: bool, schedule: int) -> None:
+        # Kills: memory read before it has arrived, or reused while it is on its way, on a device.
+        stream_collectives.install()
+        with simulate(schedule=schedule), check_streams():
+            exchange(dynamic)
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_both_sides_agree_on_every_transfer(self, dynamic: bool) -> None:
+        # Kills: a transfer that only one side makes, or of another size; a check that takes receives ahead of need for a circle.
+        intent.enable(20.0)
+        exchange(dynamic)
+        intent.disable()
+
+
+class TestUpstreamFunctions(DistributedTest):
+    world_size = 2
+
+    def test_tensors_and_objects(self) -> None:
+        class Grid:
+            pipe_parallel_size = 2
+
+            def get_stage_id(self) -> int:
+                return dist.get_rank()
+
+            def stage_to_global(self, stage_id: int) -> int:
+                return stage_id
+
+        p2p.init_process_groups(Grid())
+        assert p2p.can_send_recv()
+        plain = {"a": [1, 2.5, None, "x"], "b": (torch.arange(3), True)}
+        for asynchronous in (False, True):
+            tensor = torch.arange(5.0)
+            if dist.get_rank() == 0:
+                p2p.send(tensor, 1, async_op=asynchronous)
+            else:
+                tensor.zero_()
+                p2p.recv(tensor, 0, async_op=asynchronous)
+            p2p.wait()
+            assert tensor.tolist() == [0, 1, 2, 3, 4]
+        if dist.get_rank() == 0:
+            with pytest.raises(TypeError, match="plain data"):
+                p2p.send_obj(Decimal(1), 1)
+            p2p.send_obj(plain, 1)
+            with pytest.raises(ValueError, match="only neighbours"):
+                p2p.send(torch.ones(1), 0)
+        else:
+            received = p2p.recv_obj(0)
+            assert received["a"] == plain["a"] and received["b"][0].tolist() == [0, 1, 2] and received["b"][1] is True
+
+
 class TestOneRank(DistributedTest):
     world_size = 1
 
@@ -266,8 +350,8 @@ class TestOneRank(DistributedTest):
 
 
 def test_large_tensors_are_not_copied() -> None:
-    specs = p2p.specs_of([torch.empty(100, 200), torch.empty(3), torch.empty(4)])
+    specs = wire.specs_of([torch.empty(100, 200), torch.empty(3), torch.empty(4)])
     tensors = [torch.ones(100, 200), torch.ones(3), torch.ones(4)]
-    large, shared = p2p.layout_of(specs).pieces(tensors, HOST)
+    large, shared = wire.layout_of(specs).pieces(tensors, HOST)
     assert large.data_ptr() == tensors[0].data_ptr()
     assert shared.numel() == 32
