@@ -49,6 +49,8 @@ def combine(slots: torch.Tensor, weights: torch.Tensor, routes: RouteMap) -> tor
 
 def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """source[index] along the first axis, with zeros where the index is -1."""
+    if not len(source):
+        return source.new_zeros((len(index), *source.shape[1:]))
     # Filled, not multiplied: whatever an expert makes of an empty slot may be infinite, and 0 times that is NaN.
     return source.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
 

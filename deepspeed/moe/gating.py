@@ -258,7 +258,8 @@ def _capacity(
     for group in groups if isinstance(groups, list | tuple) else (groups,):
         if group is not None and dist.get_world_size(group=group) > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most)
+    # One slot at least: experts and exchanges need no case for nothing.
+    return max(int(most), 1)
 
 
 def _balance(gates: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

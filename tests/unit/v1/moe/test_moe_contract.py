@@ -1,0 +1,118 @@
+"""Training with experts equals one process that has all of them: losses, gradients, norm, parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.comm import intent
+from deepspeed.moe import layer, sharded_moe
+from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
+from unit.common import DistributedTest
+from unit.v1.moe.runner import Case, CaseRun
+
+PRODUCT = list(itertools.product((1, 2, 3), (True, False), (0, 1, 2), ("fp32", "bf16")))
+
+
+def cases_of(ep_size: int, turn: int) -> list[Case]:
+    """A third of the product for each expert-parallel size; sizes, residual and accumulation go round."""
+    return [
+        Case(ep_size, *chosen, residual=index % 2 == 0, accumulation=1 + index // 2 % 2)
+        for index, chosen in enumerate(PRODUCT)
+        if (index + turn + index // 6) % 3 == 0
+    ]
+
+
+def run_all(cases: list[Case]) -> None:
+    failures = [failure for case in cases for failure in CaseRun(case).run()]
+    assert not failures, "\n".join(failures)
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("ep_size", [1, 2])
+    def test(self, ep_size: int) -> None:
+        run_all(cases_of(ep_size, ep_size))
+
+
+class TestFourRanks(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("ep_size", [1, 2, 4])
+    def test(self, ep_size: int) -> None:
+        run_all(cases_of(ep_size, ep_size))
+
+    def test_data_before_experts(self) -> None:
+        run_all([Case(2, 2, True, stage, "fp32", data_first=True) for stage in (0, 2)])
+
+    def test_ranks_agree_on_every_collective(self) -> None:
+        # Most experts get no token in step 1: whoever skips an exchange then would be found here.
+        intent.enable(timeout_s=20)
+        try:
+            run_all([Case(2, 1, True, 2, "bf16"), Case(4, 3, False, 1, "fp32"), Case(1, 2, True, 0, "fp32", residual=True)])
+        finally:
+            intent.disable()
+
+
+def scale_by_ep_size(patch: pytest.MonkeyPatch) -> None:
+    """The all-to-all's gradient averaged instead of summed."""
+    original = sharded_moe._AllToAll.backward
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, original(ctx, *grads)[1] / 2
+
+    patch.setattr(sharded_moe._AllToAll, "backward", staticmethod(backward))
+
+
+def average_over_replicas_only(patch: pytest.MonkeyPatch) -> None:
+    """Division by the ranks that hold the same expert, instead of by all that have a loss."""
+    original = ReduceRule.factors
+
+    def factors(self: ReduceRule, accumulation_divisor: float = 1.0) -> ReduceFactors:
+        pre, post = original(self, accumulation_divisor)
+        return ReduceFactors(pre, post * 2)
+
+    patch.setattr(ReduceRule, "factors", factors)
+
+
+def forget_the_balancing_gradient(patch: pytest.MonkeyPatch) -> None:
+    """The balancing loss is reported but does not train the gate."""
+    original = layer.MoE.forward
+
+    def forward(self: layer.MoE, *args: Any) -> Any:
+        output, l_aux, counts = original(self, *args)
+        return output, l_aux.detach(), counts
+
+    patch.setattr(layer.MoE, "forward", forward)
+
+
+def forget_the_weight_gradient(patch: pytest.MonkeyPatch) -> None:
+    """The gate learns nothing from the experts' outputs."""
+    patch.setattr(sharded_moe, "combine", lambda slots, weights, moves: _COMBINE(slots, weights.detach(), moves))
+
+
+_COMBINE = sharded_moe.combine
+
+
+class TestBites(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize(
+        "mutation, parameter",
+        [
+            (scale_by_ep_size, "experts.0"),
+            (average_over_replicas_only, "experts.0"),
+            (forget_the_balancing_gradient, "wg"),
+            (forget_the_weight_gradient, "wg"),
+        ],
+    )
+    def test_finds(self, mutation: Callable[[pytest.MonkeyPatch], None], parameter: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            mutation(patch)
+            failures = CaseRun(Case(2, 2, True, 1, "fp32")).run()
+        assert any(f"gradient {parameter}" in failure for failure in failures), failures
