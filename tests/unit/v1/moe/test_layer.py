@@ -1,0 +1,294 @@
+"""The MoE layer by itself: its names, its groups, tokens that no expert sees, tensor parallelism, optimizer groups."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.utils import (
+    configure_moe_param_groups,
+    has_moe_layers,
+    is_moe_param,
+    is_moe_param_group,
+    named_moe_layers,
+    split_params_grads_into_shared_and_expert_params,
+    split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
+)
+from deepspeed.utils import groups
+from unit.common import DistributedTest
+from unit.v1.moe.slow_gate import Gate, route
+
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+
+
+def test_checkpoint_names_are_upstreams() -> None:
+    layer = MoE(4, nn.Linear(4, 4), num_experts=2, use_residual=True)
+    expected = ["deepspeed_moe.gate.wg.weight"]
+    expected += [f"{EXPERTS}.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")]
+    expected += [f"{module}.{name}" for module in ("mlp", "coefficient") for name in ("weight", "bias")]
+    assert list(layer.state_dict()) == expected
+    for name, param in layer.named_parameters():
+        assert is_moe_param(param) == name.startswith(EXPERTS)
+        assert getattr(param, "group_name", None) == ("ep_size_1" if name.startswith(EXPERTS) else None)
+
+
+def test_wrong_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_experts=3 must be a multiple of ep_size=2"):
+        MoE(4, nn.Linear(4, 4), num_experts=3, ep_size=2)
+    with pytest.raises(NotImplementedError, match="use_tutel=True"):
+        MoE(4, nn.Linear(4, 4), use_tutel=True)
+    with pytest.raises(RuntimeError, match="deepspeed.initialize"):
+        MoE(4, nn.Linear(4, 4))(torch.zeros(2, 4))
+
+
+class TestOptimizerGroups:
+    def layer(self) -> MoE:
+        return MoE(4, nn.Linear(4, 4), num_experts=3, use_residual=True)
+
+    def test_split_keeps_everything_once(self) -> None:
+        layer = self.layer()
+        params = list(layer.parameters())
+        shared, experts = split_params_into_shared_and_expert_params(params)
+        assert len(shared) == 5 and len(experts) == 6 and {*shared, *experts} == set(params)
+        given = [{"params": params[:4], "name": "a", "lr": 0.1}, {"params": params[4:], "lr": 0.2}]
+        made = split_params_into_different_moe_groups_for_optimizer(given)
+        assert [(g.get("name"), g["lr"], is_moe_param_group(g), len(g["params"])) for g in made] == [
+            ("a", 0.1, False, 1),
+            (None, 0.2, False, 4),
+            ("ep_size_1", 0.1, True, 3),
+            ("ep_size_1", 0.2, True, 3),
+        ]
+        assert sorted(id(p) for g in made for p in g["params"]) == sorted(map(id, params))
+        # Kills: taking apart again what was split already, which would leave empty groups behind.
+        assert split_params_into_different_moe_groups_for_optimizer(made) == made
+        assert len(given[0]["params"]) == 4
+
+    def test_size_limit(self) -> None:
+        layer = self.layer()
+        made = split_params_into_different_moe_groups_for_optimizer({"params": list(layer.parameters())}, max_group_size=24)
+        assert [sum(p.numel() for p in group["params"]) for group in made if is_moe_param_group(group)] == [20, 20, 20]
+        # A parameter larger than the limit has a group of its own.
+        made = split_params_into_different_moe_groups_for_optimizer({"params": list(layer.parameters())}, max_group_size=1)
+        assert [len(group["params"]) for group in made] == [5, 1, 1, 1, 1, 1, 1]
+
+    def test_configure(self) -> None:
+        layer = self.layer()
+        made = configure_moe_param_groups(layer.parameters())
+        assert [group["name"] for group in made] == ["dense-params", "ep_size_1"]
+        assert configure_moe_param_groups(made) == made
+
+    def test_gradients_and_layers(self) -> None:
+        layer = self.layer()
+        layer.mlp.weight.grad = torch.ones(4, 4)
+        layer.deepspeed_moe.experts.deepspeed_experts[1].bias.grad = torch.ones(4)
+        shared, expert = split_params_grads_into_shared_and_expert_params(layer.parameters())
+        assert [g.shape for g in shared] == [(4, 4)] and [g.shape for g in expert] == [(4,)]
+        model = nn.Sequential(nn.Linear(4, 4), layer, MoE(4, nn.Linear(4, 4), num_experts=5))
+        assert has_moe_layers(model) == (True, 3) and has_moe_layers(nn.Linear(2, 2)) == (False, 0)
+        assert [name for name, _ in named_moe_layers(model)] == ["1", "2"]
+
+
+class WithBias(nn.Module):
+    """Returns its bias apart, as Megatron's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(4) * 2), nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens @ self.weight, self.bias
+
+
+class TestOneRank(DistributedTest):
+    world_size = 1
+
+    def test_unused_tokens_and_counts(self) -> None:
+        layer = MoE(4, nn.Linear(4, 4), num_experts=2, k=2, drop_tokens=False)
+        layer.set_deepspeed_parallelism()
+        x = torch.randn(2, 3, 4)
+        used = torch.tensor([[1, 0, 1], [0, 1, 1]])
+        output, _, counts = layer(x, used)
+        assert output.shape == x.shape and counts.tolist() == [4, 4]
+        # With two equal experts and normalized weights the layer is the expert.
+        expected = layer.deepspeed_moe.experts.deepspeed_experts[0](x) * used.unsqueeze(-1)
+        torch.testing.assert_close(output, expected)
+        nothing, l_aux, counts = layer(x, torch.zeros(2, 3))
+        assert not nothing.any() and l_aux == 0 and counts.tolist() == [0, 0]
+
+    def test_outputs_with_a_bias_apart(self) -> None:
+        layer = MoE(4, WithBias(), num_experts=2, k=2, drop_tokens=False, use_residual=True)
+        layer.set_deepspeed_parallelism()
+        x = torch.randn(5, 4)
+        torch.testing.assert_close(layer(x)[0], 2 * x + 1)
+
+    def test_models_can_be_copied_after_a_forward(self) -> None:
+        # Kills: a loss with its graph kept on the module.
+        layer = MoE(4, nn.Linear(4, 4), num_experts=2)
+        layer.set_deepspeed_parallelism()
+        output, l_aux, _ = layer(torch.randn(8, 4))
+        assert l_aux.requires_grad and not layer.deepspeed_moe.l_aux.requires_grad
+        del layer.deepspeed_moe.ep_group, layer.deepspeed_moe.gate.ep_group  # process groups can't be copied
+        copy.deepcopy(layer)
+
+
+class ShardedExpert(nn.Module):
+    """A linear layer whose output columns and then input rows are split over tensor ranks: a real pair with its collectives."""
+
+    def __init__(self, width: int, rank: int, size: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        first, second = torch.randn(2, width, width, generator=generator)
+        self.first = nn.Parameter(first.chunk(size, dim=0)[rank].clone())
+        self.second = nn.Parameter(second.chunk(size, dim=1)[rank].clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(SumBackward.apply(tokens) @ self.first.t())
+        return SumForward.apply(hidden @ self.second.t())
+
+
+class SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=groups.get_tensor_model_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+class SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=groups.get_tensor_model_parallel_group())
+        return total
+
+
+class TestTensorParallel(DistributedTest):
+    world_size = 4
+    width = 6
+
+    def mesh(self) -> int:
+        """Tensor ranks [0, 1] and [2, 3]; returns the data rank."""
+        rank = dist.get_rank()
+        data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        mpu = SimpleNamespace(
+            get_data_parallel_group=lambda: data,
+            get_model_parallel_group=lambda: tensor,
+            get_model_parallel_world_size=lambda: 2,
+            get_model_parallel_rank=lambda: rank % 2,
+        )
+        groups.initialize(mpu=mpu)
+        return rank // 2
+
+    def test_drop_and_gather_are_each_others_gradient(self) -> None:
+        self.mesh()
+        rank = dist.get_rank() % 2
+        x = torch.arange(24.0).view(4, 6).requires_grad_()
+        part = drop_tokens(x, dim=1)
+        assert torch.equal(part, x[:, 3 * rank : 3 * rank + 3])
+        whole = gather_tokens(part * (rank + 1), dim=1)
+        assert torch.equal(whole, torch.cat([x[:, :3], 2 * x[:, 3:]], dim=1))
+        factors = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        (whole * factors).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.cat([factors[:, :3], 2 * factors[:, 3:]], dim=1))
+        with pytest.raises(ValueError, match="5 tokens along dim 0"):
+            drop_tokens(torch.zeros(5, 2))
+
+    @pytest.mark.parametrize("drop", [True, False])
+    @pytest.mark.parametrize("sharded, ep_size", [(False, 2), (False, 4), (False, 1), (True, 2), (True, 1)])
+    def test_equals_one_process(self, sharded: bool, ep_size: int, drop: bool) -> None:
+        # Kills: experts' gradients of one tensor rank's tokens only, gradients counted once per tensor rank, capacities that
+        # tensor ranks in different expert groups do not share, tokens sent twice.
+        data_rank = self.mesh()
+        width, num_experts = self.width, 4
+        torch.manual_seed(3)
+        gate_weight = torch.randn(num_experts, width)
+        scales = torch.linspace(0.5, 2.0, num_experts)
+        size = 2 if sharded else 1
+        pieces = ShardedExpert(width, dist.get_rank() % size, size)
+        expert = pieces if sharded else Plain(pieces.first.detach(), pieces.second.detach())
+        layer = MoE(
+            width, expert, num_experts, ep_size, k=2, min_capacity=1, drop_tokens=drop, top2_2nd_expert_sampling=False,
+            enable_expert_tensor_parallelism=sharded,
+        )  # fmt: skip
+        layer.set_deepspeed_parallelism()
+        with torch.no_grad():
+            layer.deepspeed_moe.gate.wg.weight.copy_(gate_weight)
+            for index, local in zip(layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True):
+                local.first.mul_(scales[index])
+        # Data ranks' gates are differently one-sided, so that their own capacities would differ.
+        inputs = [torch.randn(9, width, generator=torch.Generator().manual_seed(rank)) + rank for rank in range(2)]
+        factors = [torch.randn(9, width, generator=torch.Generator().manual_seed(50 + rank)) for rank in range(2)]
+        x = inputs[data_rank].clone().requires_grad_()
+        output, l_aux, _ = layer(x)
+        ((output * factors[data_rank]).sum() + l_aux).backward()
+
+        generator = torch.Generator().manual_seed(11)
+        first, second = torch.randn(2, width, width, generator=generator)
+        whole = {
+            "wg": gate_weight.clone().requires_grad_(),
+            **{f"first.{e}": (first * scales[e]).requires_grad_() for e in range(num_experts)},
+            **{f"second.{e}": second.clone().requires_grad_() for e in range(num_experts)},
+        }
+        own = inputs[data_rank].clone().requires_grad_()
+        for rank in range(2):
+            tokens = own if rank == data_rank else inputs[rank]
+            expected, loss = dense_layer(tokens, whole, num_experts, drop)
+            ((expected * factors[rank]).sum() + loss).backward()
+            if rank == data_rank:
+                torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(l_aux, loss)
+        torch.testing.assert_close(x.grad, own.grad, atol=1e-5, rtol=1e-5)
+        gate_grad = layer.deepspeed_moe.gate.wg.weight.grad.clone()
+        dist.all_reduce(gate_grad, group=groups._get_data_parallel_group())
+        torch.testing.assert_close(gate_grad, whole["wg"].grad, atol=1e-4, rtol=1e-5)
+        replicas = groups._get_expert_data_parallel_group(layer.expert_group_name)
+        for index, local in zip(layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True):
+            for name, param in local.named_parameters():
+                grad = param.grad.clone()
+                dist.all_reduce(grad, group=replicas)
+                reference = whole[f"{name}.{index}"].grad
+                if sharded:
+                    reference = reference.chunk(2, dim=0 if name == "first" else 1)[dist.get_rank() % 2]
+                torch.testing.assert_close(grad, reference, atol=1e-4, rtol=1e-5)
+
+
+class Plain(nn.Module):
+    """The same layers on one rank."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(tokens @ self.first.t()) @ self.second.t()
+
+
+def dense_layer(
+    tokens: torch.Tensor, whole: dict[str, torch.Tensor], num_experts: int, drop: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer with all experts at hand."""
+    decision = route(tokens @ whole["wg"].t(), Gate(2, 1.0, 1, drop))
+    rows: list[list[torch.Tensor]] = [[] for _ in tokens]
+    for token, expert, _, weight in decision.routes:
+        hidden = torch.tanh(tokens[token] @ whole[f"first.{expert}"].t())
+        rows[token].append(weight * (hidden @ whole[f"second.{expert}"].t()))
+    return torch.stack([sum(row, torch.zeros_like(tokens[0])) for row in rows]), decision.l_aux
