@@ -1,0 +1,160 @@
+"""Experts at the optimizers: reduced and sharded over the ranks that hold the same ones, divided by all, counted once.
+
+The experts are bare parameters whose gradients are given; `tests/unit/v1/moe` has the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils.tensor_fragment import safe_get_full_grads
+from unit.common import DistributedTest
+from unit.v1.groups.stages import SYSTEMS, WorldCollectives
+from unit.v1.looping import each
+
+LR = 0.5
+DENSE, EXPERT = 7, 11
+EP = 2
+
+
+class Model(nn.Module):
+    """Gradients are the inputs: powers of two, so that every sum is exact in every precision."""
+
+    def __init__(self, ep_size: int = EP) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        self.dense = nn.Parameter(torch.full((DENSE,), 1.0 + rank))
+        self.expert = nn.Parameter(torch.full((EXPERT,), 10.0 + rank))
+        self.expert.allreduce = False
+        self.expert.group_name = f"ep_size_{ep_size}"
+
+    def forward(self, dense: float, expert: float) -> torch.Tensor:
+        return dense * self.dense.float().sum() + expert * self.expert.float().sum()
+
+
+def start(system: str, split: bool = True, **more: Any) -> Any:
+    groups._create_expert_and_data_parallel(EP)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        **SYSTEMS[system],
+        **more,
+    }
+    given: Any = {"params": list(model.parameters())}
+    optimizer = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(given) if split else [given], lr=LR)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def value(param: nn.Parameter) -> torch.Tensor:
+    master = safe_get_full_fp32_param(param)
+    return param.detach().float() if master is None else master
+
+
+class TestExperts(DistributedTest):
+    """Four ranks, experts spread over two: ranks 0 and 2 hold the same ones, 1 and 3 others."""
+
+    world_size = 4
+
+    @each(system=SYSTEMS, split=[True, False])
+    def test_gradient_norm_and_step(self, system: str, split: bool) -> None:
+        # Kills: experts averaged over all ranks, or divided by the ranks that hold the same; shards cut for the wrong ranks;
+        # experts counted once per replica, or on the first rank only; a first broadcast that makes all experts alike.
+        if not split and system != "stage 0":
+            return
+        rank = dist.get_rank()
+        engine = start(system, split)
+        model = engine.module
+        assert torch.equal(value(model.dense), torch.full((DENSE,), 1.0))
+        assert torch.equal(value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2))
+        engine.backward(engine(2.0**rank, 4.0**rank))
+        dense, experts = (1 + 2 + 4 + 8) / 4, [(1 + 16) / 4, (4 + 64) / 4]
+        # Experts' gradients are sums over all tokens already: the two replicas are summed, and divided by all four ranks.
+        assert torch.equal(safe_get_full_grad(model.dense).float(), torch.full((DENSE,), dense))
+        assert torch.equal(safe_get_full_grad(model.expert).float(), torch.full((EXPERT,), experts[rank % 2]))
+        if system != "stage 0":
+            both = safe_get_full_grads([model.expert, model.dense])
+            assert [grad[0].item() for grad in both] == [experts[rank % 2], dense]
+        observer = WorldCollectives()
+        with observer.watching():
+            engine.step()
+        assert [call for call in observer.calls if call[0] == "all_reduce"] == [("all_reduce", 1 + split, torch.float32)]
+        squares = [DENSE * dense**2, EXPERT * (experts[0] ** 2 + experts[1] ** 2)]
+        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+        if split:
+            assert engine.get_group_grad_norms() == pytest.approx([math.sqrt(square) for square in squares], rel=1e-6)
+        assert torch.equal(value(model.dense), torch.full((DENSE,), 1.0 - LR * dense))
+        assert torch.equal(value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2 - LR * experts[rank % 2]))
+        assert model.expert.detach().float()[0] == pytest.approx(value(model.expert)[0].item(), rel=2**-8)
+        engine.destroy()
+
+    @each(system=["stage 0", "stage 1", "BF16_Optimizer"])
+    def test_overflow_in_one_expert_skips_on_all(self, system: str) -> None:
+        # Kills: a decision of the ranks that hold the expert.
+        engine = start(system)
+        engine.backward(engine(1.0, math.inf if dist.get_rank() == 3 else 1.0))
+        engine.step()
+        assert not engine.was_step_applied()
+        engine.destroy()
+
+    def test_layout_of_shards(self) -> None:
+        # Kills: one number of shards for all groups; a sharding group whose ranks hold different experts.
+        rank = dist.get_rank()
+        optimizer = start("stage 1").optimizer
+        dense, expert = optimizer.groups
+        assert (dense.num_shards, dense.shard_rank) == (4, rank) and (expert.num_shards, expert.shard_rank) == (2, rank // 2)
+        assert optimizer.partition_count == [4, 2]
+        assert dist.get_all_ranks_from_group(expert.process_group) == [rank % 2, rank % 2 + 2]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    @each(stage=[0, 1, 2])
+    def test_the_engine_makes_groups_of_what_it_collects(self, stage: int) -> None:
+        # Kills: a mixed group that the engine itself has made.
+        for parameters in (False, True):
+            groups._create_expert_and_data_parallel(EP)
+            model = Model()
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": LR}},
+                "zero_optimization": {"stage": stage},
+            }
+            given = model.parameters() if parameters else None
+            engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=given, config=config)
+            assert [group.get("moe", False) for group in optimizer.param_groups] == [False, True]
+            engine.destroy()
+
+    @each(system=[name for name in SYSTEMS if name != "stage 0"])
+    def test_a_mixed_group_is_refused(self, system: str) -> None:
+        # Kills: experts that are averaged over other experts' ranks without a word.
+        with pytest.raises(ValueError, match=r"dense parameters, experts of 'ep_size_2'.*split_params_into_different_moe_groups"):
+            start(system, split=False)
+
+    def test_instances_are_refused(self) -> None:
+        # Kills: dense shards cut for instances beside experts' that are not.
+        with pytest.raises(ValueError, match="num_optimizer_instances: 2 with experts"):
+            start("stage 1", zero_optimization={"stage": 1, "num_optimizer_instances": 2})
+
+    def test_sum_and_predivide(self) -> None:
+        # Kills: a divisor that is the size of the experts' own group.
+        rank = dist.get_rank()
+        for more, factor in (
+            ({"gradient_allreduce_op": "sum"}, 4.0),
+            ({"prescale_gradients": True}, 1.0),
+            ({"gradient_predivide_factor": 2.0}, 1.0),
+        ):
+            engine = start("stage 1", **more)
+            engine.backward(engine(2.0**rank, 4.0**rank))
+            wanted = factor * [(1 + 16) / 4, (4 + 64) / 4][rank % 2]
+            assert torch.equal(safe_get_full_grad(engine.module.expert), torch.full((EXPERT,), wanted))
+            engine.destroy()
