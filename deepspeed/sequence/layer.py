@@ -204,6 +204,15 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: to
     return torch.cat((turned, rest), dim=-1)
 
 
+def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
+    """`angles` with its positions in dimension `dim`: upstream takes them the other way round than queries."""
+    if angles.shape[dim] != positions:
+        angles = angles.transpose(0, 1)
+    if angles.shape[dim] != positions:
+        raise ValueError(f"rotary_pos_emb: {tuple(angles.shape)} has not the {positions} positions of the whole sequence")
+    return angles
+
+
 # Who gets which heads
 
 
@@ -299,7 +308,7 @@ class DistributedAttention(nn.Module):
             query: [s / P, b, h, d] or [b, s / P, h, d], or any layout that the constructor's dimensions describe.
             key, value: The same with as many heads or a divisor of them.
             batch_dim_idx: Dimension of the batch.
-            rotary_pos_emb: Cosines and sines for query and key at all s positions.
+            rotary_pos_emb: Cosines and sines for query and key at all s positions, [s, 1, 1, r] or [1, s, 1, r].
             args, kwargs: Handed to the local attention.
 
         Returns:
@@ -313,7 +322,8 @@ class DistributedAttention(nn.Module):
         plan = plan_heads(query.shape[self.scatter_idx], key.shape[self.scatter_idx], world)
         query, key, value = self._to_heads(query, key, value, plan)
         if rotary_pos_emb is not None:
-            cos, sin = rotary_pos_emb
+            length = query.shape[self.gather_idx]
+            cos, sin = (_facing(angles, length, self.gather_idx) for angles in rotary_pos_emb)
             query, key = apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
         context = self.local_attn(query, key, value, *args, **kwargs)
         return self._to_positions(context, plan)

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.sequence.layer import (
+    DistributedAttention,
     _DimZeroAllToAll,
     _SeqAllToAll,
     apply_rotary_pos_emb,
@@ -73,6 +74,15 @@ class TestLayouts(DistributedTest):
         assert torch.equal(own.grad, weights.chunk(world, positions)[rank])
 
 
+class KeepQuery(torch.nn.Module):
+    """A local attention that keeps what it is given."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the query."""
+        self.query, self.value, self.rest = query, value, (args, kwargs)
+        return query
+
+
 class TestRest(DistributedTest):
     world_size = 2
 
@@ -86,6 +96,41 @@ class TestRest(DistributedTest):
         assert torch.equal(by_heads, full.chunk(2, 2)[rank])
         with pytest.raises(ValueError, match="needs handle"):
             single_all_to_all(own, 2, 0, 1, dist.get_world_group(), async_op=True)
+
+    @pytest.mark.parametrize("positions", [0, 1])
+    def test_rotary_angles_are_those_of_whole_sequences(self, positions: int) -> None:
+        # Kills: angles of this rank's positions for all, or laid along the batch.
+        rank = dist.get_rank()
+        full = whole(4, "sbhd" if positions == 0 else "bshd").sin()
+        angles = torch.rand(S, 1, 1, 2, generator=torch.Generator().manual_seed(0))
+        core = KeepQuery()
+        attention = DistributedAttention(core, dist.get_world_group(), 2, positions)
+        for given in (angles, angles.transpose(0, 1)):
+            own = full.chunk(2, positions)[rank]
+            attention(own, own, own, 1 - positions, (given.cos(), given.sin()), "more", scale=3)
+            at = angles if positions == 0 else angles.transpose(0, 1)
+            assert torch.equal(core.query, apply_rotary_pos_emb(full, at.cos(), at.sin()).chunk(2, 2)[rank])
+            assert torch.equal(core.value, full.chunk(2, 2)[rank]) and core.rest == (("more",), {"scale": 3})
+        with pytest.raises(ValueError, match="rotary_pos_emb: .* the 8 positions"):
+            attention(own, own, own, 1 - positions, (angles[:4], angles[:4]))
+
+    def test_mixed_dtypes(self) -> None:
+        # Kills: keys cast to the queries' dtype in the shared buffer.
+        rank = dist.get_rank()
+        full = whole(4, "sbhd")
+        core = KeepQuery()
+        own = full.chunk(2, 0)[rank]
+        DistributedAttention(core, dist.get_world_group())(own, own, own.double(), 1)
+        assert core.value.dtype == torch.float64 and torch.equal(core.value, full.double().chunk(2, 2)[rank])
+
+    def test_local_attention_that_returns_something_else(self) -> None:
+        class Half(torch.nn.Module):
+            def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+                return query[:, :, :1]
+
+        own = whole(4, "sbhd").chunk(2, 0)[dist.get_rank()]
+        with pytest.raises(ValueError, match=r"local attention returned \(8, 2, 1, 3\); expected 2 heads"):
+            DistributedAttention(Half(), dist.get_world_group())(own, own, own, 1)
 
     def test_first_dimension(self) -> None:
         rank = dist.get_rank()

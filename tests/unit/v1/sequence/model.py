@@ -1,0 +1,92 @@
+"""A small causal transformer for sequence parallelism, its data, and the single-process run it has to equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, LENGTH, ROWS, HEAD = 11, 8, 2, 3
+LEARNING_RATE = 0.2
+IGNORED = -100
+
+Tensors = dict[str, torch.Tensor]
+
+
+class CausalCore(nn.Module):
+    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer than query heads."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The context, heads and features in one dimension."""
+        order = (1, 2, 0, 3) if self.positions == 0 else (0, 2, 1, 3)
+        query, key, value = (t.permute(order) for t in (query, key, value))  # [b, h, s, d]
+        times = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        scores = query @ key.transpose(-1, -2) / HEAD**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        context = scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        back = (2, 0, 1, 3) if self.positions == 0 else (0, 2, 1, 3)
+        return context.permute(back).flatten(2)
+
+
+class Block(nn.Module):
+    """Embeds, attends, and returns logits, [b, s, vocabulary]."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 4, positions: int = 1) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.positions = heads, key_heads, positions
+        width = heads * HEAD
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(LENGTH, width)
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * key_heads * HEAD)
+        self.out = nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.attention: Any = CausalCore(positions)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens [b, s] at places [s]."""
+        hidden = self.embed(tokens) + self.place(places)
+        normed = self.norm(hidden) if self.positions == 1 else self.norm(hidden).transpose(0, 1)
+        query = self.query(normed).unflatten(-1, (self.heads, HEAD))
+        key, value = self.key_value(normed).unflatten(-1, (2, self.key_heads, HEAD)).unbind(2)
+        extra = (0 if self.positions == 1 else 1,) if not isinstance(self.attention, CausalCore) else ()
+        context = self.out(self.attention(query, key, value, *extra))
+        hidden = hidden + (context if self.positions == 1 else context.transpose(0, 1))
+        return self.head(hidden.tanh())
+
+
+def make_model(heads: int = 4, key_heads: int = 4, positions: int = 1) -> Block:
+    """The same weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Block(heads, key_heads, positions)
+
+
+def samples(step: int, micro: int, data_rank: int, ignore: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, [b, s] each; with `ignore` another number of labels counts on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * data_rank + micro)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    if ignore:
+        labels[0, 3 + data_rank :] = IGNORED
+        labels[1, 0] = IGNORED
+    return tokens, labels
+
+
+def reference_step(model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False) -> tuple[float, Tensors]:
+    """One SGD step of one process on the whole batch; returns the loss and the gradients, before it changed the model."""
+    batch = [samples(step, micro, rank, ignore) for rank in range(data_ranks) for micro in range(accumulation)]
+    tokens, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
+    logits = model(tokens, torch.arange(LENGTH))
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return loss.item(), {name: param.grad.clone() for name, param in model.named_parameters()}
