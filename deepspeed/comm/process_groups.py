@@ -148,10 +148,12 @@ def abort_groups() -> None:
 
 def _abort_gloo(group: ProcessGroup) -> None:
     """gloo's own abort wakes nobody, but a receive that times out closes all connections of its group, which does."""
-    peers = [rank for rank in torch_dist.get_process_group_ranks(group) if rank != torch_dist.get_rank()]
-    if peers:
+    for rank in torch_dist.get_process_group_ranks(group):
+        if rank == torch_dist.get_rank():
+            continue
+        # With each peer: where the connection is closed already, by the peer, the receive fails at once and closes no other.
         with suppress(RuntimeError):
-            work = torch_dist.irecv(torch.empty(1, dtype=torch.uint8), peers[0], group, _ABORT_TAG)
+            work = torch_dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group, _ABORT_TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
 

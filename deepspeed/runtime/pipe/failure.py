@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from deepspeed import comm as dist
 from deepspeed.comm import intent
+from deepspeed.utils.logging import logger
 
 # How often the thread looks.
 LOOK_S = 0.25
@@ -27,6 +28,8 @@ LOOK_S = 0.25
 _NOTE_S = 1.0
 # Whoever can name the lost rank speaks first.
 _NAMELESS_S = 1.0
+# How long a rank that has failed stays so that the others can read why.
+_STAY_S = 2.0
 
 _num_made: Counter[str] = Counter()
 
@@ -45,11 +48,13 @@ class FailureWatch:
     """
 
     def __init__(self, ranks: Sequence[int], name: str, place: str = "") -> None:
-        self._own = f"rank {dist.get_rank()}" + (f" ({place})" if place else "")
-        self._is_alone = len(ranks) < 2
+        self._rank = dist.get_rank()
+        self._own = f"rank {self._rank}" + (f" ({place})" if place else "")
         self._key = f"deepspeed_failure/{name}/{_num_made[name]}"
         _num_made[name] += 1
-        self._store = dist.get_store()
+        self._seen_by = {rank: f"{self._key}/seen/{rank}" for rank in ranks}
+        # None: nobody to tell, or the process that hosts it has ended.
+        self._store: Any = dist.get_store() if len(ranks) > 1 else None
         self._failure: str | None = None
         # Guards `_is_inside`: operations are ended only of a rank that is within `guard`.
         self._lock = threading.Lock()
@@ -114,12 +119,13 @@ class FailureWatch:
             self._raise_lost(error, "")
         text = "".join(traceback.format_exception(error))
         self._failure = self._tell(f"{self._own} failed:\n{text}")
+        self._stay()
         raise error
 
     def _raise_lost(self, error: BaseException, what: str) -> NoReturn:
         """An operation ended because its connection did."""
         end = time.monotonic() + _NOTE_S + (0 if what else _NAMELESS_S)
-        while not self._look() and time.monotonic() < end:
+        while not self._look() and self._store is not None and time.monotonic() < end:
             time.sleep(LOOK_S / 5)
         if self._failure is None:
             self._failure = self._tell(
@@ -130,28 +136,46 @@ class FailureWatch:
 
     def _tell(self, failure: str) -> str:
         """Leave a failure for the others; returns the first one that was left."""
-        if self._is_alone:
-            return failure
-        # The store ends with the process that hosts it, which may be the one that failed.
-        with suppress(RuntimeError):
-            return str(self._store.compare_set(self._key, "", failure).decode())
+        if self._store is not None:
+            with self._reaching():
+                failure = self._store.compare_set(self._key, "", failure).decode()
+                self._store.set(self._seen_by[self._rank], "1")
         return failure
+
+    def _stay(self) -> None:
+        """Wait, for a moment at most, until all have seen the failure: this process may end now, and may host the store."""
+        end = time.monotonic() + _STAY_S
+        while self._store is not None and time.monotonic() < end:
+            with self._reaching():
+                if self._store.check(list(self._seen_by.values())):
+                    return
+            time.sleep(LOOK_S / 5)
 
     # -- the others' ----------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Whether a failure is known; asks the store."""
-        if self._failure is None and not self._is_alone:
-            with suppress(RuntimeError):
+        if self._failure is None and self._store is not None:
+            with self._reaching():
                 if self._store.check([self._key]):
                     self._failure = self._store.get(self._key).decode()
+                    self._store.set(self._seen_by[self._rank], "1")
         return self._failure is not None
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        # The store ends with the process that hosts it: the one that failed, or one that has done its last batch.
+        try:
+            yield
+        except RuntimeError as error:
+            logger.debug("pipeline: the store of the process group cannot be reached any more (%s)", error)
+            self._store = None
 
     def _enter(self) -> None:
         with self._lock:
             self._is_inside = True
         self._entered.set()
-        if self._thread is None and not self._is_alone:
+        if self._thread is None and self._store is not None:
             # A daemon: it sleeps between batches, and must not hold up the end of the process.
             self._thread = threading.Thread(target=self._watch, name="pipeline failure watch", daemon=True)
             self._thread.start()
@@ -163,7 +187,7 @@ class FailureWatch:
 
     def _watch(self) -> None:
         # A rank that works on finds out by itself at its next transfer. This is for those that are blocked.
-        while self._failure is None:
+        while self._failure is None and self._store is not None:
             self._entered.wait()
             time.sleep(LOOK_S)
             if self._entered.is_set() and self._look():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,31 +183,68 @@ class TestThreeRanks(DistributedTest):
         assert time.monotonic() - started < LIMIT_S
         end_of_world()
 
+    def test_connections_are_closed_that_the_other_side_keeps_open(self) -> None:
+        # Kills: waking only who waits for the first rank of a group, or stopping at a connection that is closed already.
+        rank, store = dist.get_rank(), dist.get_store()
+        if rank == 1:
+            dist.abort_groups()
+            store.set("rank 1 has closed", "1")
+        elif rank == 0:
+            store.wait(["rank 1 has closed"])
+            work = dist.irecv(torch.empty(3), 2)
+            thread = threading.Thread(target=dist.abort_groups)
+            thread.start()
+            with pytest.raises(RuntimeError) as caught:
+                work.wait()
+            thread.join()
+            assert dist.is_connection_error(caught.value)
+        end_of_world()
 
-class TestKilled(DistributedTest):
+
+class TestEnded(DistributedTest):
+    """Rank 0 is a child of the first process of the test, so that it can end as it likes. It hosts the store."""
+
     world_size = 2
     init_distributed = False
 
-    def test_a_killed_process_ends_the_others(self, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave. Rank 2 is a child of rank 0.
-        rank = dist.get_local_rank()
-        if rank == 0 and os.fork() == 0:
-            try:
-                self._join(2, tmp_path)
-            finally:
-                os.kill(os.getpid(), signal.SIGKILL)
-        watch, channel = self._join(rank, tmp_path)
+    @pytest.mark.parametrize("store", ["file", "tcp"])
+    def test_a_killed_process_ends_the_others(self, store: str, tmp_path: Path) -> None:
+        # Kills: waiting for a note that a killed process cannot leave, or for a store that went with it.
+        rank, watch, channel = self._join(store, tmp_path)
         with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
-            if rank == 0:
-                channel.recv()
-            else:
-                dist.all_reduce(torch.ones(2))
-        assert "in activations, with rank 2" in str(caught.value)
+            self._do(rank, channel, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        assert "rank" in str(caught.value) and (store == "tcp" or "in activations, with rank 0" in str(caught.value))
         dist.destroy_process_group()
 
-    def _join(self, rank: int, directory: Path) -> tuple[FailureWatch, Channel]:
+    def test_a_process_that_ends_at_once_is_heard(self, tmp_path: Path) -> None:
+        # Kills: a rank that takes the store with it before the others have read its traceback.
+        rank, watch, channel = self._join("tcp", tmp_path)
+        try:
+            with pytest.raises(PipelinePeerError, match="spoilt"), watch.guard():
+                self._do(rank, channel, a_layer_that_fails)
+        finally:
+            if rank == 0:
+                os._exit(0)
+        dist.destroy_process_group()
+
+    def _join(self, store: str, directory: Path) -> tuple[int, FailureWatch, Channel]:
+        rank = 1 + dist.get_local_rank()
+        if rank == 1 and os.fork() == 0:
+            rank = 0
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_distributed("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3, verbose=False)
-        made = watch_and_channel()
+        meeting = f"file://{directory}/store" if store == "file" else f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+        dist.init_distributed("gloo", init_method=meeting, rank=rank, world_size=3, verbose=False)
+        watch = FailureWatch(range(3), "test", place=f"stage {rank}")
+        (group,) = make_channel_groups([(0, 1)])
+        host = torch.device("cpu")
+        channel = Channel(0, 1, 0, group=group, device=host, dynamic=False, name="activations", watch=watch)
         dist.barrier()
-        return made
+        return rank, watch, channel
+
+    def _do(self, rank: int, channel: Channel, end: Callable[[], None]) -> None:
+        if rank == 0:
+            end()
+        elif rank == 1:
+            channel.recv()
+        else:
+            dist.all_reduce(torch.ones(2))
