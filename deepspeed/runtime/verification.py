@@ -87,6 +87,7 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
             engine.tracker,
             sum_op=engine._config.tree.gradient_allreduce_op == "sum",
             raises=raises,
+            holders=engine.model_ranks.holders,
         )
         if engine._window_is_plain is not None:
             sequence.ledger.skip_window()

@@ -105,6 +105,7 @@ class GradientLedger:
         tracker: Who knows how many micro-batches make a step.
         sum_op: `gradient_allreduce_op` is "sum".
         raises: Raise on a deviation; otherwise it is only added to `findings`.
+        holders: The ranks that hold a parameter, whose contributions make its gradient; None: `group` for all.
 
     Attributes:
         findings: All deviations so far.
@@ -120,6 +121,7 @@ class GradientLedger:
         tracker: AccumulationTracker,
         sum_op: bool = False,
         raises: bool = True,
+        holders: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         self.findings: list[LedgerFinding] = []
         self.zero_gradients: tuple[str, ...] = ()
@@ -128,6 +130,7 @@ class GradientLedger:
         self._names = [names.get(piece.param, f"a parameter of shape {tuple(piece.param.shape)}") for piece in pieces]
         self._group = group
         self._num_ranks = dist.get_world_size(group=group)
+        self._holders = [group if holders is None else holders(piece.param) for piece in pieces]
         self._tracker = tracker
         self._sum_op = sum_op
         self._raises = raises
@@ -257,7 +260,7 @@ class GradientLedger:
         norm = norms.sum(0)
         # One payload: the right gradient's fingerprints, the sum of the contributions' norms, and the allowed deviation.
         totals = torch.cat([contributions.sum(0), norm[:, None], self._bounds(norm)[:, None]], dim=1)  # [pieces, DIMS + 2]
-        dist.all_reduce(totals, group=self._group)
+        self._sum_over_holders(totals)
         found = self._found(factor)
         right, norm, tolerance = totals[:, :DIMS], totals[:, DIMS], SLACK * totals[self._held, DIMS + 1]
         wrong = self._deviates(found, right[self._held], tolerance)
@@ -270,6 +273,22 @@ class GradientLedger:
         if is_wrong:
             self._report(contributions, found, tolerance, wrong)
         self._before = found
+
+    def _sum_over_holders(self, totals: torch.Tensor) -> None:
+        """Sum each piece's row, in place, over the ranks that hold its parameter; experts are others on other ranks."""
+        for group in dict.fromkeys(self._holders):
+            rows = [index for index, holders in enumerate(self._holders) if holders is group]
+            part = totals[rows]
+            dist.all_reduce(part, group=group)
+            totals[rows] = part
+
+    def _peers(self) -> torch.Tensor | None:
+        """See `RankRecord.peers`."""
+        if all(holders is self._group for holders in self._holders):
+            return None
+        members = {group: set(dist.get_all_ranks_from_group(group)) for group in dict.fromkeys(self._holders)}
+        ranks = dist.get_all_ranks_from_group(self._group)
+        return torch.tensor([[rank in members[holders] for holders in self._holders] for rank in ranks])
 
     def _weighted_contributions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the definition."""
@@ -358,6 +377,7 @@ class GradientLedger:
             None if self._before is None else self._before.cpu(),
             tolerance.cpu(),
             wrong.nonzero().flatten().tolist(),
+            self._peers(),
         )
         records: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(records, record, group=self._group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class RankRecord:
         before: The same at the previous step; None at the first.
         tolerance: Allowed length of the difference; shape `[len(held)]`.
         wrong: Positions in `held` that deviate.
+        peers: Which ranks' contributions belong to this rank's piece, bool `[N, U]`; None: all, as nobody holds other parameters.
     """
 
     contributions: torch.Tensor
@@ -62,6 +63,30 @@ class RankRecord:
     before: torch.Tensor | None
     tolerance: torch.Tensor
     wrong: list[int]
+    peers: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Whom a set of records comes from: everybody who contributes to some pieces.
+
+    Attributes:
+        ranks: Global rank of each record.
+        parts: For each record, positions of those that hold the same part of the model; others share the pieces with it.
+        num_replicas: N of the definition, which experts' holders are only a part of.
+        everybody: What the ranks of the world contribute to pieces of these names, `[U, DIMS]`; None if that is the same.
+    """
+
+    ranks: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    num_replicas: int
+    everybody: torch.Tensor | None = None
+
+    @staticmethod
+    def of_replicas(num_ranks: int) -> Family:
+        """Ranks 0, 1, ... that all hold the same model."""
+        everyone = tuple(range(num_ranks))
+        return Family(everyone, (everyone,) * num_ranks, num_ranks)
 
 
 class Hypothesis(NamedTuple):
@@ -75,9 +100,10 @@ class Hypothesis(NamedTuple):
 class _Holder:
     """The wrong pieces of one rank, with everybody's contributions to them."""
 
-    def __init__(self, records: Sequence[RankRecord], rank: int, num_micro: int) -> None:
+    def __init__(self, records: Sequence[RankRecord], rank: int, num_micro: int, family: Family) -> None:
         record = records[rank]
         self.rank = rank
+        self.family = family
         self.num_ranks = len(records)
         self.num_micro = num_micro
         self.pieces = [record.held[position] for position in record.wrong]
@@ -88,7 +114,12 @@ class _Holder:
             [_padded(other.contributions, num_micro)[:, self.pieces] for other in records]
         )  # [N, A, wrong, DIMS]
         self.late = torch.stack([other.late[self.pieces] for other in records])  # [N, wrong, DIMS]
+        if record.peers is not None:
+            # The same place in the list is another expert on ranks that are no peers.
+            peers = record.peers[:, self.pieces].unsqueeze(-1)
+            self.parts, self.late = self.parts * peers.unsqueeze(1), self.late * peers
         self.right = self.parts.sum((0, 1))
+        self.everybody = None if family.everybody is None else family.everybody[self.pieces]
 
     def hypotheses(self) -> Iterator[Hypothesis]:
         """All errors that are known, the simplest first."""
@@ -96,9 +127,13 @@ class _Holder:
         yield from self._one_contribution()
         yield from self._whole_micro_batches()
         yield from self._whole_ranks()
+        yield from self._shared()
         yield from self._groups()
         yield from self._stale()
         yield from self._divisors()
+
+    def _names(self, positions: Iterable[int]) -> str:
+        return str([self.family.ranks[position] for position in positions])
 
     def _micro(self, micro: int) -> str:
         return f"micro-batch {micro + 1} of {self.num_micro}"
@@ -106,7 +141,7 @@ class _Holder:
     def _late(self) -> Iterator[Hypothesis]:
         for rank in range(self.num_ranks):
             if self.late[rank].count_nonzero():
-                text = f"a contribution of rank {rank} came after its bucket had been sealed and was never sent"
+                text = f"a contribution of rank {self.family.ranks[rank]} came after its bucket had been sealed and was never sent"
                 yield Hypothesis("late", text, self.right - self.late[rank])
         if self.late.count_nonzero():
             text = "contributions of several ranks came after their bucket had been sealed and were never sent"
@@ -114,7 +149,7 @@ class _Holder:
 
     def _one_contribution(self) -> Iterator[Hypothesis]:
         for rank, micro in itertools.product(range(self.num_ranks), range(self.num_micro)):
-            what = f"rank {rank}, {self._micro(micro)}"
+            what = f"rank {self.family.ranks[rank]}, {self._micro(micro)}"
             yield Hypothesis("lost", f"{what} never arrived", self.right - self.parts[rank, micro])
             yield Hypothesis("doubled", f"{what} was counted twice", self.right + self.parts[rank, micro])
 
@@ -133,20 +168,33 @@ class _Holder:
 
     def _whole_ranks(self) -> Iterator[Hypothesis]:
         for rank in range(self.num_ranks):
-            own = self.parts[rank].sum(0)
-            yield Hypothesis("lost", f"rank {rank}, all micro-batches, never arrived", self.right - own)
-            yield Hypothesis("doubled", f"rank {rank}, all micro-batches, was counted twice", self.right + own)
+            own, name = self.parts[rank].sum(0), f"rank {self.family.ranks[rank]}"
+            yield Hypothesis("lost", f"{name}, all micro-batches, never arrived", self.right - own)
+            yield Hypothesis("doubled", f"{name}, all micro-batches, was counted twice", self.right + own)
             for first in range(1, self.num_micro - 1):
-                text = f"rank {rank}, all from micro-batch {first + 1} of {self.num_micro} on, never arrived"
+                text = f"{name}, all from micro-batch {first + 1} of {self.num_micro} on, never arrived"
                 yield Hypothesis("lost", text, self.right - self.parts[rank, first:].sum(0))
 
+    def _shared(self) -> Iterator[Hypothesis]:
+        """Errors of parameters that several parts of the model share, or that other ranks have others of."""
+        own = list(self.family.parts[self.rank])
+        if len(own) < self.num_ranks:
+            of_part = self.parts[own].sum((0, 1))
+            text = "not summed over the parts of the model that share it: each has its own"
+            yield Hypothesis("group", text, of_part)
+            yield Hypothesis("doubled", "summed over the parts of the model that share it twice", self.right * len(set(self.family.parts)))
+        if self.everybody is not None:
+            text = f"reduced together with other ranks' parameters of the same name, not over ranks {self._names(range(self.num_ranks))}"
+            yield Hypothesis("group", text, self.everybody)
+
     def _groups(self) -> Iterator[Hypothesis]:
-        everyone = list(range(self.num_ranks))
+        everyone, replicas = self._names(range(self.num_ranks)), self.family.num_replicas
         for group in _possible_groups(self.num_ranks, self.rank):
             total = self.parts[group].sum((0, 1))
-            text = f"averaged over ranks {group} instead of {everyone}" if len(group) > 1 else "not reduced: each rank has its own"
+            named = self._names(group)
+            text = f"averaged over ranks {named} instead of {everyone}" if len(group) > 1 else "not reduced: each rank has its own"
             yield Hypothesis("group", text, total * (self.num_ranks / len(group)))
-            text = f"summed over ranks {group} instead of {everyone}, and divided by {self.num_ranks}"
+            text = f"summed over ranks {named} instead of {everyone}, and divided by {replicas}"
             yield Hypothesis("group", text, total)
 
     def _stale(self) -> Iterator[Hypothesis]:
@@ -155,8 +203,9 @@ class _Holder:
             yield Hypothesis("stale", "the gradient of the previous step was added to this one's", self.right + self.before)
 
     def _divisors(self) -> Iterator[Hypothesis]:
-        ranks, micro = float(self.num_ranks), float(self.num_micro)
+        ranks, micro, held = float(self.family.num_replicas), float(self.num_micro), float(len(self.family.parts[self.rank]))
         named = {
+            ranks / held: f"divided by the number of ranks that hold it ({held:g}) instead of all whose losses are averaged ({ranks:g})",
             1 / ranks: "divided by the number of ranks twice",
             ranks: "not divided by the number of ranks",
             1 / micro: "divided by the accumulation steps twice",
@@ -202,18 +251,20 @@ class _Fit(NamedTuple):
     error: float
 
 
-def explain(records: Sequence[RankRecord], names: Sequence[str]) -> list[LedgerFinding]:
+def explain(records: Sequence[RankRecord], names: Sequence[str], family: Family | None = None) -> list[LedgerFinding]:
     """Findings for all pieces that deviate on some rank.
 
     Args:
-        records: Of every rank, in rank order.
+        records: Of everybody who contributes to the pieces.
         names: Parameter of each piece.
+        family: Whom the records come from; None: from ranks 0, 1, ... that hold the same model.
 
     Returns:
         The finding that explains most pieces first.
     """
+    family = family or Family.of_replicas(len(records))
     num_micro = max(1, max(record.contributions.shape[0] for record in records))
-    holders = [_Holder(records, rank, num_micro) for rank, record in enumerate(records) if record.wrong]
+    holders = [_Holder(records, rank, num_micro, family) for rank, record in enumerate(records) if record.wrong]
     open_pieces = {(holder.rank, piece) for holder in holders for piece in holder.pieces}
     # One error reads the same on every rank, whatever it does to the pieces there.
     fits: dict[tuple[str, str], list[tuple[int, _Fit]]] = {}

@@ -163,7 +163,7 @@ def reference_step(masters: Tensors, case: Case, step: int, world: int) -> Expec
 class CaseRun:
     """One case on this rank; `failures` says what was not as it must be."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, ledger: bool = True) -> None:
         self.case = case
         self.failures: list[str] = []
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -176,6 +176,7 @@ class CaseRun:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.initial[name])
+        self.ledger = ledger
         self.engine, _, _, _ = deepspeed.initialize(model=model, config=self._config())
         if list(model.moe.global_expert_ids) != list(range(ep_rank * num_local, (ep_rank + 1) * num_local)):
             self.failures.append(f"global_expert_ids {model.moe.global_expert_ids}")
@@ -196,7 +197,7 @@ class CaseRun:
             "bf16": {"enabled": self.case.precision == "bf16"},
             "zero_optimization": {"stage": self.case.stage, "reduce_bucket_size": 50},
             "use_data_before_expert_parallelism": self.case.data_first,
-            "verify": {"ledger": self.case.ep_size == 1},
+            "verify": {"ledger": self.ledger},
         }
 
     def _whole(self, local: list[torch.Tensor], what: str) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.comm import intent
 from deepspeed.moe import layer, sharded_moe
+from deepspeed.runtime.gradients.ledger import GradientLedgerError
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from unit.common import DistributedTest
 from unit.v1.moe.runner import Case, CaseRun
@@ -114,5 +115,14 @@ class TestBites(DistributedTest):
     def test_finds(self, mutation: Callable[[pytest.MonkeyPatch], None], parameter: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
-            failures = CaseRun(Case(2, 2, True, 1, "fp32")).run()
+            failures = CaseRun(Case(2, 2, True, 1, "fp32"), ledger=False).run()
         assert any(f"gradient {parameter}" in failure for failure in failures), failures
+
+    def test_ledger_finds_wrong_gradients_of_experts(self) -> None:
+        # Kills: a ledger that counts other ranks' experts as contributions to its own, or looks away.
+        with pytest.MonkeyPatch.context() as patch:
+            average_over_replicas_only(patch)
+            with pytest.raises(GradientLedgerError, match=r"counted twice.*deepspeed_experts\.0") as raised:
+                CaseRun(Case(2, 2, True, 1, "fp32")).run()
+        # Twice the gradient, of dense parameters and experts alike, is one finding.
+        assert [finding.kind for finding in raised.value.findings] == ["doubled"]
