@@ -378,7 +378,6 @@ REFUSED_EXAMPLES = [
     ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}),
     ("checkpoint.load_universal", True),
     ("checkpoint.use_node_local_storage", True),
-    ("checkpoint.parallel_write", {"pipeline_stage": True}),
     ("checkpoint.checkpoint_serialization", False),
     ("checkpoint.writer", {"type": "FAST"}),
     ("nebula", ON),
