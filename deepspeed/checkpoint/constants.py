@@ -62,6 +62,14 @@ PARAM_SLICE_MAPPINGS = "param_slice_mappings"
 CLIP_GRAD = "clip_grad"
 ZERO_STAGE = "zero_stage"
 LOSS_SCALER = "loss_scaler"
+# Masters and loss scale of the fp16 optimizers without ZeRO
+FP32_GROUPS_FLAT = "fp32_groups_flat"
+FP32_GROUPS = "fp32_groups"
+SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+# Not upstream's, beside optimizer state that numbers its parameters: PARAM_SHAPES per group, in the order of the numbers, and by
+# layer prefix how many ranks its experts are spread over.
+EXPERT_GROUP_SIZES = "expert_group_sizes"
+DATA_BEFORE_EXPERTS = "use_data_before_expert_parallelism"
 
 # Files
 LATEST = "latest"
@@ -70,6 +78,7 @@ MODEL_FILE_SUFFIX = "_model_states.pt"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
+EXPERT_FILE_PREFIX = "expp_rank_"
 # Not upstream's: what each process needs to go on bit-equal (random states, position in the data).
 HOST_FILE_PREFIX = "host_state_rank_"
 
@@ -83,6 +92,16 @@ def optimizer_file(data_parallel_rank: int, model_parallel_rank: int, bf16: bool
     """Name of a ZeRO rank's optimizer-states file."""
     prefix = BF16_ZERO_FILE_PREFIX if bf16 else ZERO_FILE_PREFIX
     return f"{prefix}{data_parallel_rank}_mp_rank_{model_parallel_rank:02d}{OPTIM_FILE_SUFFIX}"
+
+
+def expert_optimizer_file(expert_parallel_rank: int, model_parallel_rank: int) -> str:
+    """Name of an expert rank's optimizer-states file, of a model with experts at stage 0."""
+    return f"{EXPERT_FILE_PREFIX}{expert_parallel_rank}_mp_rank_{model_parallel_rank:02d}{OPTIM_FILE_SUFFIX}"
+
+
+def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:
+    """Name of the weights of one expert; layers with experts and all their experts are counted from 0."""
+    return f"layer_{moe_layer}_expert_{expert}_mp_rank_{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
 
 
 def host_file(global_rank: int) -> str:

@@ -41,8 +41,13 @@ def write_file(path: str, content: Any) -> None:
         os.fsync(file.fileno())
 
 
-def read_file(path: str, map_location: Any = "cpu") -> Any:
+def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Load a file written by `torch.save`.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go.
+        mmap: Read a tensor's elements when they are used; for readers that need few of them.
 
     Raises:
         CheckpointError: If it is missing, damaged, or contains classes that are not on the list.
@@ -53,7 +58,7 @@ def read_file(path: str, map_location: Any = "cpu") -> Any:
         raise CheckpointError(f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}")
     try:
         with torch.serialization.safe_globals(safe_classes()):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(

@@ -2,13 +2,12 @@
 
 Saving: every rank writes its files into a temporary folder; when all have, rank 0 renames it and updates `latest`. Loading: every
 rank reads and checks everything; only when all ranks could, is anything changed. Names are in `checkpoint/constants`, files in
-`checkpoint/files`.
+`checkpoint/files`; weights are `model_files`', optimizer state `optimizer_files`', a process's own state `host_state`'s.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import (
     CheckpointError,
@@ -33,20 +31,35 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.host_state import host_state, restore_host_state, restore_position
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits, check_shards
+from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
+from deepspeed.runtime.optimizer_files import OptimizerFiles
+from deepspeed.runtime.recut import RecutState
+from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger
 
 
 class LoadedFiles(NamedTuple):
-    """What was read of a checkpoint on this rank; None where there is no such file."""
+    """What was read of a checkpoint on this rank; None where there is no such file.
+
+    Attributes:
+        model: The model file.
+        weights: The model's weights.
+        optimizer: State as this rank's optimizer would have saved it.
+        host: State of the process in this one's place, if the run that saved it was divided over its ranks as this one is.
+        position: State of any process, for the position in the data.
+    """
 
     model: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    host: dict[str, Any] | None
+    weights: ReadWeights
+    optimizer: RecutState | None = None
+    host: dict[str, Any] | None = None
+    position: dict[str, Any] | None = None
 
 
 class CheckpointMixin:
@@ -100,7 +113,10 @@ class CheckpointMixin:
             custom_load_fn(src=state, dst=self.module)
         else:
             self.module.load_state_dict(state, strict=strict)
-        if hasattr(self._sequence, "refresh_fp32_params"):
+        self._refresh_masters()
+
+    def _refresh_masters(self) -> None:
+        if isinstance(self._sequence, MasterWeightOptimizer):
             self._sequence.refresh_fp32_params()
 
     # Saving
@@ -169,23 +185,37 @@ class CheckpointMixin:
 
     def _write_files(self, folder: str, client_state: dict[str, Any], exclude_frozen_parameters: bool) -> None:
         mp_rank = groups._get_model_parallel_rank()
-        dp_rank = groups._get_data_parallel_rank()
-        if dp_rank == 0:
-            content = {**self._model_state(exclude_frozen_parameters), **client_state}
-            write_file(os.path.join(folder, keys.model_file(mp_rank)), content)
-        if isinstance(self._sequence, ZeROOptimizer) and self._sequence.instances.index == 0:
-            # Other instances hold copies. The files are those of one instance alone, so offline tools read them as ever.
-            content = {
-                keys.OPTIMIZER_STATE_DICT: clone_tensors_for_torch_save(self._sequence.state_dict()),
-                keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
-                keys.DS_VERSION: __version__,
-            }
-            write_file(os.path.join(folder, self._optimizer_file(mp_rank)), content)
-        write_file(os.path.join(folder, keys.host_file(dist.get_rank())), self._host_state())
+        files, optimizer = ModelFiles(self.module), self._optimizer_files()
+        weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        files.write(folder, weights, exclude_frozen_parameters)
+        # The first of those that hold the same part of the model: with sequence parallelism more than the data-parallel ranks.
+        if groups._get_sequence_data_parallel_rank() == 0:
+            state = self._model_state(files.in_model_file(weights), exclude_frozen_parameters)
+            state[keys.OPTIMIZER] = optimizer.in_model_file()
+            write_file(os.path.join(folder, keys.model_file(mp_rank)), {**state, **client_state})
+        for name, content in optimizer.own_files().items():
+            write_file(os.path.join(folder, name), content)
+        host = host_state(self.training_dataloader, self.tracker.micro_steps, self._host_cut())  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        write_file(os.path.join(folder, keys.host_file(dist.get_rank())), host)
 
-    def _optimizer_file(self, mp_rank: int) -> str:
-        bf16 = self.bfloat16_enabled()  # type: ignore[attr-defined]  # from EngineSettings
-        return keys.optimizer_file(self._sequence.shard_rank, mp_rank, bf16)
+    def _optimizer_files(self) -> OptimizerFiles:
+        tree = self._config.tree  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        return OptimizerFiles(
+            self._sequence,
+            self.optimizer,
+            self.module,
+            tree.bf16.enabled,
+            tree.use_data_before_expert_parallelism,
+            self.config,  # type: ignore[attr-defined]  # from EngineSettings
+        )
+
+    def _host_cut(self) -> dict[str, int]:
+        """Where a process must be in an equal run for its random states to be its own again."""
+        return {
+            "world": dist.get_world_size(),
+            "replicas": groups._get_sequence_data_parallel_world_size(),
+            **Cut.of_this_run()._asdict(),
+        }
 
     @staticmethod
     def _publish(save_dir: str, temporary: str, tag: str, save_latest: bool) -> None:
@@ -194,15 +224,14 @@ class CheckpointMixin:
             if save_latest:
                 write_latest(save_dir, tag)
 
-    def _model_state(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
+    def _model_state(self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool) -> dict[str, Any]:
         sequence = self._sequence
         sharded = isinstance(sequence, ZeROOptimizer)
-        optimizer = None if sharded or self.optimizer is None else self.optimizer.state_dict()
-        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        cut = Cut.of_this_run()
         return {
-            keys.MODULE: clone_tensors_for_torch_save(module),
+            keys.MODULE: clone_tensors_for_torch_save(weights),
             keys.BUFFER_NAMES: [name for name, _ in self.module.named_buffers()],
-            keys.OPTIMIZER: clone_tensors_for_torch_save(optimizer),
+            keys.OPTIMIZER: None,
             keys.PARAM_SHAPES: self._param_shapes() if sharded else None,
             **self._frozen_state(exclude_frozen_parameters),
             keys.SHARED_PARAMS: self._shared_params() if sharded else None,
@@ -215,11 +244,8 @@ class CheckpointMixin:
             keys.GLOBAL_SAMPLES: self.global_samples,
             # Readers take it for the number of optimizer files: with optimizer instances those of one instance.
             keys.DP_WORLD_SIZE: sequence.num_shards if sharded else groups._get_data_parallel_world_size(),
-            keys.MP_WORLD_SIZE: groups._get_model_parallel_world_size(),
-            keys.CHECKPOINT_PARALLEL_DIMS: {
-                keys.CHECKPOINT_TP_DEGREE: groups._get_model_parallel_world_size(),
-                keys.CHECKPOINT_PP_DEGREE: 1,
-            },
+            keys.MP_WORLD_SIZE: cut.parts,
+            keys.CHECKPOINT_PARALLEL_DIMS: {keys.CHECKPOINT_PP_DEGREE: cut.stages, keys.CHECKPOINT_TP_DEGREE: cut.tensor},
             keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
             keys.DS_VERSION: __version__,
         }
@@ -248,22 +274,6 @@ class CheckpointMixin:
             else:
                 first[id(param)] = name
         return shared
-
-    def _host_state(self) -> dict[str, Any]:
-        """What this process alone knows: random states and its position in the data."""
-        import numpy  # startup: only needed here
-
-        accelerator = get_accelerator()
-        name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-        loader = self.training_dataloader
-        return {
-            "python": random.getstate(),
-            "numpy": (name, [int(word) for word in state], position, has_gauss, cached),
-            "torch": torch.get_rng_state(),
-            "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
-            "dataloader": loader.state_dict() if loader is not None else None,
-            "micro_steps": self.tracker.micro_steps,  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        }
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -322,14 +332,16 @@ class CheckpointMixin:
                 return None, None
         folder = os.path.join(load_dir, str(tag))
         together(lambda: recover_folder(folder) if dist.get_rank() == 0 else None, self.device, f"looking for {folder}")
+        if custom_load_fn is not None and ModelFiles(self.module).is_layered:
+            raise ValueError(
+                "custom_load_fn: a PipelineModule's weights are in a file per layer; load them with its load_state_dir()"
+            )
+        strict = load_module_strict and custom_load_fn is None
         loaded: LoadedFiles = together(
-            lambda: self._read(
-                load_dir, folder, load_module_only, load_module_strict and custom_load_fn is None, load_optimizer_states
-            ),
-            self.device,
-            f"loading {folder}",
+            lambda: self._read(load_dir, folder, load_module_only, strict, load_optimizer_states), self.device, f"loading {folder}"
         )
-        self.load_module_state_dict(loaded.model, strict=load_module_strict, custom_load_fn=custom_load_fn)
+        ModelFiles(self.module).load(loaded.weights, load_module_strict, custom_load_fn)
+        self._refresh_masters()
         if not load_module_only:
             self._restore_training(loaded, load_optimizer_states, load_lr_scheduler_states)
         self.loaded_checkpoint_tag = str(tag)
@@ -344,59 +356,46 @@ class CheckpointMixin:
                 else []
             )
             raise CheckpointError(f"tag {os.path.basename(folder)!r} is not in {load_dir}; there are: {', '.join(tags) or 'none'}")
-        mp_rank = groups._get_model_parallel_rank()
-        model = read_file(os.path.join(folder, keys.model_file(mp_rank)))
-        if strict:
-            self._check_module(model[keys.MODULE])
+        model = self._read_model_file(folder)
+        weights = ModelFiles(self.module).read(folder, model, strict)
         if module_only:
-            return LoadedFiles(model, None, None)
-        optimizer = self._read_optimizer(folder, mp_rank, model.get(keys.DP_WORLD_SIZE), load_optimizer_states)
-        host_path = os.path.join(folder, keys.host_file(dist.get_rank()))
-        host = read_file(host_path) if os.path.isfile(host_path) else None
-        return LoadedFiles(model, optimizer, host)
+            return LoadedFiles(model, weights)
+        host, position = self._read_host(folder)
+        return LoadedFiles(model, weights, self._read_optimizer(folder, model, load_optimizer_states), host, position)
 
-    def _read_optimizer(
-        self, folder: str, mp_rank: int, saved_shards: int | None, load_optimizer_states: bool
-    ) -> dict[str, Any] | None:
-        if not isinstance(self._sequence, ZeROOptimizer):
-            return None
-        path = os.path.join(folder, self._optimizer_file(mp_rank))
+    def _read_optimizer(self, folder: str, model: dict[str, Any], load_optimizer_states: bool) -> RecutState | None:
         try:
-            if saved_shards is not None:
-                check_shards(self._sequence, saved_shards)  # first: with more ranks than shards some have no file
-            state = read_file(path)[keys.OPTIMIZER_STATE_DICT]
-            check_fits(self._sequence, state)
+            return self._optimizer_files().read(folder, model)
         except (CheckpointError, CheckpointMismatchError):
             if load_optimizer_states:
                 raise
             return None  # masters are rounded up from the weights
-        return state
 
-    def _check_module(self, saved: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict(strict=True)` would, before anything is changed."""
-        own = self.module.state_dict()
-        problems = [f"{name} is missing" for name in own if name not in saved]
-        problems += [f"{name} is not in this model" for name in saved if name not in own]
-        problems += [
-            f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
-            for name in own
-            if name in saved and isinstance(own[name], torch.Tensor) and saved[name].shape != own[name].shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+    def _read_model_file(self, folder: str) -> dict[str, Any]:
+        """This rank's, or with other pipeline stages that of the first: what they have in common is the same."""
+        own, path = Cut.of_this_run(), os.path.join(folder, keys.model_file(groups._get_model_parallel_rank()))
+        first: dict[str, Any] = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        saved = Cut.of_file(first)
+        if saved.tensor != own.tensor:
             raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was saved without frozen parameters, "
-                "or only some of it is wanted, give load_module_strict=False"
+                f"{folder} was saved with {saved.tensor} tensor-parallel ranks, this run has {own.tensor}: only the model "
+                "knows how its weights are sliced, so run with as many"
             )
+        model: dict[str, Any] = read_file(path) if saved == own else first
+        return model
+
+    def _read_host(self, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        path = os.path.join(folder, keys.host_file(dist.get_rank()))
+        own = read_file(path) if os.path.isfile(path) else None
+        first = os.path.join(folder, keys.host_file(0))
+        position = read_file(first) if os.path.isfile(first) else None
+        equal = own is not None and own.get("cut", self._host_cut()) == self._host_cut()
+        return (own, None) if equal else (None, position)
 
     def _restore_training(self, loaded: LoadedFiles, load_optimizer_states: bool, load_lr_scheduler_states: bool) -> None:
-        from_fp32 = self.zero_load_from_fp32_weights()  # type: ignore[attr-defined]  # from EngineSettings
         if loaded.optimizer is not None:
-            self._sequence.load_state_dict(
-                loaded.optimizer, load_optimizer_states=load_optimizer_states, load_from_fp32_weights=from_fp32
-            )
-        elif self.optimizer is not None and loaded.model.get(keys.OPTIMIZER) is not None and load_optimizer_states:
-            self.optimizer.load_state_dict(loaded.model[keys.OPTIMIZER])
+            from_fp32 = self.zero_load_from_fp32_weights()  # type: ignore[attr-defined]  # from EngineSettings
+            self._optimizer_files().load(loaded.optimizer, load_optimizer_states, from_fp32)
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if load_lr_scheduler_states and self.lr_scheduler is not None and scheduler is not None:
             self.lr_scheduler.load_state_dict(scheduler)
@@ -406,7 +405,7 @@ class CheckpointMixin:
         self.global_samples = loaded.model[keys.GLOBAL_SAMPLES]
         self.skipped_steps = loaded.model[keys.SKIPPED_STEPS]
         if load_optimizer_states:
-            self._restore_host(loaded.host)
+            self._restore_host(loaded)
 
     def _apply_schedule(self) -> None:
         """Set the rates that the schedule is at; without the optimizer's groups they would be its first until the next step."""
@@ -416,20 +415,13 @@ class CheckpointMixin:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
 
-    def _restore_host(self, host: dict[str, Any] | None) -> None:
+    def _restore_host(self, loaded: LoadedFiles) -> None:
         steps = self.gradient_accumulation_steps()  # type: ignore[attr-defined]  # from EngineSettings
-        self.tracker.micro_steps = self.global_steps * steps if host is None else host["micro_steps"]  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        if host is None:
-            return  # a checkpoint that upstream wrote, or another world size
-        import numpy  # startup: only needed here
-
-        random.setstate(host["python"])
-        numpy.random.set_state(tuple(host["numpy"]))
-        torch.set_rng_state(host["torch"])
-        if host["device"] is not None:
-            get_accelerator().set_rng_state(host["device"])
-        if self.training_dataloader is not None and host["dataloader"] is not None:
-            self.training_dataloader.load_state_dict(host["dataloader"])
+        self.tracker.micro_steps = self.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        if loaded.host is not None:
+            restore_host_state(loaded.host, self.training_dataloader)
+        elif loaded.position is not None:
+            restore_position(loaded.position, self.training_dataloader)
 
     # What clients gather weights with; below stage 3 every rank has them whole.
 

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import FP32_GROUPS_FLAT, SCALER_KEYS
 from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
 from deepspeed.runtime.sharding.state import load_in_place
-
-FP32_GROUPS_FLAT = "fp32_groups_flat"
-SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 
 
 class FP16_Optimizer(MasterWeightOptimizer):

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import FP32_GROUPS
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-
-FP32_GROUPS = "fp32_groups"
-
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
     """See module; arguments as `FP16_Optimizer`."""

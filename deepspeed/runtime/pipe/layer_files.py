@@ -19,6 +19,8 @@ from deepspeed.runtime.utils import partition_uniform
 
 SUFFIX = "-model_states.pt"
 
+LoadedLayers = list[tuple[nn.Module, dict[str, Any]]]
+
 
 class LayerFiles:
     """Saving and loading of `PipelineModule`.
@@ -87,9 +89,11 @@ class LayerFiles:
             yield from modules[bounds[writer] : bounds[writer + 1]]
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
-        """Load the own layers from the files of a checkpoint, whatever number of stages wrote them. Collective-free.
+        """`read_state_dir` and `load_layers`. Collective-free."""
+        self.load_layers(self.read_state_dir(load_dir, checkpoint_engine, strict), strict)
 
-        All files are read and compared before the first weight changes.
+    def read_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> LoadedLayers:
+        """Read and compare the own layers' files of a checkpoint, whatever number of stages wrote them; nothing changes.
 
         Args:
             load_dir: Folder with the layer files.
@@ -99,7 +103,7 @@ class LayerFiles:
         Raises:
             CheckpointError: A file is missing or damaged, or its names or shapes are not the layer's.
         """
-        loaded: list[tuple[nn.Module, dict[str, Any]]] = []
+        loaded: LoadedLayers = []
         for index, module in self._layer_modules().items():
             path = self._existing_path(load_dir, index)
             if not strict and not os.path.isfile(path):
@@ -107,6 +111,11 @@ class LayerFiles:
             state = read_file(path) if checkpoint_engine is None else checkpoint_engine.load(path, map_location="cpu")
             _check_layer(module, state, path, strict)
             loaded.append((module, state))
+        return loaded
+
+    @staticmethod
+    def load_layers(loaded: LoadedLayers, strict: bool = True) -> None:
+        """Give the layers the weights that were read."""
         for module, state in loaded:
             module.load_state_dict(state, strict=strict)
 

@@ -1,5 +1,7 @@
 """State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and BF16_Optimizer files share.
 
+Written and read here is this rank's own cut of it; state that was cut otherwise is made into that by `runtime.recut`.
+
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per group without padding with
 `elastic_checkpoint`. `param_slice_mappings` says where each parameter's fragment lies in this rank's shard.
 """
@@ -43,7 +45,7 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
         GROUP_PADDINGS: optimizer.group_paddings,
         PARTITION_COUNT: optimizer.partition_count,
         DS_VERSION: __version__,
-        PARAM_SLICE_MAPPINGS: [_slice_mapping(optimizer, g) for g in optimizer.groups],
+        PARAM_SLICE_MAPPINGS: [slice_mapping(optimizer, g) for g in optimizer.groups],
     }
     if elastic:
         state[BASE_OPTIMIZER_PARAM_GROUPS] = optimizer.optimizer.state_dict()["param_groups"]
@@ -56,7 +58,8 @@ def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.shard_rank)]
 
 
-def _slice_mapping(optimizer: ZeROOptimizer, group: ShardedGroup) -> OrderedDict[str, fragment_address]:
+def slice_mapping(optimizer: ZeROOptimizer, group: ShardedGroup) -> OrderedDict[str, fragment_address]:
+    """Where this rank's fragments of the group's parameters lie in its shard."""
     return OrderedDict(
         (optimizer.param_names.get(group.params[f.param], str(f.param)), fragment_address(numel=f.numel, start=f.shard_start))
         for f in group.table.of_shard(group.shard_rank)
@@ -76,22 +79,6 @@ def _lean_value(group: ShardedGroup, value: Any) -> Any:
     return _without_padding(group, value) if is_moment else value
 
 
-def check_shards(optimizer: ZeROOptimizer, saved: int) -> None:
-    """Raise unless the state was saved in as many shards as this run has; how many instances hold copies of them doesn't matter.
-
-    Raises:
-        CheckpointMismatchError: Naming both and what decides it.
-    """
-    if saved != optimizer.num_shards:
-        count = optimizer.instances.count
-        raise CheckpointMismatchError(
-            f"the checkpoint's optimizer state was saved with {saved} data-parallel ranks per optimizer instance, this run has "
-            f"{optimizer.num_shards} ({optimizer.num_shards * count} ranks, zero_optimization.num_optimizer_instances: {count}): "
-            f"resume with {saved} ranks per instance, in any number of instances, or load weights only "
-            "(load_checkpoint(..., load_module_only=True))"
-        )
-
-
 def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     """Raise unless `saved` is a part that this rank could have saved.
 
@@ -99,12 +86,9 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
         CheckpointMismatchError: Naming what differs. Nothing was changed.
     """
     counts = list(saved[PARTITION_COUNT])
-    for count in counts:
-        check_shards(optimizer, count)
-    if len(counts) != len(optimizer.groups):
+    if counts != optimizer.partition_count:
         raise CheckpointMismatchError(
-            f"the checkpoint was saved with {len(counts)} parameter groups, this run has {len(optimizer.groups)}: resume with the "
-            "same, or load weights only (load_checkpoint(..., load_module_only=True))"
+            f"the checkpoint's parameter groups are cut into {counts} shards, this run's into {optimizer.partition_count}"
         )
     for index, (group, master) in enumerate(zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)):
         expected = _without_padding(group, group.master).numel()
@@ -113,7 +97,7 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
                 f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, this model's {expected}"
             )
     for index, group in enumerate(optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []):
-        here = {name: (a.numel, a.start) for name, a in _slice_mapping(optimizer, group).items()}
+        here = {name: (a.numel, a.start) for name, a in slice_mapping(optimizer, group).items()}
         there = {name: (a.numel, a.start) for name, a in saved[PARAM_SLICE_MAPPINGS][index].items()}
         if here != there:
             differing = sorted(set(here.items()) ^ set(there.items()))

@@ -80,6 +80,18 @@ class ZeROOptimizer(MasterWeightOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in upstream's layout."""
 
+    @abstractmethod
+    def load_state_dict(
+        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+    ) -> None:
+        """Restore this rank's part.
+
+        Args:
+            state_dict: As `state_dict()` returned it on this rank.
+            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
+            load_from_fp32_weights: Restore masters; otherwise round them up from the model-precision weights.
+        """
+
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
         """Trainable parameters of each group, in flat order."""

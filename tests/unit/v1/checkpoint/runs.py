@@ -11,6 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 WIDTH = 8
 SAMPLES = 20  # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two epochs
@@ -108,6 +109,32 @@ def look(engine: Any) -> dict[str, Any]:
         "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
         "data": engine.training_dataloader.state_dict(),
     }
+
+
+def by_name(engine: Any) -> dict[str, Any]:
+    """Weights, masters and moments of every trained parameter, whole, on every rank: what no division over ranks may change.
+
+    At stage 0 in fp32 the weights are the masters.
+    """
+    found: dict[str, Any] = {}
+    for name, param in engine.module.named_parameters():
+        found[f"weight.{name}"] = param.detach().clone()
+        if not param.requires_grad:
+            continue
+        whole = safe_get_full_fp32_param(param)
+        found[f"master.{name}"] = None if whole is None else whole.clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key}.{name}"] = moment(engine, param, key)
+    return found
+
+
+def moment(engine: Any, param: nn.Parameter, key: str) -> torch.Tensor:
+    """Optimizer state of a parameter, whole, whoever keeps it."""
+    if hasattr(param, "_hp_mapping"):
+        found = safe_get_full_optimizer_state(param, key)
+        assert found is not None
+        return found.clone()
+    return engine.optimizer.state[param][key].clone()
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:

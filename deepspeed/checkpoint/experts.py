@@ -1,0 +1,55 @@
+"""Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of them.
+
+Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written when `runtime.checkpointing`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# prefix, number, rest of a parameter's name
+_EXPERT = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
+
+
+def expert_prefix(name: str) -> str | None:
+    """What all experts of this parameter's layer have in common in their names; None for a dense parameter."""
+    match = _EXPERT.match(name)
+    return None if match is None else match.group(1)
+
+
+def expert_number(name: str) -> int | None:
+    """The expert's number in the name; None for a dense parameter."""
+    match = _EXPERT.match(name)
+    return None if match is None else int(match.group(2))
+
+
+def renumbered(name: str, offsets: Mapping[str, int]) -> str:
+    """The name with its expert's number moved by what `offsets` has for its layer's prefix; dense names as they are."""
+    match = _EXPERT.match(name)
+    if match is None:
+        return name
+    prefix, number, rest = match.groups()
+    return f"{prefix}{int(number) + offsets.get(prefix, 0)}{rest}"
+
+
+def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
+    """By layer prefix, how many experts a rank holds that has these parameters."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        match = _EXPERT.match(name)
+        if match is not None:
+            found.setdefault(match.group(1), set()).add(int(match.group(2)))
+    return {prefix: len(numbers) for prefix, numbers in found.items()}
+
+
+def without_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict that every rank has alike, in a dictionary of the same type."""
+    return type(state)((name, value) for name, value in state.items() if expert_prefix(name) is None)
+
+
+def of_expert(state: Mapping[str, Any], prefix: str, number: int) -> dict[str, Any]:
+    """The entries of one expert, as they are named."""
+    start = f"{prefix}{number}."
+    return {name: value for name, value in state.items() if name.startswith(start)}

@@ -1,0 +1,272 @@
+"""Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups it was cut for.
+
+`SavedOptimizer` reads the files of a folder one by one (mapped, so that only what is used is read) and yields *pieces*: runs of
+elements of a named parameter with the master weight and all per-element state. It knows nothing of the run that asks, calls no
+collective, and changes nothing.
+
+Three layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), whole state of one expert rank (`expp_rank_*`) and
+whole state in the model file (stage 0). In shards a parameter's elements lie in the order of the ranks, so its first element in a
+shard is the sum of what the shards before held. Experts are numbered over all ranks here; in files each rank numbers its own.
+A parameter that several pipeline stages hold (tied weights) is taken from the first of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.experts import expert_prefix, experts_per_rank, renumbered
+from deepspeed.checkpoint.files import CheckpointError, read_file
+
+# The master weight, among the names of per-element state.
+FP32 = "fp32"
+STEP = "step"
+_SHARD_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_EXPERT_FILE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+
+
+class SavedPiece(NamedTuple):
+    """Elements `start` to `start + numel` of parameter `name`.
+
+    Attributes:
+        name: Parameter; experts are numbered over all ranks.
+        values: Per-element state, each 1-D of `numel` elements: FP32 for the master weight if there is one, then the optimizer's.
+        shared: State that is not per element (`step`).
+        options: Hyper-parameters of its parameter group, without "params".
+    """
+
+    name: str
+    start: int
+    numel: int
+    values: Mapping[str, torch.Tensor]
+    shared: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class _Run(NamedTuple):
+    """A parameter's elements from `start`, lying at `at` of a tensor that the optimizer updated."""
+
+    name: str
+    start: int
+    at: int
+    numel: int
+
+
+class _Tensor(NamedTuple):
+    """One tensor that the optimizer updated.
+
+    Attributes:
+        runs: The parameters in it.
+        master: Its fp32 master weight, if that is saved.
+        state: The optimizer's state of it.
+        sizes: Element counts that per-element state may have (with padding, without).
+        options: Hyper-parameters of its group.
+        is_scalar: It has no dimensions, so its per-element state has none either.
+    """
+
+    runs: Sequence[_Run]
+    master: torch.Tensor | None
+    state: Mapping[str, Any]
+    sizes: tuple[int, ...]
+    options: Mapping[str, Any]
+    is_scalar: bool = False
+
+    def is_per_element(self, key: str, value: Any) -> bool:
+        """Whether `value` has an element for each of the tensor's; a step count never has."""
+        if key == STEP or not isinstance(value, torch.Tensor) or value.numel() not in self.sizes:
+            return False
+        return value.dim() > 0 or self.is_scalar
+
+
+class SavedOptimizer:
+    """The optimizer state in a checkpoint folder.
+
+    Args:
+        folder: The tag's folder.
+        tensor_rank: Whose slices to read, where the model is tensor parallel.
+
+    Attributes:
+        model_parts: Model-parallel ranks that hold the stages of that tensor-parallel rank, first stage first.
+        has_state: Whether the run that saved the folder had an optimizer.
+        scaler: State of the loss scale; empty if there is none. Known once `pieces` has ended, as is
+        options: Hyper-parameters by number of parameter group, of the first stage that has a group of that number.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+
+    def __init__(self, folder: str, tensor_rank: int = 0) -> None:
+        self.folder = folder
+        first = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        tensor_size = _degree(first, keys.CHECKPOINT_TP_DEGREE)
+        self.model_parts = range(tensor_rank, first.get(keys.MP_WORLD_SIZE, 1), tensor_size)
+        listing = sorted(os.listdir(folder))
+        self._shards = _by_part(folder, listing, _SHARD_FILE)
+        self._expert_ranks = _by_part(folder, listing, _EXPERT_FILE)
+        self.has_state = bool(self._shards or self._expert_ranks or first.get(keys.OPTIMIZER) is not None)
+        self.scaler: dict[str, Any] = {}
+        self.options: dict[int, Mapping[str, Any]] = {}
+
+    def pieces(self) -> Iterator[SavedPiece]:
+        """Every element of every parameter once, file by file.
+
+        Raises:
+            CheckpointError: Files are missing, damaged or of different checkpoints.
+        """
+        seen: set[str] = set()
+        for part in self.model_parts:
+            names: set[str] = set()
+            for piece in self._pieces_of(part):
+                # What an earlier stage or rank has whole is a copy here: a tied weight.
+                if piece.name not in seen:
+                    names.add(piece.name)
+                    yield piece
+            seen |= names
+
+    def _pieces_of(self, part: int) -> Iterator[SavedPiece]:
+        model = read_file(os.path.join(self.folder, keys.model_file(part)), mmap=True)
+        if part in self._shards:
+            yield from self._sharded(self._shards[part], model)
+        elif part in self._expert_ranks:
+            yield from self._whole_of_expert_ranks(self._expert_ranks[part])
+        elif model.get(keys.OPTIMIZER) is not None:
+            yield from self._whole(model[keys.OPTIMIZER], {})
+        else:
+            raise CheckpointError(f"{self.folder} holds no optimizer state of model-parallel rank {part}")
+
+    # Shards
+
+    def _sharded(self, files: Mapping[int, str], model: Mapping[str, Any]) -> Iterator[SavedPiece]:
+        count = max(files) + 1
+        missing = sorted(set(range(count)) - set(files))
+        if missing:
+            raise CheckpointError(f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of {count}")
+        data_first = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
+        per_rank = experts_per_rank(name for shapes in model[keys.PARAM_SHAPES] for name in shapes)
+        done: dict[str, int] = {}
+        for rank, path in sorted(files.items()):
+            state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
+            self._keep_scaler(state)
+            if state.get(keys.PARAM_SLICE_MAPPINGS) is None:
+                raise CheckpointError(f"{path} has no param_slice_mappings, so only equally many ranks can load it")
+            for index, owners in enumerate(state[keys.PARTITION_COUNT]):
+                has_experts = any(expert_prefix(name) is not None for name in model[keys.PARAM_SHAPES][index])
+                if owners != count and not (has_experts and count % owners == 0):
+                    raise CheckpointError(
+                        f"{path} is one of {owners} shards, but there are files of {count}: some are missing or another's"
+                    )
+                expert_rank = rank // owners if data_first else rank % (count // owners)
+                offsets = {prefix: held * expert_rank for prefix, held in per_rank.items()} if has_experts else {}
+                tensor = _shard(state, index, done, offsets)
+                self.options.setdefault(index, tensor.options)
+                yield from _cut(tensor)
+
+    # Whole state
+
+    def _whole_of_expert_ranks(self, files: Mapping[int, str]) -> Iterator[SavedPiece]:
+        """A rank's whole state is in its file; what several ranks hold is taken from the first of them."""
+        seen: set[str] = set()
+        for rank, path in sorted(files.items()):
+            state = read_file(path, mmap=True)[keys.OPTIMIZER]
+            per_rank = experts_per_rank(name for shapes in state.get(keys.PARAM_SHAPES) or () for name in shapes)
+            offsets = {prefix: held * self._expert_rank(rank, len(files), state, prefix) for prefix, held in per_rank.items()}
+            names = set()
+            for piece in self._whole(state, offsets):
+                names.add(piece.name)
+                if piece.name not in seen:
+                    yield piece
+            seen |= names
+
+    @staticmethod
+    def _expert_rank(rank: int, count: int, state: Mapping[str, Any], prefix: str) -> int:
+        """Files are numbered by the largest expert group of the model; a smaller one's ranks repeat in it."""
+        sizes: Mapping[str, int] = state[keys.EXPERT_GROUP_SIZES]
+        return rank % sizes[prefix] if not state.get(keys.DATA_BEFORE_EXPERTS) else rank * sizes[prefix] // count
+
+    def _whole(self, state: Mapping[str, Any], offsets: Mapping[str, int]) -> Iterator[SavedPiece]:
+        shapes: Sequence[Mapping[str, torch.Size]] | None = state.get(keys.PARAM_SHAPES)
+        if shapes is None:
+            raise CheckpointError(
+                f"the optimizer state in {self.folder} has no parameter names: it can be loaded by the same model with the same "
+                "parameter groups and pipeline stages only"
+            )
+        self._keep_scaler(state)
+        base = state.get(keys.OPTIMIZER_STATE_DICT, state)
+        for index, (group, named) in enumerate(zip(base["param_groups"], shapes, strict=True)):
+            options = self.options.setdefault(index, _options(group))
+            runs, at = [], 0
+            is_scalar = [len(shape) == 0 for shape in named.values()]
+            for name, shape in named.items():
+                runs.append(_Run(renumbered(name, offsets), 0, at, shape.numel()))
+                at += shape.numel()
+            if keys.FP32_GROUPS_FLAT in state:
+                master = state[keys.FP32_GROUPS_FLAT][index]
+                yield from _cut(_Tensor(runs, master, _state_of(base, group, 0), (master.numel(),), options))
+                continue
+            for position, run in enumerate(runs):
+                master = state[keys.FP32_GROUPS][index][position] if keys.FP32_GROUPS in state else None
+                tensor = _Tensor([run._replace(at=0)], master, _state_of(base, group, position), (run.numel,), options)
+                yield from _cut(tensor._replace(is_scalar=is_scalar[position]))
+
+    def _keep_scaler(self, state: Mapping[str, Any]) -> None:
+        scaler = state.get(keys.LOSS_SCALER)
+        found = vars(scaler) if scaler is not None else {key: state[key] for key in keys.SCALER_KEYS if key in state}
+        self.scaler = self.scaler or dict(found)
+
+
+def _degree(model: Mapping[str, Any], key: str) -> int:
+    return int((model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}).get(key, 1))
+
+
+def _by_part(folder: str, listing: Sequence[str], pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:
+    """Model-parallel rank -> other rank -> path, of the files that match."""
+    found: dict[int, dict[int, str]] = {}
+    for name in listing:
+        match = pattern.match(name)
+        if match is not None:
+            found.setdefault(int(match.group(2)), {})[int(match.group(1))] = os.path.join(folder, name)
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _state_of(base: Mapping[str, Any], group: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+    return base["state"].get(group["params"][position], {}) if group["params"] else {}
+
+
+def _shard(state: Mapping[str, Any], index: int, done: dict[str, int], offsets: Mapping[str, int]) -> _Tensor:
+    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter earlier shards held."""
+    runs = []
+    for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
+        name = renumbered(local_name, offsets)
+        runs.append(_Run(name, done.get(name, 0), address.start, address.numel))
+        done[name] = done.get(name, 0) + address.numel
+    master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][index]
+    padded = master.numel() + state[keys.GROUP_PADDINGS][index]
+    base = state[keys.BASE_OPTIMIZER_STATE]
+    if isinstance(base, Mapping):
+        group = base["param_groups"][index]
+        return _Tensor(runs, master, _state_of(base, group, 0), (master.numel(), padded), _options(group))
+    groups = state.get(keys.BASE_OPTIMIZER_PARAM_GROUPS)  # elastic files
+    return _Tensor(runs, master, base[index], (master.numel(), padded), _options(groups[index]) if groups else {})
+
+
+def _cut(tensor: _Tensor) -> Iterator[SavedPiece]:
+    """The pieces of one of the optimizer's tensors."""
+    flat = {} if tensor.master is None else {FP32: tensor.master.reshape(-1)}
+    shared = {}
+    for key, value in tensor.state.items():
+        if tensor.is_per_element(key, value):
+            flat[key] = value.reshape(-1)
+        else:
+            shared[key] = value
+    for run in tensor.runs:
+        values = {key: value[run.at : run.at + run.numel] for key, value in flat.items()}
+        yield SavedPiece(run.name, run.start, run.numel, values, shared, tensor.options)

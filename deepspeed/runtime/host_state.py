@@ -1,0 +1,65 @@
+"""What each process alone knows: random states and its position in the data. Saved in a file per process.
+
+Random states belong to a process, so they are restored where as many processes hold the same parts of the model. The position in
+the data is counted in samples over all ranks, so any number of ranks can go on from it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import ResumableDistributedSampler
+from deepspeed.utils.logging import logger
+
+
+def host_state(loader: Any, micro_steps: int, cut: dict[str, int]) -> dict[str, Any]:
+    """This process's state.
+
+    Args:
+        loader: The engine's training dataloader, or None.
+        micro_steps: Micro-batches so far.
+        cut: How model and data are divided over the ranks.
+    """
+    import numpy  # startup: only needed here
+
+    accelerator = get_accelerator()
+    name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, [int(word) for word in state], position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
+        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "micro_steps": micro_steps,
+        "cut": dict(cut),
+    }
+
+
+def restore_host_state(host: dict[str, Any], loader: Any) -> None:
+    """Go on where this process, or one in its place, was."""
+    import numpy  # startup: only needed here
+
+    random.setstate(host["python"])
+    numpy.random.set_state(tuple(host["numpy"]))
+    torch.set_rng_state(host["torch"])
+    if host["device"] is not None:
+        get_accelerator().set_rng_state(host["device"])
+    if hasattr(loader, "load_state_dict") and host["dataloader"] is not None:
+        loader.load_state_dict(host["dataloader"])
+
+
+def restore_position(host: dict[str, Any], loader: Any) -> None:
+    """Go on in the data where a run of other ranks was; `host` is of any of them."""
+    if loader is None or host["dataloader"] is None:
+        return
+    if isinstance(getattr(loader, "data_sampler", None), ResumableDistributedSampler):
+        loader.load_state_dict(host["dataloader"])
+    else:
+        logger.warning(
+            "the checkpoint was saved by other ranks, and a sampler of the client orders the training data: its position is not "
+            "restored, the epoch begins anew"
+        )

@@ -1,0 +1,197 @@
+"""The weights of a model in a checkpoint folder: in the model file, experts in files of their own, pipeline layers in theirs.
+
+Reading and loading are apart, so that every rank can read and check everything before any changes a weight. Nothing here
+communicates. Who calls it when is `checkpointing`'s; names are in `checkpoint.constants` and `checkpoint.experts`.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import experts
+from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+
+
+@runtime_checkable
+class LayeredModule(Protocol):
+    """A pipeline's module, which keeps a file per layer."""
+
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
+        """Write this rank's share of the layers."""
+
+    def read_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> Any:
+        """Read and check this stage's layers."""
+
+    def load_layers(self, loaded: Any, strict: bool = True) -> None:
+        """Load what `read_state_dir` returned."""
+
+
+class Cut(NamedTuple):
+    """How a run divides model and data over ranks: its pipeline stages, its tensor-parallel and all its model-parallel ranks."""
+
+    stages: int
+    tensor: int
+    parts: int
+
+    @classmethod
+    def of_this_run(cls) -> Cut:
+        """That of the process groups."""
+        tensor, parts = groups.get_tensor_model_parallel_world_size(), groups._get_model_parallel_world_size()
+        return cls(max(1, parts // tensor), tensor, parts)
+
+    @classmethod
+    def of_file(cls, model: Mapping[str, Any]) -> Cut:
+        """That of the run that wrote a model file."""
+        parts = int(model.get(keys.MP_WORLD_SIZE, 1))
+        degrees = model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
+        return cls(int(degrees.get(keys.CHECKPOINT_PP_DEGREE, 1)), int(degrees.get(keys.CHECKPOINT_TP_DEGREE, parts)), parts)
+
+
+class ModelExperts:
+    """The layers with experts of a model, whose groups are made.
+
+    Attributes:
+        layers: Prefix of the names of a layer's experts -> the layer, in the order of the files' numbers.
+        first: Prefix -> number over all ranks of the first expert of this rank.
+        group_sizes: Prefix -> how many ranks the experts are spread over.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, MoE))
+        self.layers = {f"{name}.deepspeed_moe.experts.deepspeed_experts.".lstrip("."): layer for name, layer in found}
+        self.first = {prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()}
+        self.group_sizes = {prefix: layer.ep_size for prefix, layer in self.layers.items()}
+
+    def write(self, folder: str, state: Mapping[str, Any]) -> None:
+        """Write the experts in `state` of which this rank is the first owner."""
+        part = groups._get_model_parallel_rank()
+        for index, (prefix, layer) in enumerate(self.layers.items()):
+            if groups._get_expert_data_parallel_rank(layer.expert_group_name) > 0:
+                continue
+            for local, number in enumerate(layer.global_expert_ids):
+                own = experts.of_expert(state, prefix, local)
+                renamed = {experts.renumbered(name, self.first): value for name, value in own.items()}
+                write_file(os.path.join(folder, keys.expert_file(index, number, part)), clone_tensors_for_torch_save(renamed))
+
+    def read(self, folder: str) -> dict[str, Any]:
+        """The weights of this rank's experts, named as in this rank's model."""
+        state: dict[str, Any] = {}
+        back = {prefix: -first for prefix, first in self.first.items()}
+        for index, layer in enumerate(self.layers.values()):
+            for number in layer.global_expert_ids:
+                saved = read_file(self._path(folder, index, number))
+                state.update((experts.renumbered(name, back), value) for name, value in saved.items())
+        return state
+
+    @staticmethod
+    def _path(folder: str, index: int, number: int) -> str:
+        """Experts that are not tensor parallel may have been written by another tensor-parallel rank."""
+        path = os.path.join(folder, keys.expert_file(index, number, groups._get_model_parallel_rank()))
+        if os.path.isfile(path):
+            return path
+        found = sorted(glob.glob(os.path.join(glob.escape(folder), keys.expert_file(index, number, 0).replace("_00_", "_*_"))))
+        return found[0] if found else path
+
+
+class ReadWeights(NamedTuple):
+    """Weights that were read and checked: a state dict, or layers of a pipeline."""
+
+    state: dict[str, Any] | None
+    layers: Any
+
+
+class ModelFiles:
+    """Writes and reads the weights of one engine's model.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.experts = ModelExperts(module)
+        self.is_layered = isinstance(module, LayeredModule)
+
+    @property
+    def layered(self) -> LayeredModule:
+        """The model as a pipeline's."""
+        return cast(LayeredModule, self.module)
+
+    def write(self, folder: str, state: dict[str, Any], exclude_frozen: bool) -> None:
+        """Write what has files of its own: layers and experts. All ranks call it.
+
+        Args:
+            folder: An existing one.
+            state: The model's state dict.
+            exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out already).
+
+        Raises:
+            CheckpointError: Experts in a pipeline that are spread over ranks: there is no layout for them.
+        """
+        if not self.is_layered:
+            self.experts.write(folder, state)
+            return
+        if any(size > 1 for size in self.experts.group_sizes.values()):
+            raise CheckpointError(
+                "a pipeline's layer files hold the experts of one rank only: use ep_size=1 in a PipelineModule, or no pipeline"
+            )
+        self.layered.save_state_dict(folder, exclude_frozen_params=exclude_frozen)
+
+    def in_model_file(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """What of the state dict stands in the model file: all that has no file of its own."""
+        if self.is_layered:
+            return None
+        return experts.without_experts(state) if self.experts.layers else state
+
+    def read(self, folder: str, model: Mapping[str, Any], strict: bool) -> ReadWeights:
+        """Read this rank's weights and check them.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or (`strict`) its names and shapes are not this model's.
+        """
+        if self.is_layered:
+            return ReadWeights(None, self.layered.read_state_dir(folder, strict=strict))
+        if model[keys.MODULE] is None:
+            raise CheckpointError(
+                f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 runs on ranks without a pipeline"
+            )
+        state = {**model[keys.MODULE], **self.experts.read(folder)} if self.experts.layers else model[keys.MODULE]
+        if strict:
+            self._check(state)
+        return ReadWeights(state, None)
+
+    def load(self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None) -> None:
+        """Change the model's weights to those read."""
+        if self.is_layered:
+            self.layered.load_layers(read.layers, strict=strict)
+        elif custom_load_fn is not None:
+            custom_load_fn(src=read.state, dst=self.module)
+        else:
+            self.module.load_state_dict(cast("dict[str, Any]", read.state), strict=strict)
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        """Raise what `load_state_dict(strict=True)` would, before anything is changed."""
+        own = self.module.state_dict()
+        problems = [f"{name} is missing" for name in own if name not in saved]
+        problems += [f"{name} is not in this model" for name in saved if name not in own]
+        problems += [
+            f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
+            for name in own
+            if name in saved and isinstance(own[name], torch.Tensor) and saved[name].shape != own[name].shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was saved without frozen parameters, "
+                "or only some of it is wanted, give load_module_strict=False"
+            )

@@ -1,0 +1,208 @@
+"""The optimizer's state in a checkpoint folder: which file holds it, and how a run that is divided otherwise gets its own.
+
+State of an equal run is read from the one file that this rank would write. Where ranks, stages or parameter groups are others, it
+is put together by parameter name from all files (`recut`). Nothing here communicates; who calls it when is `checkpointing`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.experts import renumbered
+from deepspeed.checkpoint.files import read_file
+from deepspeed.checkpoint.reshape import SavedOptimizer
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.model_files import Cut, ModelExperts
+from deepspeed.runtime.recut import RecutState, recut_state
+from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.utils import groups
+
+# How whole state may have masters: flat per group, or one per parameter.
+MASTERS = {keys.FP32_GROUPS_FLAT, keys.FP32_GROUPS}
+NAMELESS = "a parameter that is not the module's"
+
+
+class OptimizerFiles:
+    """Writes and reads the state of one engine's optimizer.
+
+    Sharded state is in a file per data-parallel rank, whole state in the model file; with experts, which differ from rank to rank,
+    whole state is in a file per expert rank.
+
+    Args:
+        sequence: The step sequence; None for an engine that does not train.
+        optimizer: Who has the state: the sequence, or the client's optimizer.
+        module: The model.
+        bf16: It is trained in bf16, which its files' names tell.
+        data_before_experts: Order of data- and expert-parallel ranks.
+        config: The configuration, for the files.
+    """
+
+    def __init__(
+        self,
+        sequence: StepSequence | None,
+        optimizer: Any,
+        module: nn.Module,
+        bf16: bool,
+        data_before_experts: bool,
+        config: Any,
+    ) -> None:
+        self.sequence = sequence
+        self.optimizer = optimizer
+        self.bf16 = bf16
+        self.data_before_experts = data_before_experts
+        self.config = config
+        self.experts = ModelExperts(module)
+        self.names = {param: name for name, param in module.named_parameters()}
+        self.part = groups._get_model_parallel_rank()
+
+    # Writing
+
+    def in_model_file(self) -> dict[str, Any] | None:
+        """What stands in the model file."""
+        return None if self.experts.layers else self._whole_state()
+
+    def own_files(self) -> dict[str, Any]:
+        """Name -> content of the files of their own that this rank writes."""
+        if not isinstance(self.sequence, ZeROOptimizer):
+            return self._expert_files()
+        if self.sequence.instances.index > 0:
+            # Other instances hold copies. The files are those of one instance alone, so offline tools read them as ever.
+            return {}
+        content = {
+            keys.OPTIMIZER_STATE_DICT: clone_tensors_for_torch_save(self.sequence.state_dict()),
+            keys.DS_CONFIG: self.config,
+            keys.DS_VERSION: __version__,
+        }
+        return {keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16): content}
+
+    def _expert_files(self) -> dict[str, Any]:
+        if not self.experts.layers or self.optimizer is None:
+            return {}
+        if groups._get_expert_data_parallel_rank(groups._get_max_expert_size_name()) > 0:
+            return {}
+        return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
+
+    def _expert_file(self) -> str:
+        return keys.expert_optimizer_file(groups._get_expert_parallel_rank(groups._get_max_expert_size_name()), self.part)
+
+    def _whole_state(self) -> dict[str, Any] | None:
+        """State of an optimizer that is not sharded; None if it is, or if there is none."""
+        if isinstance(self.sequence, ZeROOptimizer) or self.optimizer is None:
+            return None
+        state: dict[str, Any] = clone_tensors_for_torch_save(self.optimizer.state_dict())
+        return {**state, **self._numbering()}
+
+    def _numbering(self) -> dict[str, Any]:
+        """What the numbers of parameters in whole state mean, for runs that number them otherwise."""
+        if isinstance(self.sequence, MasterWeightOptimizer):
+            numbered = [group.params for group in self.sequence.groups]
+        else:
+            numbered = [group["params"] for group in self.optimizer.param_groups]
+        shapes = [
+            OrderedDict((self.names.get(param, f"unnamed.{group}.{index}"), param.shape) for index, param in enumerate(params))
+            for group, params in enumerate(numbered)
+        ]
+        if not self.experts.layers:
+            return {keys.PARAM_SHAPES: shapes}
+        return {
+            keys.PARAM_SHAPES: shapes,
+            keys.EXPERT_GROUP_SIZES: self.experts.group_sizes,
+            keys.DATA_BEFORE_EXPERTS: self.data_before_experts,
+        }
+
+    # Reading
+
+    def read(self, folder: str, model: Mapping[str, Any]) -> RecutState | None:
+        """State as this rank would have saved it; None if the checkpoint, or this run, has no optimizer.
+
+        Args:
+            folder: The checkpoint.
+            model: Content of its model file.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+            CheckpointMismatchError: Parameters of this rank are not in it, or not all of one.
+        """
+        if self.sequence is None:
+            return None
+        state = self._read_own_cut(folder, model)
+        if state is not None:
+            return RecutState(state, has_masters=True)
+        saved = SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
+        if not saved.has_state:
+            return None
+        names = {param: renumbered(name, self.experts.first) for param, name in self.names.items()}
+        return recut_state(self.sequence, saved, lambda param: names.get(param, NAMELESS))
+
+    def _read_own_cut(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What this rank, or one in its place, wrote; None if the run that wrote it was divided otherwise."""
+        if Cut.of_file(model) != Cut.of_this_run():
+            return None
+        whole = self._read_whole_state(folder, model)
+        if isinstance(self.sequence, ZeROOptimizer):
+            return self._read_own_shard(self.sequence, folder, model) if whole is None else None
+        if whole is None or any(whole.get(key, own) != own for key, own in self._numbering().items()):
+            return None
+        return whole if {*whole} & MASTERS == self._masters_key() else None
+
+    def _masters_key(self) -> set[str]:
+        """Under what whole state has its masters."""
+        if not isinstance(self.sequence, FP16_Optimizer):
+            return set()
+        return {keys.FP32_GROUPS if isinstance(self.sequence, FP16_UnfusedOptimizer) else keys.FP32_GROUPS_FLAT}
+
+    def _read_own_shard(self, sequence: ZeROOptimizer, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+        if model.get(keys.DP_WORLD_SIZE, sequence.num_shards) != sequence.num_shards:
+            return None
+        data_before_experts = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
+        if self.experts.layers and data_before_experts != self.data_before_experts:
+            return None
+        path, in_other_dtype = (
+            os.path.join(folder, keys.optimizer_file(sequence.shard_rank, self.part, bf16)) for bf16 in (self.bf16, not self.bf16)
+        )
+        if not os.path.isfile(path) and os.path.isfile(in_other_dtype):
+            return None
+        state: dict[str, Any] = read_file(path)[keys.OPTIMIZER_STATE_DICT]
+        if keys.LOSS_SCALER not in state and not isinstance(sequence, BF16_Optimizer):
+            return None  # BF16_Optimizer wrote it
+        try:
+            check_fits(sequence, state)
+        except CheckpointMismatchError:
+            return None
+        return state
+
+    def _read_whole_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+        if not self.experts.layers:
+            return model.get(keys.OPTIMIZER)
+        path = os.path.join(folder, self._expert_file())
+        return read_file(path)[keys.OPTIMIZER] if os.path.isfile(path) else None
+
+    def load(self, loaded: RecutState, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        """Give the optimizer what `read` returned.
+
+        Args:
+            loaded: The state.
+            load_optimizer_states: Moments too, not masters only.
+            load_from_fp32_weights: Masters, where there are any; otherwise they are rounded up from the model's weights.
+        """
+        if isinstance(self.sequence, (ZeROOptimizer, FP16_Optimizer)):
+            self.sequence.load_state_dict(
+                loaded.state,
+                load_optimizer_states=load_optimizer_states,
+                load_from_fp32_weights=load_from_fp32_weights and loaded.has_masters,
+            )
+        elif load_optimizer_states:
+            # Clients' optimizers may not expect what stands beside their own state.
+            self.optimizer.load_state_dict({key: value for key, value in loaded.state.items() if key not in self._numbering()})

@@ -1,0 +1,111 @@
+"""A checkpoint goes on with other ranks, other stages of ZeRO and other parameter groups: what it holds is found by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from unit.common import DistributedFixture, DistributedTest
+
+from .runs import by_name, config, differences, start, train
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+ACCUMULATE = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+WORLDS = (1, 2, 4)
+STEPS = 2
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 50, **keys}}
+
+
+# Each is saved by all worlds and loaded in all others.
+CASES: dict[str, dict[str, Any]] = {
+    "fp32-0": {},
+    "fp32-1": zero(1),
+    "fp32-2": zero(2),
+    "fp32-2-elastic": zero(2, elastic_checkpoint=True),
+    "fp32-2-dealt": zero(2, round_robin_gradients=True),
+    "bf16-0": BF16,
+    "bf16-1": {**BF16, **zero(1)},
+    "bf16-2": {**BF16, **zero(2)},
+    "accumulate-0": ACCUMULATE,
+    "accumulate-1": {**ACCUMULATE, **zero(1)},
+    "fp16-0": FP16,
+    "fp16-0-whole": {**FP16, **TORCH_ADAM},
+    "fp16-2": {**FP16, **zero(2)},
+}
+# Files of the first become state of the second.
+ACROSS = [
+    ("fp32-0", "fp32-2"),
+    ("fp32-2", "fp32-0"),
+    ("fp32-2-dealt", "fp32-1"),
+    ("bf16-2", "bf16-0"),
+    ("bf16-0", "accumulate-1"),
+    ("accumulate-1", "bf16-2"),
+    ("fp16-0", "fp16-0-whole"),
+    ("fp16-0-whole", "fp16-2"),
+    ("fp16-2", "fp16-0"),
+]
+
+
+def make(case: str, seed: int = 1, **more: Any) -> Any:
+    """An engine whose global batch is the same in every world."""
+    keys = {"train_micro_batch_size_per_gpu": 4 // dist.get_world_size(), "gradient_accumulation_steps": 1}
+    return start({**config(**CASES[case]), **keys}, seed=seed, **more)
+
+
+def expected(engine: Any) -> dict[str, Any]:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    state = {key: value for key, value in vars(scaler).items() if key.startswith("cur_")} if engine.fp16_enabled() else {}
+    counts = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr())
+    return {**by_name(engine), "scaler": state, "counts": counts}
+
+
+def masters_and_moments(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key.startswith(("master", "exp_avg")) or key in ("counts",)}
+
+
+class Saved(DistributedFixture):
+    """All cases, saved in every world, with what each holds."""
+
+    world_size = list(WORLDS)
+
+    def run(self, class_tmpdir: Any) -> None:
+        for case in CASES:
+            folder = f"{class_tmpdir}/{case}/{dist.get_world_size()}"
+            engine = make(case)
+            train(engine, STEPS)
+            engine.save_checkpoint(folder)
+            torch.save(expected(engine), f"{class_tmpdir}/{case}-{dist.get_world_size()}-{dist.get_rank()}.pt")
+
+
+class TestOtherWorlds(DistributedTest):
+    """Kills: a shard's elements put where another's are, padding taken for elements, state of a whole group given to one shard."""
+
+    world_size = list(WORLDS)
+    exec_timeout = 120
+
+    def test_the_same_by_name(self, Saved: Any, class_tmpdir: Any) -> None:
+        for case in CASES:
+            for saved in WORLDS:
+                self.load(str(class_tmpdir), case, case, saved)
+
+    def load(self, folder: str, case: str, into: str, saved: int) -> None:
+        engine = make(into, seed=2)
+        train(engine, 1)  # state that loading must replace
+        engine.load_checkpoint(f"{folder}/{case}/{saved}")
+        wanted = torch.load(f"{folder}/{case}-{saved}-0.pt", weights_only=False)
+        found = expected(engine)
+        if case != into:
+            wanted, found = masters_and_moments(wanted), masters_and_moments(found)
+        assert differences(wanted, found) == [], (case, into, saved)
+
+    def test_other_optimizers(self, Saved: Any, class_tmpdir: Any) -> None:
+        for case, into in ACROSS:
+            for saved in WORLDS:
+                self.load(str(class_tmpdir), case, into, saved)
