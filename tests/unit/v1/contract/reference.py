@@ -162,9 +162,17 @@ def half_step(
 ) -> Expected:  # fmt: skip
     """What one SGD step from `masters` must give in half precision; `sums_in` is the narrowest dtype sums pass through."""
     grads, magnitude = half_gradients(masters, precision, step, accumulation, world)
-    roundings = (accumulation + world + 1) * ROUNDOFF[sums_in]
-    tiny = (accumulation + world + 1) * FP16_SMALLEST / LOSS_SCALE if precision == "fp16" else 0.0
-    grad_bounds = {n: max(roundings, FP32_TOLERANCE) * magnitude[n] + tiny * math.sqrt(g.numel()) for n, g in grads.items()}
+    return rounded_step(masters, weight_decay, grads, magnitude, precision, sums_in, accumulation + world + 1, clip)
+
+
+def rounded_step(
+    masters: Tensors, weight_decay: dict[str, float], grads: Tensors, magnitude: dict[str, float], precision: str,
+    sums_in: torch.dtype, roundings: int, clip: bool,
+) -> Expected:  # fmt: skip
+    """One SGD step with gradients whose sums the system rounds `roundings` times; `magnitude` is M of `[Note: bound]`."""
+    relative = max(roundings * ROUNDOFF[sums_in], FP32_TOLERANCE)
+    tiny = roundings * FP16_SMALLEST / LOSS_SCALE if precision == "fp16" else 0.0
+    grad_bounds = {n: relative * magnitude[n] + tiny * math.sqrt(g.numel()) for n, g in grads.items()}
     norm = global_norm(grads)
     norm_bound = math.sqrt(sum(bound**2 for bound in grad_bounds.values())) + FP32_TOLERANCE * norm
     factor = clip_factor(norm, clip)

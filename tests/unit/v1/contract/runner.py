@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,26 +69,28 @@ def on_host() -> AbstractContextManager[None]:
     return accelerator.on_host() if isinstance(accelerator, Sim_Accelerator) else nullcontext()
 
 
-class CaseRun:
-    """One case on this rank; `failures` says what was not as it must be."""
+class Checks:
+    """What is compared of one case on this rank; `failures` says what was not as it must be.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: The configuration.
+        model: What this rank trains of the model; its parameters are those that are compared.
+    """
+
+    engine: Any
+
+    def __init__(self, case: Case, model: torch.nn.Module) -> None:
         self.case = case
         self.failures: list[str] = []
         self.rank = dist.get_rank()
         self.dtype = reference.DTYPES[case.precision.partition("+")[0]]
-        self.model = make_model()
-        self.frozen = {n: p.detach().to(self.dtype).clone() for n, p in self.model.named_parameters() if not p.requires_grad}
-        groups = parameter_groups(self.model)
-        decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
-        self.params = trainable(self.model)
-        self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
-        self.engine, _, _, _ = deepspeed.initialize(model=self.model, optimizer=self._optimizer(groups), config=config_of(case))
+        self.model = model
+        self.frozen = {n: p.detach().to(self.dtype).clone() for n, p in model.named_parameters() if not p.requires_grad}
+        self.params = trainable(model)
 
-    def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
-        if self.case.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=0.01)
-        return torch.optim.SGD(groups, lr=reference.LEARNING_RATE)
+    def run(self) -> list[str]:
+        """All steps; returns the failures."""
+        raise NotImplementedError
 
     def fail(self, step: int, message: str) -> None:
         """Remember what went wrong; the run goes on so that all ranks stay together."""
@@ -112,6 +115,40 @@ class CaseRun:
         values = safe_get_full_grads(list(self.params.values()))
         return {} if values is None else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
 
+    def compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
+        """Gradients and their norm."""
+        self.compare_tensors(step, "gradient", grads, expected.grads, expected.grad_bounds)
+        norm = float(self.engine.get_global_grad_norm())
+        if not abs(norm - expected.norm) <= expected.norm_bound:
+            self.fail(step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}")
+
+    def compare_tensors(self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]) -> None:
+        """Every wanted tensor is found, and as close as it must be."""
+        for name, value in wanted.items():
+            if name not in found:
+                self.fail(step, f"{what} of {name} is missing")
+                continue
+            error = (found[name].double() - value.double()).norm().item()
+            if found[name].shape != value.shape or not error <= bounds[name]:
+                size = value.norm().item()
+                self.fail(step, f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm {size:.3e})")
+
+
+class CaseRun(Checks):
+    """One case, through the engine's forward, backward and step."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, make_model())
+        groups = parameter_groups(self.model)  # type: ignore[arg-type]  # the contract's model
+        decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
+        self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
+        self.engine, _, _, _ = deepspeed.initialize(model=self.model, optimizer=self._optimizer(groups), config=config_of(case))
+
+    def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
+        if self.case.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=0.01)
+        return torch.optim.SGD(groups, lr=reference.LEARNING_RATE)
+
     def run(self) -> list[str]:
         """All steps; returns the failures."""
         try:
@@ -125,9 +162,9 @@ class CaseRun:
                 masters = self.masters()
                 with on_host():
                     expected = self._expected(step, start)
-                    self._compare_gradients(step, grads, expected)
+                    self.compare_gradients(step, grads, expected)
                     if twin is None:
-                        self._compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
+                        self.compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
                     else:
                         twin.compare(step, grads, masters)
                 self._check_replicas(step, masters)
@@ -152,22 +189,6 @@ class CaseRun:
             start, self.weight_decay, precision, sums_dtype(case), step, case.accumulation, case.clip, case.world
         )
 
-    def _compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
-        self._compare_tensors(step, "gradient", grads, expected.grads, expected.grad_bounds)
-        norm = float(self.engine.get_global_grad_norm())
-        if not abs(norm - expected.norm) <= expected.norm_bound:
-            self.fail(step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}")
-
-    def _compare_tensors(self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]) -> None:
-        for name, value in wanted.items():
-            if name not in found:
-                self.fail(step, f"{what} of {name} is missing")
-                continue
-            error = (found[name].double() - value.double()).norm().item()
-            if found[name].shape != value.shape or not error <= bounds[name]:
-                size = value.norm().item()
-                self.fail(step, f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm {size:.3e})")
-
     def _check_replicas(self, step: int, masters: Tensors) -> None:
         """All ranks' parameters are equal bit for bit, and are the rounded masters."""
         for name, param in self.params.items():
@@ -185,7 +206,7 @@ class CaseRun:
             if not torch.equal(self.model.get_parameter(name), before):
                 self.fail(step, f"frozen {name} changed")
         for index, group in enumerate(getattr(self.engine.optimizer, "groups", ())):
-            padding = group.table.shard_padding(group.rank)
+            padding = group.table.shard_padding(group.shard_rank)
             tails = {"parameters": group.flat[group.table.numel :]}
             if padding:
                 tails |= {"masters": group.master[-padding:], "gradients": group.grad[-padding:]}
@@ -213,11 +234,11 @@ class AdamTwin:
         self.optimizer.step()
         wanted = {name: param.detach() for name, param in self.params.items()}
         bounds = {name: reference.FP32_TOLERANCE * max(1.0, value.norm().item()) for name, value in wanted.items()}
-        self.run._compare_tensors(step, "parameter", masters, wanted, bounds)
+        self.run.compare_tensors(step, "parameter", masters, wanted, bounds)
 
 
-def run_cases(cases: list[Case]) -> None:
-    """Run all cases on this world.
+def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> None:
+    """Run all cases on this world, each as `run(case)`.
 
     Raises:
         AssertionError: Listing every deviation on any rank, with the configuration's name.
@@ -225,7 +246,7 @@ def run_cases(cases: list[Case]) -> None:
     failures: list[str] = []
     for case in cases:
         try:
-            failures += CaseRun(case).run()
+            failures += run(case).run()
         except Exception as error:
             raise AssertionError(f"{case.name}: {type(error).__name__}: {error}; before: {failures[:5]}") from error
     everywhere: list[Any] = [None] * dist.get_world_size()

@@ -33,6 +33,9 @@ LOCAL_ACCUMULATOR = Case(1, "fp16+fp32", 3, False, False, True, False, "tiny", 2
 INSTANCES = Case(2, "fp32", 3, True, True, True, False, "tiny", 2, instances=2)
 INSTANCES_ACCUMULATOR = Case(1, "bf16+fp32", 3, True, False, True, False, "huge", 2, instances=2)
 
+# What the norm is summed as: an element per parameter group of the contract model.
+NORM_GROUPS = 2
+
 
 def divide_twice(patch: pytest.MonkeyPatch) -> None:
     """1/N applied before and after the collective."""
@@ -126,12 +129,12 @@ def skip_a_small_gradient(patch: pytest.MonkeyPatch) -> None:
 def norm_of_this_rank_only(patch: pytest.MonkeyPatch) -> None:
     """The norm of the owned shards, not of the model."""
     patch.setattr(base_optimizer, "reduce_squared_norm", lambda squared, group: squared)
-    patch.setattr(stage_1_and_2.dist, "all_reduce", _unless_scalar(stage_1_and_2.dist.all_reduce))
+    patch.setattr(stage_1_and_2.dist, "all_reduce", _unless_norm(stage_1_and_2.dist.all_reduce))
 
 
-def _unless_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if tensor.shape == (1,) else original(tensor, *args, **kwargs)
+        return None if tensor.shape == (NORM_GROUPS,) else original(tensor, *args, **kwargs)
 
     return all_reduce
 
@@ -143,7 +146,7 @@ def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     def finish(self: DeepSpeedZeroOptimizer) -> None:
         original(self)
         for group in self.groups:
-            padding = group.table.shard_padding(group.rank)
+            padding = group.table.shard_padding(group.shard_rank)
             if padding:
                 group.grad[-padding:] = 1.0
 

@@ -1,0 +1,137 @@
+"""Runs one configuration of the pipeline's contract suite on this rank and compares it with the reference. Collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from unit.v1.contract import reference as contract
+from unit.v1.contract.reference import Expected, Tensors
+from unit.v1.contract.runner import Checks, config_of, on_host
+from unit.v1.pipe.contract import reference
+from unit.v1.pipe.contract.cases import PipeCase
+from unit.v1.pipe.contract.model import Embed, loss_of, make_layers, parameter_groups, project
+
+STEPS = 2
+EVALUATED = 50  # the step whose data is evaluated
+
+
+def pipe_config(case: PipeCase) -> dict[str, Any]:
+    """The case as a configuration."""
+    config = config_of(case)
+    config["pipeline"] = {"schedule": case.schedule, "activation_checkpoint_interval": case.checkpoint}
+    if case.adaptive:
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": int(math.log2(contract.LOSS_SCALE))}
+    return config
+
+
+def make_pipeline(case: PipeCase) -> PipelineModule:
+    """The model of the reference as a pipeline."""
+    layers: list[Any] = make_layers(case.tied)
+    if case.tied:
+        weights = layers[0].state_dict()
+        layers[0] = TiedLayerSpec("embed", Embed)
+        layers[-1] = TiedLayerSpec("embed", Embed, forward_fn=project)
+    module = PipelineModule(
+        layers, num_stages=case.pipe, loss_fn=loss_of, partition_method="uniform", dynamic_shape=case.dynamic,
+        num_model_chunks=case.chunks,
+    )  # fmt: skip
+    if case.tied and "embed" in module.tied_modules:
+        module.tied_modules["embed"].load_state_dict(weights)
+    return module
+
+
+class PipeRun(Checks):
+    """One case, through `train_batch` and `eval_batch`."""
+
+    def __init__(self, case: PipeCase) -> None:
+        module = make_pipeline(case)
+        super().__init__(case, module)
+        self.pipe_case = case
+        self.replica = module.grid.data_parallel_id
+        optimizer = torch.optim.SGD(parameter_groups(self.params), lr=contract.LEARNING_RATE)
+        self.engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=pipe_config(case))
+        self.found: Tensors = {}
+        self._observe_gradients()
+
+    def _observe_gradients(self) -> None:
+        """Read the reduced gradients right before each step, which `train_batch` takes by itself."""
+        original: Callable[..., None] = self.engine._take_model_step
+
+        def observed(*args: Any) -> None:
+            self.found = self.gradients()
+            original(*args)
+
+        self.engine._take_model_step = observed
+
+    def everywhere(self, tensors: Tensors) -> Tensors:
+        """Of all stages; a difference between ranks that hold the same is a failure."""
+        copies: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(copies, tensors)
+        whole: Tensors = {}
+        for rank, copy in enumerate(copies):
+            for name, value in copy.items():
+                if not torch.equal(whole.setdefault(name, value), value):
+                    self.fail(self.engine.global_steps, f"rank {rank} has another {name}")
+        return whole
+
+    def run(self) -> list[str]:
+        """All steps and an evaluation; returns the failures."""
+        case = self.pipe_case
+        try:
+            masters = self.everywhere(self.masters())
+            for step in range(STEPS):
+                with on_host():
+                    expected, loss = self._expected(step, masters)
+                found = self.engine.train_batch(iter(reference.batch(case, step, self.replica)))
+                masters = self.everywhere(self.masters())
+                with on_host():
+                    self._compare_loss(step, float(found), loss)
+                    self.compare_gradients(step, self.found, self._own(expected))
+                    self.compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
+                self._check_model(step, masters)
+            self._evaluate(masters)
+        finally:
+            self.engine.destroy()
+        return self.failures
+
+    def _expected(self, step: int, masters: Tensors) -> tuple[Expected, float]:
+        if self.case.precision == "fp32":
+            return reference.fp32_run(self.pipe_case, STEPS)[step]
+        decay = {name: 0.1 if value.dim() >= 2 else 0.0 for name, value in masters.items()}
+        return reference.half_step(self.pipe_case, masters, decay, step)
+
+    def _own(self, expected: Expected) -> Expected:
+        """The same without gradients of parameters that other stages have."""
+        grads = {name: value for name, value in expected.grads.items() if name in self.params}
+        return Expected(**{**vars(expected), "grads": grads})
+
+    def _compare_loss(self, step: int, found: float, wanted: float) -> None:
+        if not abs(found - wanted) <= contract.FP32_TOLERANCE * abs(wanted):
+            self.fail(step, f"loss {found!r} is not {wanted!r}")
+
+    def _check_model(self, step: int, masters: Tensors) -> None:
+        """Parameters are the rounded masters, frozen ones are untouched, and no step was skipped."""
+        for name, param in self.params.items():
+            if not torch.equal(param.detach(), masters[name].to(self.dtype)):
+                self.fail(step, f"{name} is not its master rounded to {self.dtype}")
+        for name, before in self.frozen.items():
+            if not torch.equal(self.model.get_parameter(name), before):
+                self.fail(step, f"frozen {name} changed")
+        if self.engine.skipped_steps or self.engine.global_steps != step + 1:
+            self.fail(step, f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped")
+
+    def _evaluate(self, masters: Tensors) -> None:
+        """`eval_batch` says the mean loss on all ranks and changes nothing."""
+        case = self.pipe_case
+        with on_host():
+            wanted = reference.mean_loss(reference.half_chain(case, masters), case, EVALUATED)
+        found = self.engine.eval_batch(iter(reference.batch(case, EVALUATED, self.replica)))
+        self._compare_loss(EVALUATED, float(found), wanted)
+        self.compare_tensors(EVALUATED, "parameter", self.everywhere(self.masters()), masters, dict.fromkeys(masters, 0.0))
