@@ -25,6 +25,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
+from deepspeed.runtime.gradients.ledger_scope import LedgerScope
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.model_setup import (
@@ -285,8 +286,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, under autocast if configured."""
         self.timers.start_forward(self.training)
-        if self.tracker.state is BackwardState.RUNNING:
-            self._abort_backward()  # the last backward raised before it could finish
+        if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
+            # The last backward raised before it could finish. One that runs now has called: it recomputes a checkpointed engine.
+            self._abort_backward()
         if self.fp16_auto_cast():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
         with self._autocast():
@@ -364,6 +366,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if self._sequence is None:
             raise RuntimeError(f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key 'optimizer'")
         return self._sequence
+
+    def _ledger_scope(self) -> LedgerScope:
+        """Whose contributions the ledger adds up."""
+        ranks = self.model_ranks
+        return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
 
     def _open_ledger(self, loss: torch.Tensor | None, scale_wrt_gas: bool) -> None:
         """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`, without accumulation yet."""

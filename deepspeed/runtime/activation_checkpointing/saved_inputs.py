@@ -226,9 +226,10 @@ class InputStore:
                     f"place before backward (version {packed.tensor._version}, saved at {packed.version}); clone it first"
                 )
             return packed.tensor
+        content = packed.content
         if self._copies is not None:
             self._copies.join()
-        content = packed.content.to(packed.device, non_blocking=True)
+            content = torch.empty(content.shape, dtype=content.dtype, device=packed.device).copy_(content, non_blocking=True)
         whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
         if packed.block is not None:
             # The block is given back when autograd drops it, before the recomputed graph is done with the input.
