@@ -28,7 +28,8 @@ from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger import GradientLedger, GradientPiece
+    from deepspeed.runtime.gradients.ledger import GradientLedger
+    from deepspeed.runtime.gradients.ledger_scope import GradientPiece
     from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
@@ -552,7 +553,7 @@ class MasterWeightOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: the fragments of all parameters."""
-        from deepspeed.runtime.gradients.ledger import GradientPiece  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger_scope import GradientPiece  # startup: only with a ledger
 
         pieces = []
         for group in self.groups:

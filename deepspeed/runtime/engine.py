@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
-from deepspeed.runtime.gradients.ledger_scope import LedgerScope
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.model_setup import (
@@ -39,6 +38,9 @@ from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimiz
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.gradients.ledger_scope import LedgerScope
 
 
 def ensure_distributed(dist_init_required: bool | None = None, distributed_port: int = 29500) -> None:
@@ -369,6 +371,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _ledger_scope(self) -> LedgerScope:
         """Whose contributions the ledger adds up."""
+        from deepspeed.runtime.gradients.ledger_scope import LedgerScope  # startup: only with a ledger
+
         ranks = self.model_ranks
         return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
 

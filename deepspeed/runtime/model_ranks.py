@@ -78,10 +78,14 @@ class ModelRanks:
         return self.replicas if name is None else self.experts[name]
 
     @property
+    def everyone(self) -> Any:
+        """The ranks that together train this model."""
+        return dist.get_world_group() if self.has_parts else self.replicas
+
+    @property
     def norm_group(self) -> Any:
         """The ranks over which squared sums are added up when each counts its shard; None if that is this one alone."""
-        group = dist.get_world_group() if self.has_parts else self.replicas
-        return group if dist.get_world_size(group=group) > 1 else None
+        return self.everyone if dist.get_world_size(group=self.everyone) > 1 else None
 
     @property
     def counts_shard(self) -> Callable[[torch.Tensor], bool] | None:

@@ -18,7 +18,7 @@ from deepspeed.runtime.sharding.group import expert_group_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deepspeed.runtime.gradients.ledger import GradientPiece
+    from deepspeed.runtime.gradients.ledger_scope import GradientPiece
 
 
 class ReplicatedLink(NamedTuple):
@@ -131,7 +131,7 @@ class ReplicatedOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: every rank holds every parameter's gradient whole."""
-        from deepspeed.runtime.gradients.ledger import GradientPiece  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger_scope import GradientPiece  # startup: only with a ledger
 
         pieces = []
         for gradients in self.gradients:

@@ -83,11 +83,10 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
         sequence.ledger = GradientLedger(
             sequence.gradient_pieces(),
             {param: name for name, param in engine.module.named_parameters()},
-            engine.model_ranks.replicas,
+            engine._ledger_scope(),
             engine.tracker,
             sum_op=engine._config.tree.gradient_allreduce_op == "sum",
             raises=raises,
-            holders=engine.model_ranks.holders,
         )
         if engine._window_is_plain is not None:
             sequence.ledger.skip_window()

@@ -5,17 +5,21 @@ optimizer is about to use, fingerprinted where its owners hold it. Both must agr
 
     used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]          (times N for `gradient_allreduce_op` "sum")
 
-where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands out divided by what the engine multiplied that loss
-by (loss scale over accumulation steps), which is measured as the gradient at the loss and not asked of anybody. Nothing that
-synchronizes is trusted: not its factors, not its buffers, not its groups.
+over the ranks that contribute to the parameter (`ledger_scope`), where g[r,a] is the gradient of the micro-batch's own loss: what
+autograd hands out divided by what the engine multiplied that loss by (loss scale over accumulation steps), which is measured as
+the gradient at the loss and not asked of anybody. Nothing that synchronizes is trusted: not its factors, not its buffers, not its
+groups.
+
+Where a schedule runs the backwards, the ledger also knows how many must come. The loss is then on one rank only, and the others
+learn from it what was measured; the gradient that a stage sends to the one before is not checked by itself.
 
 [Note: tolerance]
 Synchronization makes at most F - 1 additions over the F gradients that autograd handed out on this rank, N - 1 over ranks and two
-scalings, each with a relative error of at most u (half a unit in the last place of the narrowest dtype that sums pass through) of a
-partial sum, and no partial sum exceeds M, the weighted sum of the contributions' norms. One more for a vector kernel that rounds
-otherwise on other alignments, so the gradient used deviates by at most (F + N + 1) u M in the 2-norm; in fp16 by F + N + 1 times
-half the smallest subnormal per element besides. The fingerprints of that error are SLACK times as long at most, and have a rounding
-error of their own (`fingerprint`).
+scalings, and S - 1 additions over the S parts of the model that share a parameter, each with a relative error of at most u (half
+a unit in the last place of the narrowest dtype that sums pass through) of a partial sum, and no partial sum exceeds M, the
+weighted sum of the contributions' norms. One more for a vector kernel that rounds otherwise on other alignments, so the gradient
+used deviates by at most (F + N + S) u M in the 2-norm; in fp16 by F + N + S times half the smallest subnormal per element
+besides. The fingerprints of that error are SLACK times as long at most, and have a rounding error of their own (`fingerprint`).
 
 Not excused: what a client does to `param.grad` itself between two backwards, and gradients that `torch.autograd.grad` takes from
 parameters of a model called past the engine; nor what it does to `param.grad` between the reduction and the step, but for stage 0
@@ -24,10 +28,11 @@ without masters, which is checked right after the reduction. `safe_set_full_grad
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +41,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.fingerprint import DIMS, SLACK, Fingerprint, fingerprint_roundoff
-from deepspeed.runtime.gradients.ledger_findings import NAMES_SHOWN, LedgerFinding, RankRecord, explain
+from deepspeed.runtime.gradients.ledger_families import PieceKey, RankReport, explain_all
+from deepspeed.runtime.gradients.ledger_findings import NAMES_SHOWN, LedgerFinding, RankRecord
+from deepspeed.runtime.gradients.ledger_scope import ContributorSum, GradientPiece, LedgerScope, with_common_cuts
 from deepspeed.utils.logging import logger
 
 FP16_SMALLEST = 2.0**-24
@@ -54,27 +61,9 @@ class GradientLedgerError(RuntimeError):
         self.findings = tuple(findings)
 
 
-class GradientPiece(NamedTuple):
-    """Consecutive elements of a parameter whose reduced gradient has the same holders.
-
-    Attributes:
-        param: The parameter.
-        start: Offset of the first element.
-        numel: Elements.
-        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do not hold it.
-        sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
-    """
-
-    param: nn.Parameter
-    start: int
-    numel: int
-    read: Callable[[], torch.Tensor] | None
-    sums_in: torch.dtype
-
-
 @dataclass
 class _MicroBatch:
-    """Contributions of one backward.
+    """Contributions of one backward, or of all backwards of one micro-batch that a schedule runs.
 
     Attributes:
         divisor: What the client's loss has still to be divided by: the accumulation steps, or 1 if the client did.
@@ -82,6 +71,7 @@ class _MicroBatch:
         entries: For each piece, (fingerprint `[DIMS]`, norm) of each gradient that autograd handed out.
         loss_factor: Gradient at the client's loss, 0-dim; None is 1.
         is_unnoticed: The model was called past the engine, which learns of the gradients at the step.
+        number: Which micro-batch of a schedule; None without one.
     """
 
     divisor: float
@@ -89,6 +79,7 @@ class _MicroBatch:
     entries: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     loss_factor: torch.Tensor | None = None
     is_unnoticed: bool = False
+    number: int | None = None
 
     def factor(self) -> torch.Tensor | float:
         """By what autograd's gradients are divided to be those of the client's loss."""
@@ -99,13 +90,12 @@ class GradientLedger:
     """See module. Made by the engine; optimizers call `sealed`, `settle` and `clear`.
 
     Args:
-        pieces: All pieces of all parameters, in an order that is the same on all ranks.
+        pieces: All pieces of all parameters, in an order that is the same on all ranks that hold them.
         names: Name of each parameter.
-        group: Data-parallel ranks whose mean is the right gradient.
+        scope: Who contributes to them. Construction is collective where parts of the model share parameters.
         tracker: Who knows how many micro-batches make a step.
         sum_op: `gradient_allreduce_op` is "sum".
         raises: Raise on a deviation; otherwise it is only added to `findings`.
-        holders: The ranks that hold a parameter, whose contributions make its gradient; None: `group` for all.
 
     Attributes:
         findings: All deviations so far.
@@ -117,31 +107,35 @@ class GradientLedger:
         self,
         pieces: Sequence[GradientPiece],
         names: Mapping[nn.Parameter, str],
-        group: dist.ProcessGroup | None,
+        scope: LedgerScope,
         tracker: AccumulationTracker,
         sum_op: bool = False,
         raises: bool = True,
-        holders: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         self.findings: list[LedgerFinding] = []
         self.zero_gradients: tuple[str, ...] = ()
         self.steps = 0
-        self._pieces = list(pieces)
-        self._names = [names.get(piece.param, f"a parameter of shape {tuple(piece.param.shape)}") for piece in pieces]
-        self._group = group
-        self._num_ranks = dist.get_world_size(group=group)
-        self._holders = [group if holders is None else holders(piece.param) for piece in pieces]
+        self._scope = scope
+
+        def name_of(param: nn.Parameter) -> str:
+            return names.get(param, f"a parameter of shape {tuple(param.shape)}")
+
+        self._pieces = with_common_cuts(pieces, scope, name_of)
+        self._names = [name_of(piece.param) for piece in self._pieces]
+        self._contributors = ContributorSum(self._pieces, scope)
         self._tracker = tracker
         self._sum_op = sum_op
         self._raises = raises
         self._held = [index for index, piece in enumerate(self._pieces) if piece.read is not None]
-        self._device = self._pieces[0].param.device
+        self._device = self._pieces[0].param.device if self._pieces else scope.device
         self._fingerprints: dict[torch.device, Fingerprint] = {}
         self._micro_batches: list[_MicroBatch] = []
+        self._passes: list[tuple[int, int]] = []  # that a schedule has run: (micro-batch, chunk)
+        self._at_loss: dict[int, torch.Tensor | None] = {}  # by micro-batch of a schedule: the gradient that its loss got
         self._is_open = False  # whether gradients belong to the last micro-batch
         self._excused: set[nn.Parameter] = set()
         self._sealed: set[nn.Parameter] = set()
-        self._late: dict[nn.Parameter, list[tuple[int, int, int]]] = {}  # (micro-batch, piece, entry)
+        self._late: dict[nn.Parameter, list[tuple[_MicroBatch, int, int]]] = {}  # (micro-batch, piece, entry)
         self._before: torch.Tensor | None = None
         self._warned: set[tuple[str, ...]] = set()
         self._skips_window = False
@@ -157,7 +151,7 @@ class GradientLedger:
 
     def _fingerprint(self, device: torch.device) -> Fingerprint:
         if device not in self._fingerprints:
-            self._fingerprints[device] = Fingerprint(device, max(param.numel() for param in self._by_param))
+            self._fingerprints[device] = Fingerprint(device, max((param.numel() for param in self._by_param), default=1))
         return self._fingerprints[device]
 
     # The debit side
@@ -171,18 +165,41 @@ class GradientLedger:
         """
         micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
         self._micro_batches.append(micro_batch)
-        self._is_open = True
-        for param, handle in self._handles.items():
-            hooks = param._backward_hooks
-            if hooks is not None and next(reversed(hooks)) != handle.id:
-                # A hook that the client registered later may change the gradient: be the last one again.
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads the plain dict, which move_to_end leaves as it is
+        self._begin()
         if loss is not None and loss.requires_grad:
 
             def on_loss(grad: torch.Tensor) -> None:
                 micro_batch.loss_factor = grad.detach().float().sum()
 
             loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
+
+    def open_pass(self, number: int, chunk: int) -> None:
+        """A backward of a schedule begins: that of micro-batch `number` through a chunk of the model on this rank."""
+        self._passes.append((number, chunk))
+        known = next((m for m in self._micro_batches if m.number == number), None)
+        if known is not None:
+            self._micro_batches.remove(known)
+        micro_batch = known or _MicroBatch(float(self._tracker.divisor), 0, number=number)
+        micro_batch.micro_step = self._tracker.micro_steps
+        self._micro_batches.append(micro_batch)
+        self._begin()
+
+    def watch_loss(self, number: int, loss: torch.Tensor) -> None:
+        """Measure the gradient at the loss of micro-batch `number` of a schedule, on the rank that has it."""
+        self._at_loss[number] = None
+
+        def on_loss(grad: torch.Tensor) -> None:
+            self._at_loss[number] = grad.detach().float().sum()
+
+        loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
+
+    def _begin(self) -> None:
+        self._is_open = True
+        for param, handle in self._handles.items():
+            hooks = param._backward_hooks
+            if hooks is not None and next(reversed(hooks)) != handle.id:
+                # A hook that the client registered later may change the gradient: be the last one again.
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads the plain dict, which move_to_end leaves as it is
 
     def close(self) -> None:
         """The backward is over; what comes later belongs to another one."""
@@ -213,8 +230,7 @@ class GradientLedger:
             entries = micro_batch.entries.setdefault(index, [])
             entries.append((self._fingerprint(flat.device).of(part, piece.start), norm))
             if param in self._sealed:
-                place = (len(self._micro_batches) - 1, index, len(entries) - 1)
-                self._late.setdefault(param, []).append(place)
+                self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
 
     def sealed(self, params: Iterable[nn.Parameter]) -> None:
         """A bucket leaves with the gradients of `params`; what comes later in this backward is late unless it is sent again."""
@@ -239,6 +255,8 @@ class GradientLedger:
     def clear(self) -> None:
         """The step is over, or the client forgot all gradients."""
         self.forget_contributions()
+        self._passes.clear()
+        self._at_loss.clear()
         self._excused.clear()
         self._skips_window = False
 
@@ -246,7 +264,7 @@ class GradientLedger:
 
     @torch.no_grad()
     def settle(self, factor: float) -> None:
-        """Compare the gradient that is about to be used with the contributions. All ranks of the group call it alike.
+        """Compare the gradient that is about to be used with the contributions. All ranks that train the model call it alike.
 
         Args:
             factor: By what the optimizer multiplies the gradients that it holds (without clipping).
@@ -256,56 +274,80 @@ class GradientLedger:
         """
         if self._skips_window:
             return
+        self._share_loss_factors()
         contributions, norms = self._weighted_contributions()
         norm = norms.sum(0)
         # One payload: the right gradient's fingerprints, the sum of the contributions' norms, and the allowed deviation.
         totals = torch.cat([contributions.sum(0), norm[:, None], self._bounds(norm)[:, None]], dim=1)  # [pieces, DIMS + 2]
-        self._sum_over_holders(totals)
+        self._contributors.add_up(totals)
         found = self._found(factor)
         right, norm, tolerance = totals[:, :DIMS], totals[:, DIMS], SLACK * totals[self._held, DIMS + 1]
         wrong = self._deviates(found, right[self._held], tolerance)
-        anywhere = wrong.any().float().reshape(1)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+        absent = self._absent_passes()
+        anywhere = (wrong.any() | bool(absent)).float().reshape(1)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._scope.everyone)
         # The one moment when the host waits for the device.
         is_wrong, *sizes = torch.cat([anywhere, norm]).tolist()
         self.steps += 1
         self._note_zero_gradients(sizes)
         if is_wrong:
-            self._report(contributions, found, tolerance, wrong)
+            self._report(contributions, found, tolerance, wrong, absent)
         self._before = found
 
-    def _sum_over_holders(self, totals: torch.Tensor) -> None:
-        """Sum each piece's row, in place, over the ranks that hold its parameter; experts are others on other ranks."""
-        for group in dict.fromkeys(self._holders):
-            rows = [index for index, holders in enumerate(self._holders) if holders is group]
-            part = totals[rows]
-            dist.all_reduce(part, group=group)
-            totals[rows] = part
+    def _share_loss_factors(self) -> None:
+        """Let the ranks that have no loss know what was measured at it."""
+        passes = self._scope.passes
+        if passes is None:
+            return
+        factors = torch.zeros(passes.micro_batches, device=self._device)
+        for number, factor in self._at_loss.items():
+            if factor is not None:
+                factors[number] = factor
+        dist.all_reduce(factors, group=passes.group)
+        # A loss that got no gradient has given none to anybody.
+        factors[factors == 0] = 1.0
+        for micro_batch in self._micro_batches:
+            if micro_batch.number is not None:
+                micro_batch.loss_factor = factors[micro_batch.number]
 
-    def _peers(self) -> torch.Tensor | None:
-        """See `RankRecord.peers`."""
-        if all(holders is self._group for holders in self._holders):
-            return None
-        members = {group: set(dist.get_all_ranks_from_group(group)) for group in dict.fromkeys(self._holders)}
-        ranks = dist.get_all_ranks_from_group(self._group)
-        return torch.tensor([[rank in members[holders] for holders in self._holders] for rank in ranks])
+    def _absent_passes(self) -> list[str]:
+        """What a schedule has not run, or twice, in words."""
+        passes = self._scope.passes
+        if passes is None:
+            return []
+        absent = []
+        for number, chunk in itertools.product(range(passes.micro_batches), range(passes.chunks)):
+            times = self._passes.count((number, chunk))
+            if times != 1:
+                place = f" through chunk {chunk + 1} of {passes.chunks}" if passes.chunks > 1 else ""
+                how = "never ran" if not times else f"ran {times} times"
+                absent.append(f"the backward of micro-batch {number + 1} of {passes.micro_batches}{place} {how}")
+        for number, factor in self._at_loss.items():
+            if factor is None:
+                absent.append(f"the loss of micro-batch {number + 1} of {passes.micro_batches} got no gradient")
+        return absent
 
     def _weighted_contributions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the definition."""
         num_pieces = len(self._pieces)
+        passes = self._scope.passes
+        num_micro = len(self._micro_batches) if passes is None else max(passes.micro_batches, len(self._micro_batches))
+        prints = torch.zeros(num_micro, num_pieces, DIMS, device=self._device)
+        norms = torch.zeros(num_micro, num_pieces, device=self._device)
+        if not num_pieces:
+            return prints, norms
         zero, zero_norm = torch.zeros(DIMS, device=self._device), torch.zeros((), device=self._device)
-        prints, norms = [torch.zeros(0, num_pieces, DIMS, device=self._device)], [torch.zeros(0, num_pieces, device=self._device)]
-        for micro_batch in self._micro_batches:
+        for position, micro_batch in enumerate(self._micro_batches):
+            row = position if micro_batch.number is None else micro_batch.number
             entries = [micro_batch.entries.get(index, [(zero, zero_norm)]) for index in range(num_pieces)]
             weight = self._weight(micro_batch)
-            stacked = torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries])
-            prints.append((stacked * weight)[None])
-            norms.append((torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight)[None])
-        return torch.cat(prints), torch.cat(norms)
+            prints[row] = torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries]) * weight
+            norms[row] = torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight
+        return prints, norms
 
     def _weight(self, micro_batch: _MicroBatch) -> torch.Tensor | float:
         """1/(N*A) of the definition over the loss factor; see the module's text."""
-        share = 1.0 if self._sum_op else 1.0 / self._num_ranks
+        share = 1.0 if self._sum_op else 1.0 / self._scope.num_replicas
         return share / (micro_batch.divisor * micro_batch.factor())
 
     def _found(self, factor: float) -> torch.Tensor:
@@ -330,19 +372,19 @@ class GradientLedger:
             Shape `[pieces]`.
         """
         relative, absolute = [], []
-        for index, piece in enumerate(self._pieces):
+        for index, (piece, num_parts) in enumerate(zip(self._pieces, self._contributors.num_parts, strict=True)):
             firings = [len(m.entries.get(index, ())) for m in self._micro_batches]
             narrowest = piece.sums_in
             if max(firings, default=0) > 1 or any(m.is_unnoticed for m in self._micro_batches):
                 # Autograd itself added to `param.grad` before any accumulator came.
                 narrowest = max(narrowest, piece.param.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-            roundings = sum(firings) + self._num_ranks + 1
+            roundings = sum(firings) + self._scope.num_replicas + num_parts
             relative.append(roundings * torch.finfo(narrowest).eps / 2 + fingerprint_roundoff(piece.numel))
             absolute.append(roundings * FP16_SMALLEST * math.sqrt(piece.numel) if narrowest == torch.float16 else 0.0)
-        smallest = torch.tensor(absolute, device=self._device)
+        smallest = torch.tensor(absolute, dtype=torch.float32, device=self._device)
         if self._micro_batches:
             smallest = smallest * self._weight(self._micro_batches[-1])  # subnormals are those of scaled gradients
-        return torch.tensor(relative, device=self._device) * norms + smallest
+        return torch.tensor(relative, dtype=torch.float32, device=self._device) * norms + smallest
 
     def _deviates(self, found: torch.Tensor, right: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
         """Which held pieces are wrong; bool, `[held]`."""
@@ -363,12 +405,19 @@ class GradientLedger:
         self.zero_gradients = tuple(name for name, size in seen.items() if size == 0.0)
         if self.zero_gradients and self.zero_gradients not in self._warned:
             self._warned.add(self.zero_gradients)
-            if dist.get_rank(group=self._group) == 0:
+            if self._contributors.speaks:
                 logger.warning("gradient ledger: exactly zero on all ranks: %s", _shown(self.zero_gradients))
 
     # Errors
 
-    def _report(self, contributions: torch.Tensor, found: torch.Tensor, tolerance: torch.Tensor, wrong: torch.Tensor) -> None:
+    def _report(
+        self,
+        contributions: torch.Tensor,
+        found: torch.Tensor,
+        tolerance: torch.Tensor,
+        wrong: torch.Tensor,
+        absent: list[str],
+    ) -> None:
         record = RankRecord(
             contributions.cpu(),
             self._late_contributions().cpu(),
@@ -377,16 +426,18 @@ class GradientLedger:
             None if self._before is None else self._before.cpu(),
             tolerance.cpu(),
             wrong.nonzero().flatten().tolist(),
-            self._peers(),
         )
-        records: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(records, record, group=self._group)
-        findings = explain(records, self._names)
+        keys = [PieceKey(name, piece.start, piece.numel) for name, piece in zip(self._names, self._pieces, strict=True)]
+        report = RankReport(record, keys, self._contributors.holders, self._contributors.sharers, absent)
+        group = self._scope.everyone
+        reports: list[Any] = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(reports, report, group=group)
+        by_rank = dict(zip(dist.get_all_ranks_from_group(group), reports, strict=True))
+        findings = explain_all(by_rank, self._scope.num_replicas)
         self.findings += findings
-        ranks = [rank for rank, other in enumerate(records) if other.wrong]
+        ranks = [rank for rank, other in by_rank.items() if other.record.wrong or other.absent]
         text = "\n".join(f"  {finding}" for finding in findings)
-        what = f"gradient ledger, check {self.steps}: wrong gradients are about to be used on data-parallel rank(s) {ranks}"
-        message = f"{what}:\n{text}"
+        message = f"gradient ledger, check {self.steps}: wrong gradients are about to be used on rank(s) {ranks}:\n{text}"
         if self._raises:
             raise GradientLedgerError(message, findings)
         logger.error(message)
@@ -394,9 +445,8 @@ class GradientLedger:
     def _late_contributions(self) -> torch.Tensor:
         """What came after its bucket was sealed and was not sent again; `[pieces, DIMS]`."""
         late = torch.zeros(len(self._pieces), DIMS, device=self._device)
-        for place in (place for places in self._late.values() for place in places):
-            micro_batch = self._micro_batches[place[0]]
-            late[place[1]] += micro_batch.entries[place[1]][place[2]][0] * self._weight(micro_batch)
+        for micro_batch, piece, entry in (place for places in self._late.values() for place in places):
+            late[piece] += micro_batch.entries[piece][entry][0] * self._weight(micro_batch)
         return late
 
     def report(self) -> str:

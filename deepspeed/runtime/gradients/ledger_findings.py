@@ -53,7 +53,6 @@ class RankRecord:
         before: The same at the previous step; None at the first.
         tolerance: Allowed length of the difference; shape `[len(held)]`.
         wrong: Positions in `held` that deviate.
-        peers: Which ranks' contributions belong to this rank's piece, bool `[N, U]`; None: all, as nobody holds other parameters.
     """
 
     contributions: torch.Tensor
@@ -63,7 +62,6 @@ class RankRecord:
     before: torch.Tensor | None
     tolerance: torch.Tensor
     wrong: list[int]
-    peers: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +112,6 @@ class _Holder:
             [_padded(other.contributions, num_micro)[:, self.pieces] for other in records]
         )  # [N, A, wrong, DIMS]
         self.late = torch.stack([other.late[self.pieces] for other in records])  # [N, wrong, DIMS]
-        if record.peers is not None:
-            # The same place in the list is another expert on ranks that are no peers.
-            peers = record.peers[:, self.pieces].unsqueeze(-1)
-            self.parts, self.late = self.parts * peers.unsqueeze(1), self.late * peers
         self.right = self.parts.sum((0, 1))
         self.everybody = None if family.everybody is None else family.everybody[self.pieces]
 
@@ -182,9 +176,12 @@ class _Holder:
             of_part = self.parts[own].sum((0, 1))
             text = "not summed over the parts of the model that share it: each has its own"
             yield Hypothesis("group", text, of_part)
-            yield Hypothesis("doubled", "summed over the parts of the model that share it twice", self.right * len(set(self.family.parts)))
+            yield Hypothesis(
+                "doubled", "summed over the parts of the model that share it twice", self.right * len(set(self.family.parts))
+            )
         if self.everybody is not None:
-            text = f"reduced together with other ranks' parameters of the same name, not over ranks {self._names(range(self.num_ranks))}"
+            ranks = self._names(range(self.num_ranks))
+            text = f"reduced together with other ranks' parameters of the same name, not over ranks {ranks} alone"
             yield Hypothesis("group", text, self.everybody)
 
     def _groups(self) -> Iterator[Hypothesis]:
@@ -205,7 +202,8 @@ class _Holder:
     def _divisors(self) -> Iterator[Hypothesis]:
         ranks, micro, held = float(self.family.num_replicas), float(self.num_micro), float(len(self.family.parts[self.rank]))
         named = {
-            ranks / held: f"divided by the number of ranks that hold it ({held:g}) instead of all whose losses are averaged ({ranks:g})",
+            ranks
+            / held: f"divided by the number of ranks that hold it ({held:g}) instead of all whose losses are averaged ({ranks:g})",
             1 / ranks: "divided by the number of ranks twice",
             ranks: "not divided by the number of ranks",
             1 / micro: "divided by the accumulation steps twice",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,6 +31,9 @@ from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.gradients.ledger_scope import LedgerScope
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -62,8 +66,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
             self._build_data_iter(self.training_dataloader)
-        tied = module.get_tied_weights_and_groups()
-        self._tied = [(w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad]
+        self._tied = self._tied_weights()
         if self._sequence is not None:
             # Their gradient is complete only after the reduction over stages: no bucket may take it from its hook.
             self._sequence.hold(weight for weight, _ in self._tied)
@@ -80,6 +83,18 @@ class PipelineEngine(DeepSpeedEngine):
         """See base class; settings that a pipeline cannot honour are refused before anything is built."""
         self._schedule_name = apply_settings(self._config, self.module)
         super()._configure_distributed(args, mpu, mesh_device)
+
+    def _tied_weights(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """Trainable weights that other stages hold too, with the group of those stages."""
+        tied = self.module.get_tied_weights_and_groups()
+        return [(w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad]
+
+    def _ledger_scope(self) -> LedgerScope:
+        """See base class; also which weights stages share, and that the schedule runs all micro-batches."""
+        from deepspeed.runtime.gradients.ledger_scope import Passes  # startup: only with a ledger
+
+        passes = Passes(self.tracker.divisor, self.module.num_model_chunks, self.module.grid.get_pipe_parallel_group())
+        return replace(super()._ledger_scope(), shared=self._tied_weights(), passes=passes)
 
     def _build_data_iter(self, loader: Any) -> None:
         """Read micro-batches of `loader` over and over. First and last stage see the same order: it is seeded, not drawn."""
@@ -340,58 +355,56 @@ class PipelineEngine(DeepSpeedEngine):
 
     # The backward pass
 
-    def _backward_roots(self, buffer: PipeBuffer, chunk: int) -> list[torch.Tensor | None]:
+    def _backward_roots(self, buffer: PipeBuffer, micro_batch: int, chunk: int) -> list[torch.Tensor | None]:
         """Fill in where backward starts on the last part; returns the gradient of each root."""
         if not self._is_last_part(chunk):
             return list(buffer.grads)
         if not buffer.loss.requires_grad:
             return []
+        sequence = self._require_optimizer("train_batch")
+        if sequence.ledger is not None:
+            sequence.ledger.watch_loss(micro_batch, buffer.loss)
         scaled = self._with_loss_scale(buffer.loss / self.micro_batches)
         buffer.keep_roots(scaled)
         return [torch.ones_like(scaled)]
 
-    def _exec_backward_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_backward_pass(self, buffer_id: int, micro_batch: int, chunk: int = 0) -> None:
         buffer = self.pipe_buffers[buffer_id]
-        with self._weight_gradients(buffer.loss):
-            grads = self._backward_roots(buffer, chunk)
+        with self._weight_gradients(micro_batch, chunk):
+            grads = self._backward_roots(buffer, micro_batch, chunk)
             if grads:
                 torch.autograd.backward(buffer.roots, grads)
         if self._is_first_part(chunk):
             buffer.release()
 
-    def _exec_backward_input_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_backward_input_pass(self, buffer_id: int, micro_batch: int, chunk: int = 0) -> None:
         """Zero bubble: what the stage before waits for."""
         buffer = self.pipe_buffers[buffer_id]
-        grads = self._backward_roots(buffer, chunk)
+        grads = self._backward_roots(buffer, micro_batch, chunk)
         buffer.split = SplitBackward(buffer.roots, grads, buffer.leaves)
         if buffer.split.is_whole:
-            with self._weight_gradients(None):
+            with self._weight_gradients(micro_batch, chunk):
                 buffer.split.backward_inputs()
             return
         for leaf, grad in zip(buffer.leaves, buffer.split.backward_inputs(), strict=True):
             leaf.grad = grad
 
-    def _exec_backward_weight_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_backward_weight_pass(self, buffer_id: int, micro_batch: int, chunk: int = 0) -> None:
         """Zero bubble: what nobody waits for before the step."""
         buffer = self.pipe_buffers[buffer_id]
         if buffer.split is not None and not buffer.split.is_whole:
-            with self._weight_gradients(None):
+            with self._weight_gradients(micro_batch, chunk):
                 buffer.split.backward_weights()
         buffer.release()
 
     @contextmanager
-    def _weight_gradients(self, loss: torch.Tensor | None) -> Iterator[None]:
-        """A backward that accumulates into weights; the last one of a batch is the boundary.
-
-        Args:
-            loss: Where this stage has it, for the ledger, which then measures by what it was multiplied.
-        """
+    def _weight_gradients(self, micro_batch: int, chunk: int) -> Iterator[None]:
+        """A backward that accumulates into weights; the last one of a batch is the boundary."""
         self._passes_left -= 1
         self.tracker.set_boundary(self._passes_left == 0)
         sequence = self._begin_managed_backward()
         if sequence.ledger is not None:
-            # Where there is no loss to measure at, the gradient that arrived is that of the loss times scale over micro-batches.
-            sequence.ledger.open(loss, float(self.micro_batches) if loss is not None else sequence.loss_scale)
+            sequence.ledger.open_pass(micro_batch, chunk)
         try:
             yield
         except BaseException:

@@ -1,0 +1,163 @@
+"""Whose contributions make the right gradient of which parameter, and how their fingerprints are added up.
+
+A dense parameter is averaged over the ranks that hold it. One that several parts of the model share (a weight tied over stages) is
+used by all of them: its right gradient is the sum over the parts, each averaged over the ranks that hold the part. Other parameters
+live on fewer ranks than the loss is averaged over (experts): their contributions are summed over the ranks that hold them. The
+divisor is the same for all: the number of ranks whose losses are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+
+
+class GradientPiece(NamedTuple):
+    """Consecutive elements of a parameter whose reduced gradient has the same holders.
+
+    Attributes:
+        param: The parameter.
+        start: Offset of the first element.
+        numel: Elements.
+        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do not hold it.
+        sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
+    """
+
+    param: nn.Parameter
+    start: int
+    numel: int
+    read: Callable[[], torch.Tensor] | None
+    sums_in: torch.dtype
+
+
+class Passes(NamedTuple):
+    """What a schedule runs in every step, whatever the data.
+
+    Attributes:
+        micro_batches: How many.
+        chunks: Backwards of each, on this rank.
+        group: Ranks of which one has the loss.
+    """
+
+    micro_batches: int
+    chunks: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class LedgerScope:
+    """See module.
+
+    Attributes:
+        num_replicas: Ranks whose mean losses are averaged; N of the definition.
+        holders: The group that holds a parameter and sums its gradient.
+        everyone: The group that trains one model; all of its ranks learn of a deviation.
+        device: Of the model, for a rank that has no trainable parameter to ask.
+        shared: Parameters that other parts of the model use too, each with a group of one rank of each part; in one order on all.
+        passes: What a schedule runs; None where the client calls backward.
+    """
+
+    num_replicas: int
+    holders: Callable[[torch.Tensor], Any]
+    everyone: Any
+    device: torch.device
+    shared: Sequence[tuple[nn.Parameter, Any]] = ()
+    passes: Passes | None = None
+
+
+def with_common_cuts(
+    pieces: Sequence[GradientPiece], scope: LedgerScope, names: Callable[[nn.Parameter], str]
+) -> list[GradientPiece]:
+    """The pieces, with those of a shared parameter cut where any part of the model cuts it. Collective over the parts.
+
+    Raises:
+        ValueError: If a shared parameter is trained by some of the parts only.
+    """
+    cuts: dict[nn.Parameter, list[int]] = {}
+    for param, group in scope.shared:
+        own = sorted({piece.start + end for piece in pieces if piece.param is param for end in (0, piece.numel)})
+        everywhere: list[Any] = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(everywhere, own, group=group)
+        if param.numel() and not all(everywhere):
+            raise ValueError(
+                f"{names(param)} is shared by several parts of the model, but only some of them train it: give all of them, or "
+                "none, to the optimizer (model_parameters)"
+            )
+        cuts[param] = sorted({cut for of_rank in everywhere for cut in of_rank})
+    cut = [_cut(piece, cuts[piece.param]) if piece.param in cuts else [piece] for piece in pieces]
+    return [part for parts in cut for part in parts]
+
+
+def _cut(piece: GradientPiece, cuts: Sequence[int]) -> list[GradientPiece]:
+    inside = [piece.start, *(at for at in cuts if piece.start < at < piece.start + piece.numel), piece.start + piece.numel]
+    return [
+        piece._replace(start=start, numel=end - start, read=_part_of(piece, start - piece.start, end - piece.start))
+        for start, end in zip(inside, inside[1:], strict=False)
+    ]
+
+
+def _part_of(piece: GradientPiece, start: int, end: int) -> Callable[[], torch.Tensor] | None:
+    read = piece.read
+    return None if read is None else lambda: read()[start:end]
+
+
+class ContributorSum:
+    """Adds up rows of pieces over everybody who contributes to them.
+
+    Args:
+        pieces: All pieces of this rank, after `with_common_cuts`.
+        scope: Who contributes.
+
+    Attributes:
+        holders: For each piece, the global ranks that hold it in this part of the model.
+        sharers: For each piece, one global rank of each part of the model that shares it; empty if this is the only one.
+    """
+
+    def __init__(self, pieces: Sequence[GradientPiece], scope: LedgerScope) -> None:
+        self._sums: list[tuple[Any, list[int]]] = []
+        self.sharers: list[tuple[int, ...]] = [()] * len(pieces)
+        # In the order of `shared`, the same on all ranks, so that parts which share several parameters never wait in a circle.
+        for param, group in scope.shared:
+            rows = sorted((i for i, piece in enumerate(pieces) if piece.param is param), key=lambda i: pieces[i].start)
+            self._sums.append((group, rows))
+            for row in rows:
+                self.sharers[row] = _ranks(group)
+        self.holders = []
+        by_group: dict[Any, list[int]] = {}
+        for index, piece in enumerate(pieces):
+            group = scope.holders(piece.param)
+            self.holders.append(_ranks(group))
+            by_group.setdefault(group, []).append(index)
+        self._sums += by_group.items()
+
+    def add_up(self, rows: torch.Tensor) -> None:
+        """Sum in place; `[pieces, ...]`. All ranks of all groups call it alike."""
+        for group, indices in self._sums:
+            if not indices or dist.get_world_size(group=group) == 1:
+                continue
+            if len(indices) == len(rows):
+                dist.all_reduce(rows, group=group)
+                continue
+            part = rows[indices]
+            dist.all_reduce(part, group=group)
+            rows[indices] = part
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first that holds the pieces, and speaks for the others."""
+        return bool(self.holders) and dist.get_rank() == min(self.holders[0])
+
+    @property
+    def num_parts(self) -> list[int]:
+        """For each piece, how many parts of the model contribute to it."""
+        return [max(1, len(ranks)) for ranks in self.sharers]
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_all_ranks_from_group(group))
