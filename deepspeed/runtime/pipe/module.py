@@ -325,14 +325,20 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def _recomputed(self, run: Callable[[Any], Any], inputs: Any) -> Any:
         is_tuple = isinstance(inputs, tuple)
+        returns_single = False
 
         def unpacked(_anchor: torch.Tensor | None, *values: Any) -> Any:
-            return run(values if is_tuple else values[0])
+            nonlocal returns_single
+            outputs = run(values if is_tuple else values[0])
+            returns_single = isinstance(outputs, tuple) and len(outputs) == 1
+            return outputs
 
         # A reentrant checkpoint gives weights a gradient only if some input requires one, which token numbers do not.
         requires_grad = any(tensor.requires_grad for tensor in tensors_in(inputs))
         anchor = None if requires_grad else torch.zeros(1, device=get_accelerator().current_device_name(), requires_grad=True)
-        return self.activation_checkpoint_func(unpacked, anchor, *(inputs if is_tuple else (inputs,)))
+        outputs = self.activation_checkpoint_func(unpacked, anchor, *(inputs if is_tuple else (inputs,)))
+        # Checkpoint functions hand back the one tensor of a tuple by itself; the next layer waits for the tuple.
+        return (outputs,) if returns_single and not isinstance(outputs, tuple) else outputs
 
     def _is_checkpointable(self, segment: range) -> bool:
         if self.checkpointable_layers is not None:

@@ -68,6 +68,13 @@ def through_all_parts(module: PipelineModule, value: torch.Tensor, shapes: list[
     return value
 
 
+class InTuple(nn.Linear):
+    """Returns its output as the one element of a tuple."""
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]  # the point of it
+        return (super().forward(input),)
+
+
 class TestStages(DistributedTest):
     world_size = 4
 
@@ -337,6 +344,8 @@ class TestOneStage(DistributedTest):
                     LayerSpec(nn.Dropout, 0.5),
                     lambda value: (value, None),
                     lambda pair: pair[0].relu(),
+                    LayerSpec(InTuple, 8, 8),
+                    lambda single: single[0],  # kills: the one tensor of a tuple handed on by itself
                     LayerSpec(nn.Linear, 8, 3),
                 ],
                 num_stages=1,
@@ -350,7 +359,7 @@ class TestOneStage(DistributedTest):
 
         plain = gradients()
         for options, segments in (
-            ({"activation_checkpoint_interval": 1}, 3),
+            ({"activation_checkpoint_interval": 1}, 4),
             ({"activation_checkpoint_interval": 4}, 2),
             ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Linear"]}, 2),
             ({"activation_checkpoint_interval": 2, "checkpointable_layers": ["Linear", "Embedding"]}, 1),
