@@ -26,6 +26,8 @@ from deepspeed.checkpoint.files import CheckpointError, read_file
 # The master weight, among the names of per-element state.
 FP32 = "fp32"
 STEP = "step"
+# What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names that follow from the division.
+LABELS = frozenset(("params", "param_names", "name", "moe"))
 _SHARD_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _EXPERT_FILE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
@@ -37,7 +39,7 @@ class SavedPiece(NamedTuple):
         name: Parameter; experts are numbered over all ranks.
         values: Per-element state, each 1-D of `numel` elements: FP32 for the master weight if there is one, then the optimizer's.
         shared: State that is not per element (`step`).
-        options: Hyper-parameters of its parameter group, without "params".
+        options: Hyper-parameters of its parameter group.
     """
 
     name: str
@@ -234,7 +236,7 @@ def _by_part(folder: str, listing: Sequence[str], pattern: re.Pattern[str]) -> d
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key not in LABELS}
 
 
 def _state_of(base: Mapping[str, Any], group: Mapping[str, Any], position: int) -> Mapping[str, Any]:

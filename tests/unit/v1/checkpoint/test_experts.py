@@ -1,0 +1,145 @@
+"""Checkpoints of models with experts: files per expert, and other numbers of ranks that share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint.experts import renumbered
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.model_files import ModelExperts
+from deepspeed.utils import groups
+from unit.common import DistributedFixture, DistributedTest
+
+from .runs import by_name, differences
+
+WIDTH = 6
+EXPERTS = 4
+# Ranks, and those that share one set of experts.
+DIVIDED = [(2, 1), (2, 2), (4, 2), (4, 4)]
+BF16 = {"bf16": {"enabled": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32-0": {},
+    "fp32-2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
+    "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
+    "accumulate-1": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+    "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
+    "fp32-2-data-first": {"zero_optimization": {"stage": 2}, "use_data_before_expert_parallelism": True},
+    "fp32-0-data-first": {"use_data_before_expert_parallelism": True},
+}
+
+
+class Net(nn.Module):
+    """Two layers with experts, the second with two experts for each rank at least."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.some = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size, drop_tokens=False)
+        self.more = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, min(2, ep_size), drop_tokens=False, use_residual=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.some, self.more):
+            x = x + layer(torch.tanh(self.first(x)))[0]
+        return x.float().pow(2).mean()
+
+
+def make(ep_size: int, seed: int, **keys: Any) -> Any:
+    """An engine whose experts start with other weights on each rank."""
+    groups.reset()
+    torch.manual_seed(10 * seed + dist.get_rank())
+    model = Net(ep_size)
+    configuration = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        **keys,
+    }
+    return deepspeed.initialize(model=model, config=configuration)[0]
+
+
+def train(engine: Any, steps: int) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(100 * engine.global_steps + dist.get_rank())
+        engine.backward(engine(torch.randn(8, WIDTH, generator=generator).to(dtype)))
+        engine.step()
+
+
+def whole(engine: Any) -> dict[str, Any]:
+    """`by_name` of all ranks' experts, on every rank."""
+    first = ModelExperts(engine.module).first
+    kinds = ((*key.split(".", 1), value) for key, value in by_name(engine).items())
+    own = {f"{kind}.{renumbered(name, first)}": value for kind, name, value in kinds}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return {name: value for found in everywhere for name, value in found.items()}
+
+
+class SavedExperts(DistributedFixture):
+    """All cases, divided in all ways, with what they held."""
+
+    world_size = [2, 4]
+
+    def run(self, class_tmpdir: Any) -> None:
+        for case, keys in CASES.items():
+            for world, ep_size in DIVIDED:
+                if world == dist.get_world_size():
+                    engine = make(ep_size, 1, **keys)
+                    train(engine, 2)
+                    engine.save_checkpoint(f"{class_tmpdir}/{case}-{world}-{ep_size}")
+                    held = whole(engine)
+                    if dist.get_rank() == 0:
+                        torch.save(held, f"{class_tmpdir}/{case}-{world}-{ep_size}.pt")
+
+
+class TestOtherExpertGroups(DistributedTest):
+    """Kills: a rank's own numbers of experts taken for all ranks', an expert's shards put together in the order of dense ones."""
+
+    world_size = [2, 4]
+    exec_timeout = 120
+
+    def test_the_same_by_name(self, SavedExperts: Any, class_tmpdir: Any) -> None:
+        for number, (case, keys) in enumerate(CASES.items()):
+            for world, ep_size in DIVIDED if case.startswith("fp32-2") else DIVIDED[number % 2 :: 2]:
+                for own_world, own_size in DIVIDED:
+                    if own_world == dist.get_world_size():
+                        name = f"{class_tmpdir}/{case}-{world}-{ep_size}"
+                        engine = make(own_size, 2, **keys)
+                        train(engine, 1)  # state that loading must replace
+                        engine.load_checkpoint(name)
+                        wanted = torch.load(f"{name}.pt", weights_only=False)
+                        assert differences(wanted, whole(engine)) == [], (case, world, ep_size, own_size)
+                        train(engine, 1)
+
+
+class TestFiles(DistributedTest):
+    """Names and keys are those that upstream 0.19.6 writes with this model."""
+
+    world_size = 2
+
+    def test_names_and_keys(self, tmpdir: Any) -> None:
+        for case in ("fp32-0", "bf16-1"):
+            engine = make(2, 1, **CASES[case])
+            train(engine, 1)
+            engine.save_checkpoint(str(tmpdir), tag=case)
+            dist.barrier()
+            folder = Path(str(tmpdir), case)
+            weights = [f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for layer in (0, 1) for expert in range(EXPERTS)]
+            prefix = "expp_rank" if case == "fp32-0" else "bf16_zero_pp_rank"
+            states = [f"{prefix}_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+            hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
+            names = sorted(path.name for path in folder.iterdir())
+            assert names == sorted(["mp_rank_00_model_states.pt", *weights, *states, *hosts])
+            experts = "some.deepspeed_moe.experts.deepspeed_experts"
+            assert list(torch.load(folder / weights[3], weights_only=True)) == [f"{experts}.3.weight", f"{experts}.3.bias"]
+            model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+            assert not [name for name in model["module"] if "deepspeed_experts" in name]
+            assert "more.mlp.weight" in model["module"]  # of the residual: every rank has it
+            dist.barrier()
