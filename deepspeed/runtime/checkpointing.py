@@ -31,10 +31,10 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.base_optimizer import MasterWeightOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.host_state import host_state, restore_host_state, restore_position
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
 from deepspeed.runtime.optimizer_files import OptimizerFiles
 from deepspeed.runtime.recut import RecutState

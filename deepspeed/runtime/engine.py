@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
-from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.checkpointing import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -26,6 +26,7 @@ from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.model_setup import (
     broadcast_model,

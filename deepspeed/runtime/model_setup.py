@@ -48,8 +48,9 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
 def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
     """Have the modules that spread their work over ranks (experts, say) make their groups. Collective over the world."""
     for module in model.modules():
-        if hasattr(module, "set_deepspeed_parallelism"):
-            module.set_deepspeed_parallelism(config.tree.use_data_before_expert_parallelism)
+        make = getattr(module, "set_deepspeed_parallelism", None)
+        if make is not None:
+            make(config.tree.use_data_before_expert_parallelism)
 
 
 @torch.no_grad()
@@ -86,8 +87,8 @@ def sum_sequence_parallel_gradients(model: nn.Module, group: Any) -> list[Any]:
     Under Megatron's sequence parallelism the tensor-parallel ranks hold the same layer norms (and biases of row-parallel layers)
     but each sees its part of the sequence, so each has a part of the gradient. Megatron's own trainer sums `param.grad` after
     backward, which is too late here: buckets may have left by then, and a sum over several micro-batches that was averaged before
-    would be summed twice. Summed where it arises, each contribution is whole for whoever comes next (buckets, accumulators, no_sync, the
-    ledger), and the parameter is an ordinary replica of the tensor-parallel ranks.
+    would be summed twice. Summed where it arises, each contribution is whole for whoever comes next (buckets, accumulators,
+    no_sync, the ledger), and the parameter is an ordinary replica of the tensor-parallel ranks.
 
     Args:
         model: Whose parameters.

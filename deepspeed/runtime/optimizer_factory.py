@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
@@ -22,6 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -19,10 +19,11 @@ from deepspeed.checkpoint.files import read_file
 from deepspeed.checkpoint.reshape import SavedOptimizer
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.base_optimizer import MasterWeightOptimizer, StepSequence
+from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.model_files import Cut, ModelExperts
 from deepspeed.runtime.recut import RecutState, recut_state
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits

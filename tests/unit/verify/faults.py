@@ -6,8 +6,6 @@ scenario of `unit.verify.scenarios`, and what the tool says must name the right 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from unit.mutation.table import (
     ABSORB,
     ABSORB_ELSEWHERE,
@@ -17,49 +15,22 @@ from unit.mutation.table import (
     ENGINE,
     EPILOGUE,
     EPILOGUE_REDUCES_FIRST,
+    MASTERS,
     READINESS,
     RECORD_AND_COMMENT,
     SEQUENCE,
     SINK,
     WAIT,
     ZERO,
-    Fault,
 )
+from unit.verify.mutation_form import Mutation
+from unit.verify.pipe_faults import PIPELINE
 
 STREAMS = "deepspeed/runtime/streams.py"
 SHARD_OPS = "deepspeed/comm/shard_ops.py"
 REPLICATED = "deepspeed/runtime/gradients/replicated.py"
 REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
 GROUP = "deepspeed/runtime/sharding/group.py"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A fault and how it comes to light.
-
-    Attributes:
-        name: What goes wrong.
-        file: Which file is changed, relative to the repository.
-        changes: Pairs of the exact text, which occurs once in the file, and its replacement.
-        scenario: Of `scenarios.SCENARIOS`; its first word is the guard.
-        names: What one of the findings must say, as a regular expression over its lines.
-    """
-
-    name: str
-    file: str
-    changes: tuple[tuple[str, str], ...]
-    scenario: str
-    names: str
-
-    @property
-    def guard(self) -> str:
-        """Which tool must find it."""
-        return self.scenario.partition(":")[0]
-
-    @property
-    def fault(self) -> Fault:
-        """The change of the text alone."""
-        return Fault(self.name, self.file, self.changes, test=self.scenario)
 
 
 JOIN = """\
@@ -157,7 +128,7 @@ CHECKER = (
     ),
     Mutation(
         "gathered parameters are not awaited",
-        SEQUENCE,
+        MASTERS,
         (("        for gather in pending:\n            gather.wait()\n", ""),),
         "streams: stage 2",
         r"never waits for <nccl stream.*flat parameters",
@@ -329,7 +300,7 @@ ORACLE = (
     ),
     Mutation(
         "parameters are not gathered",
-        SEQUENCE,
+        MASTERS,
         (("        if num_shards == 1 or group.flat.numel() == 0:\n", "        if True:\n"),),
         "oracle: stage 1",
         r"weight is off",
@@ -347,4 +318,4 @@ ORACLE = (
         r"weight is off",
     ),
 )
-MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE)
+MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE, *PIPELINE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.comm.shard_ops import PendingShards
-from deepspeed.runtime import base_optimizer, bf16_optimizer
+from deepspeed.runtime import base_optimizer, bf16_optimizer, master_weights
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.gradients import sink
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
@@ -128,7 +128,7 @@ def skip_a_small_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_this_rank_only(patch: pytest.MonkeyPatch) -> None:
     """The norm of the owned shards, not of the model."""
-    patch.setattr(base_optimizer, "reduce_squared_norm", lambda squared, group: squared)
+    patch.setattr(master_weights, "reduce_squared_norm", lambda squared, group: squared)
     patch.setattr(stage_1_and_2.dist, "all_reduce", _unless_norm(stage_1_and_2.dist.all_reduce))
 
 
@@ -155,7 +155,7 @@ def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 def gather_nothing(patch: pytest.MonkeyPatch) -> None:
     """Ranks keep their own view of the others' shards."""
-    patch.setattr(base_optimizer.MasterWeightOptimizer, "_gather", lambda self, group: [])
+    patch.setattr(master_weights.MasterWeightOptimizer, "_gather", lambda self, group: [])
 
 
 def send_what_is_ready_only(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,348 @@
+"""Master weights: a step sequence around a torch optimizer that updates flat fp32 shards instead of the model's parameters.
+
+Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters, moments and gradients of its own.
+How gradients get there is the business of the optimizers that derive from `MasterWeightOptimizer`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.comm.shard_ops import gather_from_owners
+from deepspeed.runtime.base_optimizer import StepSequence
+from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
+from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
+from deepspeed.utils import memory_names
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.gradients.ledger_scope import GradientPiece
+    from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+# Every shard holds a multiple of this many elements; part of the checkpoint layout.
+SHARD_ALIGNMENT = 2
+
+
+class ParamLink(NamedTuple):
+    """How `deepspeed.utils.safe_get_*` finds a parameter's shard; set as `param._hp_mapping`."""
+
+    optimizer: MasterWeightOptimizer
+    group: int
+    param_index: int
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled as None: a saved module does not take the optimizer and its process groups along."""
+        return type(None), ()
+
+
+def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
+    """Reads the owned gradient at the time of the call: its buffer is made late and may be replaced."""
+    return lambda: group.grad[start : start + numel]
+
+
+class MasterWeightOptimizer(StepSequence):
+    """fp32 master weights in flat groups around a torch optimizer.
+
+    Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params` become the owned flat master
+    shard, or one master per parameter if `per_param` is set (optimizers that need shapes).
+
+    Args:
+        init_optimizer: Optimizer over model parameters; frozen ones are left out.
+        param_names: Name of each parameter, in model order.
+        shard_group: Ranks that share one copy of the dense masters; None if every rank owns everything. Experts are then shared by
+            the ranks that hold the same ones.
+        master_dtype: Dtype of masters and optimizer state.
+        grad_dtype: Dtype in which owned gradients are accumulated.
+        offload: Offload settings of the optimizer state, if on.
+        round_robin: Deal parameters to shards in turn.
+        per_param: Give the optimizer one tensor per parameter.
+        sequence: See `StepSequence`.
+
+    Raises:
+        ValueError: If a group holds parameters of several dtypes, or dense ones and experts.
+
+    Attributes:
+        num_shards: How many ranks share the dense masters.
+        shard_rank: This rank's place among them.
+    """
+
+    accumulator: LocalAccumulator | None  # sum of micro-batches in a dtype of its own, if there is one
+    communication_data_type: torch.dtype | None
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        *,
+        shard_group: Any = None,
+        master_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        offload: DeepSpeedZeroOffloadOptimizerConfig | None = None,
+        round_robin: bool = False,
+        per_param: bool = False,
+        allgather_bucket_size: int = 500_000_000,
+        allgather_partitions: bool = True,
+        **sequence: Any,
+    ) -> None:
+        super().__init__(init_optimizer, **sequence)
+        self.param_names = dict(param_names)
+        self.shard_group = shard_group
+        self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
+        self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
+        self.allgather_bucket_size = allgather_bucket_size
+        self.allgather_partitions = allgather_partitions
+        self.offload = offload
+        self.cpu_offload = offload is not None
+        self._round_robin = round_robin
+        self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
+        registration = {param: position for position, param in enumerate(self.param_names)}
+        self.groups: list[ShardedGroup] = []
+        self.registration: list[list[int]] = []
+        for param_group in init_optimizer.param_groups:
+            group = self._build_group(param_group, master_dtype, grad_dtype)
+            self.groups.append(group)
+            fallback = len(registration)
+            self.registration.append([registration.get(p, fallback + i) for i, p in enumerate(group.params)])
+            self._hand_to_optimizer(param_group, group, per_param)
+        self._per_param = per_param
+        self._link_params()
+        memory_names.register(self)
+
+    # Construction
+
+    def _build_group(self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype) -> ShardedGroup:
+        params = [param for param in param_group["params"] if param.requires_grad]
+        expert_group = expert_group_of_all(params)
+        replicas = self._replicas(expert_group)
+        # Experts are on fewer ranks than dense parameters, so their state has fewer and larger shards.
+        shard_group = self.shard_group if expert_group is None or self.shard_group is None else replicas
+        num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
+        if self._round_robin:
+            params = [params[i] for i in round_robin_order(len(params), num_shards)]
+        dtypes = sorted({str(param.dtype) for param in params})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): cast the model to one dtype, "
+                "or enable bf16/fp16 in the configuration so that the engine does"
+            )
+        alignment = SHARD_ALIGNMENT if shard_group is not None else 1
+        table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
+        model_device = params[0].device if params else self.device
+        pin = self.offload is not None and self.offload.pin_memory
+        return ShardedGroup(
+            params,
+            table,
+            0 if shard_group is None else dist.get_rank(group=shard_group),
+            master_dtype=master_dtype,
+            grad_dtype=grad_dtype,
+            device=torch.device("cpu") if self.cpu_offload else model_device,
+            model_device=model_device,
+            pin=pin,
+            offload=self.cpu_offload,
+            process_group=shard_group,
+            replicas=replicas,
+        )
+
+    @staticmethod
+    def _hand_to_optimizer(param_group: dict[str, Any], group: ShardedGroup, per_param: bool) -> None:
+        if per_param:
+            group.masters = [nn.Parameter(view) for view in group.param_views(group.master)]
+        param_group["params"] = group.masters
+
+    def _link_params(self) -> None:
+        for group_index, group in enumerate(self.groups):
+            for index, param in enumerate(group.params):
+                param._hp_mapping = ParamLink(self, group_index, index)  # type: ignore[attr-defined]  # the link is dynamic
+
+    def _local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Where this rank's sum for `param` lies."""
+        if self.accumulator is None:
+            return param.grad
+        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
+        return self.accumulator.views[link.group][link.param_index]
+
+    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        accumulated = self._local_sum(param) if hasattr(param, "_hp_mapping") else None
+        return super().local_gradient(param) if accumulated is None else accumulated
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """The owned master shard of each group."""
+        return [group.master for group in self.groups]
+
+    # Norm
+
+    def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
+        """The owned gradients of a group that count in the norm on this rank, or those that another rank counts."""
+        group = self.groups[group_index]
+        if self._counts_in_norm is None:
+            return [group.grad] if counted else []
+        key = (group_index, counted)
+        if key not in self._grad_slices:
+            owned = group.table.of_shard(group.shard_rank)
+            chosen = (fragment for fragment in owned if self._counts_in_norm(group.params[fragment.param]) is counted)
+            ranges = joined((fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in chosen)
+            self._grad_slices[key] = [slice(start, end) for start, end in ranges]
+        return [group.grad[part] for part in self._grad_slices[key]]
+
+    def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
+        """Sum of squares of a group's owned gradients that count here, fp32, shape `[1]`, on `device`; no communication."""
+        return local_squared_norm(self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False))
+
+    def scaled_global_norm(self) -> torch.Tensor:
+        """See base class: local squared sums of all groups, then one reduction of them all."""
+        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
+        for index in range(len(self.groups)):
+            squares[index] += self._squared_norm(index, self.device).squeeze()
+        return self._norm_of(reduce_squared_norm(squares, self.norm_group))
+
+    # Update
+
+    @torch.no_grad()
+    def _update(self, factor: float) -> None:
+        for group in self.groups:
+            grad = group.grad_for_step()
+            if factor != 1.0:
+                grad.mul_(factor)
+            views = group.param_views(grad) if self._per_param else [grad]
+            for master, view in zip(group.masters, views, strict=True):
+                master.grad = view
+        self.optimizer.step()
+        for group in self.groups:
+            for master in group.masters:
+                master.grad = None
+        self.update_lp_params()
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Model-precision parameters <- masters, on every rank."""
+        pending = []
+        for group in self.groups:
+            group.write_back()
+            pending += self._gather(group)
+        for gather in pending:
+            gather.wait()
+
+    def _gather(self, group: ShardedGroup) -> list[Any]:
+        """Start filling the flat buffer from all owners, in pieces of at most `allgather_bucket_size` elements."""
+        num_shards = group.table.num_shards
+        if num_shards == 1 or group.flat.numel() == 0:
+            return []
+        shard_numel = group.table.shard_numel
+        splits = [shard_numel] * num_shards
+        by_broadcast = not self.allgather_partitions
+        if group.flat.numel() <= self.allgather_bucket_size:
+            return [gather_from_owners(group.flat, splits, group.process_group, by_broadcast, async_op=True)]
+        # A piece of every shard is not contiguous in `flat`, so it travels through a buffer of the bucket's size.
+        piece_numel = max(1, self.allgather_bucket_size // num_shards)
+        rows = group.flat.view(num_shards, shard_numel)
+        for start in range(0, shard_numel, piece_numel):
+            columns = rows[:, start : start + piece_numel]
+            buffer = columns.contiguous().view(-1)
+            gather_from_owners(buffer, [columns.shape[1]] * num_shards, group.process_group, by_broadcast)
+            columns.copy_(buffer.view_as(columns))
+        return []
+
+    # Reading
+
+    def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names of buffers, for reports; see `deepspeed.utils.memory_names`."""
+        for index, group in enumerate(self.groups):
+            names = [self.param_names.get(param, "?") for param in group.params]
+            yield from group.named_memory(index, names)
+            grads = ((name, param.grad) for name, param in zip(names, group.params, strict=True))
+            yield from ((f"gradient of {name}", grad) for name, grad in grads if grad is not None)
+
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """See base class: the fragments of all parameters."""
+        from deepspeed.runtime.gradients.ledger_scope import GradientPiece  # startup: only with a ledger
+
+        pieces = []
+        for group in self.groups:
+            for index, param in enumerate(group.params):
+                for fragment in group.table.of_param(index):
+                    read = _reader(group, fragment.shard_start, fragment.numel) if fragment.shard == group.shard_rank else None
+                    pieces.append(GradientPiece(param, fragment.param_start, fragment.numel, read, self._sums_in(param)))
+        return pieces
+
+    def _sums_in(self, param: nn.Parameter) -> torch.dtype:
+        """The narrowest dtype that a sum of this parameter's gradients passes through."""
+        local = param.dtype if self.accumulator is None else self.accumulator.flats[0].dtype
+        return max((local, self._travels_in(param, local)), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
+        """The dtype of this parameter's gradient during reduction; `local` is that of its sum on this rank."""
+        return self.communication_data_type or local
+
+    @property
+    @abstractmethod
+    def has_reduced_gradients(self) -> bool:
+        """Whether a reduced gradient is there to be read."""
+
+    @property
+    def read_factor(self) -> float:
+        """By what the accumulated gradient is multiplied to be the one that the optimizer will see (before clipping)."""
+        return self.reduce_rule.step_factor / (self._step_divisor * self.loss_scale)
+
+    def gather_full(self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors of several parameters from their owners, with one collective per process group that shares them.
+
+        All ranks that hold the parameters must call it alike.
+
+        Args:
+            links: Group and index of each parameter.
+            shards: For each group, this rank's shard of the wanted quantity (master, moment or gradient).
+
+        Returns:
+            fp32 tensors in the parameters' shapes, on the model's device.
+        """
+        by_group: dict[Any, list[int]] = {}
+        for position, (group, _) in enumerate(links):
+            by_group.setdefault(self.groups[group].process_group, []).append(position)
+        values: dict[int, torch.Tensor] = {}
+        for process_group, positions in by_group.items():
+            pieces = self._gather_from([links[position] for position in positions], shards, process_group)
+            values.update(zip(positions, pieces, strict=True))
+        return [values[position] for position in range(len(links))]
+
+    def _gather_from(
+        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor], process_group: Any
+    ) -> list[torch.Tensor]:
+        numels = [self.groups[group].table.numels[index] for group, index in links]
+        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
+        start = 0
+        for (group, index), numel in zip(links, numels, strict=True):
+            for fragment in self.groups[group].table.of_param(index):
+                if fragment.shard == self.groups[group].shard_rank:
+                    piece = shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
+                    flat[start + fragment.param_start : start + fragment.param_start + fragment.numel].copy_(piece)
+            start += numel
+        # Every element is non-zero on its owner at most, so the sum is exact.
+        if process_group is not None:
+            dist.all_reduce(flat, group=process_group)
+        shapes = [self.groups[group].params[index].shape for group, index in links]
+        return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
+
+    # State
+
+    def refresh_fp32_params(self) -> None:
+        """Masters <- model-precision parameters (after loading or editing weights)."""
+        for group in self.groups:
+            group.refresh_master()
+
+    def destroy(self) -> None:
+        """See base class; parameters keep their values in storage of their own."""
+        for group in self.groups:
+            for param in group.params:
+                if hasattr(param, "_hp_mapping"):
+                    del param._hp_mapping
+            group.release()
+        self.groups = []
