@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deepspeed.runtime.gradients.norm import CLIP_EPSILON, clip_factor, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.norm import CLIP_EPSILON, clip_factor, joined, local_squared_norm, reduce_squared_norm
 
 CPU = torch.device("cpu")
 
@@ -36,6 +36,22 @@ def test_one_bad_element_makes_it_not_finite(bad, dtype):
     grad = torch.ones(1000, dtype=dtype)
     grad[517] = bad
     assert not torch.isfinite(local_squared_norm([torch.ones(5), grad], CPU)).item()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_copies_that_another_rank_counts_add_nothing_unless_they_are_bad(bad):
+    # Kills: counting copies, and a rank alone with a bad copy that steps because the one that counts is good.
+    grad, copy = torch.full((4,), 2.0), torch.full((9,), 3.0, dtype=torch.bfloat16)
+    assert local_squared_norm([grad], CPU, [copy, torch.empty(0)]).item() == 16.0
+    copy[7] = bad
+    assert not torch.isfinite(local_squared_norm([grad], CPU, [copy])).item()
+    assert not torch.isfinite(local_squared_norm([], CPU, [copy])).item()
+
+
+def test_neighbouring_ranges_become_one():
+    # Kills: joining over a gap (what another rank counts would count here, too), or losing the last range.
+    assert joined([(0, 3), (3, 5), (7, 8), (8, 8), (8, 9)]) == [(0, 5), (7, 9)]
+    assert joined([(2, 4)]) == [(2, 4)] and joined([]) == []
 
 
 def test_without_a_group_nothing_is_reduced():

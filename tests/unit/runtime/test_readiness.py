@@ -31,6 +31,16 @@ def test_a_bucket_waits_for_its_last_gradient():
     assert released(tracker, [1]) == [0, 1]
 
 
+def test_a_held_gradient_keeps_its_bucket_until_the_end():
+    # Kills: a bucket that leaves from its hook although other ranks' parts are still to be added to one of its gradients.
+    tracker = ReadinessTracker([0, 1, 1], 2)
+    tracker.held = frozenset({2})
+    assert released(tracker, [0, 1, 2]) == [0]
+    assert list(tracker.remaining()) == [1] and not tracker.late
+    tracker.reset()
+    assert released(tracker, [2, 1, 0]) == [0]
+
+
 def test_missing_gradients_are_left_to_the_end():
     # Kills: buckets behind an unused parameter that are never sent, or sent twice.
     tracker = ReadinessTracker([0, 1, 1, 2], 3)

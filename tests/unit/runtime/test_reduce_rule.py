@@ -41,6 +41,16 @@ def test_averaging_twice_is_averaging_once(world, prescale, predivide):
     assert twice == pytest.approx((sum(first) + sum(second)) / world, rel=1e-12)
 
 
+@pytest.mark.parametrize("world, ep_size", [(world, ep) for world in (2, 4, 6) for ep in (1, 2, 3, 6) if world % ep == 0])
+@pytest.mark.parametrize("prescale", [False, True])
+def test_an_experts_sums_are_divided_by_the_whole_world(world, ep_size, prescale):
+    # Kills: dividing by the ranks that hold the expert (times ep_size too much), or by ep_size once more.
+    means = [Fraction(7 * rank + 1) for rank in range(world)]  # gradient of each rank's mean loss with respect to one expert
+    pre, post = ReduceRule(world, prescale=prescale).factors()
+    brought = [sum(means[first : first + ep_size]) for first in range(0, world, ep_size)]  # by all-to-all's backward, unscaled
+    assert sum(float(value) * pre for value in brought) * post == pytest.approx(float(sum(means) / world), rel=1e-12)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_where_the_division_stands(world):
     # Kills: prescale and postscale swapped: half-precision sums would overflow, or lose their low bits.
