@@ -142,6 +142,8 @@ class _Holder:
             yield Hypothesis("late", text, self.right - self.late.sum(0))
 
     def _one_contribution(self) -> Iterator[Hypothesis]:
+        if self.num_ranks == 1:
+            return  # then one rank is every rank, and reads the same for parameters that have more holders
         for rank, micro in itertools.product(range(self.num_ranks), range(self.num_micro)):
             what = f"rank {self.family.ranks[rank]}, {self._micro(micro)}"
             yield Hypothesis("lost", f"{what} never arrived", self.right - self.parts[rank, micro])
@@ -161,6 +163,8 @@ class _Holder:
             yield Hypothesis("lost", f"{text}, divided by the number of ranks", self.right - of_all + own)
 
     def _whole_ranks(self) -> Iterator[Hypothesis]:
+        if self.num_ranks == 1:
+            return
         for rank in range(self.num_ranks):
             own, name = self.parts[rank].sum(0), f"rank {self.family.ranks[rank]}"
             yield Hypothesis("lost", f"{name}, all micro-batches, never arrived", self.right - own)

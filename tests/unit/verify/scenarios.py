@@ -18,6 +18,7 @@ import torch
 
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
+from unit.verify import pipe_scenarios
 
 STEPS = 3
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
@@ -228,7 +229,13 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     ),
     NAN_OVER_SEEDS: partial(nan_norms, 20, 8),
     "oracle: stage 2 on the device": partial(oracle, config_of(stage=2, overlap_comm=True), "fp32", True),
+    **pipe_scenarios.SCENARIOS,
 }
+
+
+def world_of(scenario: str) -> int:
+    """On how many ranks it runs."""
+    return 4 if scenario.endswith(", 4 ranks") else 2
 
 
 def run(scenario: str) -> list[str]:

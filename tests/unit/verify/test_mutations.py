@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from unit.mutation.table import REPOSITORY, UNDO_FIXES
-from unit.verify.faults import MUTATIONS, Mutation
+from unit.verify.faults import MUTATIONS
 from unit.verify.mutants import MutantRunner
-from unit.verify.scenarios import NAN_OVER_SEEDS, SCENARIOS
+from unit.verify.mutation_form import Mutation
+from unit.verify.scenarios import NAN_OVER_SEEDS, SCENARIOS, world_of
 
 TABLE_ENV = "DS_MUTATION_TABLE"
 
@@ -66,7 +67,7 @@ def test_the_guard_finds_the_fault(mutation: Mutation, runner: MutantRunner, pac
     ast.parse(after, mutation.file)
     (package / mutation.file).write_text(after, encoding="utf-8")
     try:
-        found = runner.run(package, mutation.scenario)
+        found = runner.run(package, mutation.scenario, world_of(mutation.scenario))
     finally:
         (package / mutation.file).write_text(before, encoding="utf-8")
     table.append(f"{mutation.guard:8} {mutation.name:50} {what_it_says(found)}")
@@ -91,6 +92,6 @@ def test_the_nan_of_issue_8061_appears_without_fix_1(runner: MutantRunner, packa
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: re.sub(r"[ :,]+", "-", scenario))
 def test_without_a_fault_the_guard_is_silent(scenario: str, runner: MutantRunner, package: Path, table: list[str]) -> None:
     """The control: it is the fault that is found."""
-    found = runner.run(package, scenario)
+    found = runner.run(package, scenario, world_of(scenario))
     table.append(f"{scenario.partition(':')[0]:8} (no fault){scenario.partition(':')[2]:40} {what_it_says(found)}")
     assert not found, "\n".join(found)[:4000]

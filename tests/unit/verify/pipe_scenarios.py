@@ -1,0 +1,139 @@
+"""Short pipeline and expert trainings with one guard switched on, by name; see `scenarios`, which lists them with its own.
+
+The guards: the ledger, the intent check, the stream checker, the comparison with one process ("oracle"), the schedules'
+simulator, and what the pipeline engine itself refuses ("engine"). The trainings are those of the contract suites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from unit.v1.contract.matrix import Case
+from unit.v1.pipe.contract.cases import PipeCase
+
+INTENT = {"collectives": True, "collectives_timeout": 3}
+LEDGER = {"ledger": True}
+ERRORS = {"ledger": "GradientLedgerError", "intent": "CollectiveMismatchError", "engine": "PipeBufferError"}
+
+
+def case_of(
+    pipe: int, world: int, schedule: str = "1f1b", stage: int = 0, precision: str = "fp32", tied: bool = True, **more: Any
+) -> PipeCase:
+    """A case with four micro-batches and small buckets."""
+    values = vars(Case(stage, precision, 4, False, False, True, False, "tiny", world)) | {
+        "pipe": pipe,
+        "schedule": schedule,
+        "tied": tied,
+    }
+    return PipeCase(**{**values, **more})
+
+
+# Every schedule, ZeRO stage, precision and grid that guards must be silent about; the mutations use the first ones.
+TWO = case_of(2, 2)
+TWO_HALF = case_of(2, 2, "zero_bubble", 1, "bf16", overlap=True)
+FOUR = case_of(2, 4, "1f1b", 1, overlap=True)
+CASES = (
+    TWO,
+    case_of(2, 2, "interleaved", 1, "bf16+fp32", clip=True),
+    TWO_HALF,
+    case_of(2, 2, "zero_bubble", 0, "fp16", dynamic=True),
+    FOUR,
+    case_of(4, 4, "interleaved", 0, "bf16"),
+    case_of(4, 4, "zero_bubble", 1, "bf16+fp32", tied=False, dynamic=True),
+    case_of(2, 4, "interleaved", 1, "bf16+fp32", overlap=True),
+    case_of(4, 4, "1f1b", 1, "bf16", overlap=True),
+)
+
+
+def train(case: PipeCase, verify: dict[str, Any] | None = None, one_group_on_first: bool = False) -> list[str]:
+    """Train and compare with one process; returns what deviates.
+
+    Args:
+        case: The configuration.
+        verify: Its block "verify".
+        one_group_on_first: The first stage has one parameter group and the others three, the last of them empty.
+    """
+    import deepspeed
+    from unit.v1.pipe.contract import runner
+
+    def groups(named: dict[str, Any]) -> list[dict[str, Any]]:
+        made = original(named)
+        return [{"params": list(named.values()), "weight_decay": 0.1}] if "1.linear.weight" in named else [*made, {"params": []}]
+
+    original, config = runner.parameter_groups, runner.pipe_config
+    deepspeed.init_distributed(dist_backend="gloo")
+    with (
+        mock.patch.object(runner, "pipe_config", lambda case: {**config(case), "verify": verify or {}}),
+        mock.patch.object(runner, "parameter_groups", groups if one_group_on_first else original),
+    ):
+        return runner.PipeRun(case).run()
+
+
+def raised(guard: str, run: Callable[[], Any]) -> list[str]:
+    """What a guard says by raising, on the rank that it spoke on first or passed on by the failure watch."""
+    try:
+        run()
+    except RuntimeError as error:
+        if ERRORS[guard] not in f"{type(error).__name__}: {error}":
+            raise
+        return [f"{ERRORS[guard]}: {error}"]
+    return []
+
+
+def on_device(case: PipeCase, verify: dict[str, Any] | None = None, checks: bool = False) -> list[str]:
+    """What deviates on the simulated device, or with `checks` what the stream checker finds there."""
+    from deepspeed.verify import check_streams
+    from unit.verify.scenarios import simulated
+
+    with simulated(), check_streams(raises=False) if checks else nullcontext() as found:
+        failures = train(case, verify)
+    return [str(finding) for finding in found.findings] if checks and found is not None else failures
+
+
+def numbers(case: PipeCase) -> list[str]:
+    """What is not as in one process."""
+    return [f"oracle: {failure}" for failure in train(case)]
+
+
+def experts() -> None:
+    """Four experts over two of four ranks, so that two hold each."""
+    import deepspeed
+    from unit.v1.moe.runner import Case as ExpertCase
+    from unit.v1.moe.runner import CaseRun
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    CaseRun(ExpertCase(2, 1, True, 0, "fp32", accumulation=3), ledger=True).run()
+
+
+def simulate_schedules() -> list[str]:
+    """What the simulator finds in the schedules of four stages."""
+    from deepspeed.runtime.pipe.schedule import make_schedule
+    from deepspeed.runtime.pipe.simulator import ScheduleError, simulate
+
+    found = []
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+        try:
+            simulate([make_schedule(name, 6, 4, stage, chunks) for stage in range(4)])
+        except ScheduleError as error:
+            found.append(f"{name}: {error}")
+    return found
+
+
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "ledger: pipe": partial(raised, "ledger", partial(train, TWO, LEDGER)),
+    "ledger: pipe, zero bubble, bf16": partial(raised, "ledger", partial(train, TWO_HALF, LEDGER)),
+    "ledger: pipe, stage 1, 4 ranks": partial(raised, "ledger", partial(train, FOUR, LEDGER)),
+    "ledger: experts, 4 ranks": partial(raised, "ledger", experts),
+    "intent: pipe": partial(raised, "intent", partial(train, TWO, INTENT)),
+    "intent: pipe, zero bubble, bf16": partial(raised, "intent", partial(train, TWO_HALF, INTENT)),
+    "intent: pipe, uneven groups": partial(raised, "intent", partial(train, TWO, INTENT, one_group_on_first=True)),
+    "engine: pipe": partial(raised, "engine", partial(train, TWO)),
+    "oracle: pipe": partial(numbers, TWO),
+    "oracle: pipe on the device": partial(on_device, TWO_HALF),
+    "streams: pipe": partial(on_device, TWO, checks=True),
+    "simulator: schedules": simulate_schedules,
+}
