@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-HERE = Path(__file__).resolve().parent
+from turns import UPSTREAM_PREFIX, Ranks, Rounds, median_ms, middle_half, paired_ratios, print_log, run_turns
+
 NUM_RANKS = 2
-START_SECONDS = 300
 BASELINE = "ddp"
 FUSED = "ddp-fused"
 LAYERS = {"gpt": 6, "tiny": 400}
@@ -36,12 +31,9 @@ SYSTEMS = {
     "bf16": ("ddp", "ddp-fused", "ddp-autocast", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc"),
 }
 UPSTREAM_SYSTEMS = {"fp32": ("zero0", "zero1", "zero2"), "bf16": ("zero0", "zero1", "zero2", "zero1-fp32acc")}
-UPSTREAM_PREFIX = "upstream-"
-# For each round, for each step, seconds.
-Rounds = list[list[float]]
 
 
-class Pair:
+class Pair(Ranks):
     """The processes of one system.
 
     Args:
@@ -53,94 +45,9 @@ class Pair:
     """
 
     def __init__(self, name: str, python: str, workload: dict[str, Any], torch_adam: bool, stderr: IO[str]) -> None:
-        self.name = name
-        self.rounds: Rounds = []
-        self.cpu_rounds: Rounds = []
         system = name.removeprefix(UPSTREAM_PREFIX)
-        command = [python, str(HERE / "step_worker.py"), "--system", system, "--workload", json.dumps(workload)]
-        command += ["--torch-adam"] if torch_adam else []
-        port = free_port()
-        self._processes = [
-            subprocess.Popen(
-                command,
-                env=self._environment(rank, port),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=tempfile.gettempdir(),  # not the checkout: its deepspeed must not shadow upstream's
-            )
-            for rank in range(NUM_RANKS)
-        ]
-        self.versions: dict[str, Any] = {}
-
-    def wait_until_ready(self) -> None:
-        """Return when both processes have built their system and trained a step.
-
-        Raises:
-            RuntimeError: If one ended instead, or takes too long.
-        """
-        deadline = time.monotonic() + START_SECONDS
-        for process in self._processes:
-            if process.stdout and not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise RuntimeError(
-                    f"{self.name}: not ready after {START_SECONDS} s. Upstream builds kernels at its first start and waits forever "
-                    "for the lock of a build that was killed; set TORCH_EXTENSIONS_DIR to an empty folder"
-                )
-        self.versions = self._replies()[0]
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        if not self.name.startswith(UPSTREAM_PREFIX):
-            environment["PYTHONPATH"] = str(HERE.parent)
-        environment.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(NUM_RANKS),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            DS_ACCELERATOR="cpu",
-        )
-        return environment
-
-    def _replies(self) -> list[Any]:
-        replies = []
-        for rank, process in enumerate(self._processes):
-            line = process.stdout.readline() if process.stdout else ""
-            if not line:
-                raise RuntimeError(f"{self.name}: rank {rank} ended (exit code {process.wait()})")
-            replies.append(json.loads(line))
-        return replies
-
-    def tell(self, command: str) -> list[Any]:
-        """Send a line to every rank; returns their replies."""
-        for process in self._processes:
-            if process.stdin:
-                process.stdin.write(command + "\n")
-                process.stdin.flush()
-        return self._replies()
-
-    def run_block(self, steps: int, warmup: int) -> None:
-        """Train a block; keep, of each step after the first ones, the slower rank's time and the mean processor time."""
-        of_steps = list(zip(*self.tell(str(warmup + steps)), strict=True))[warmup:]
-        self.rounds.append([max(wall for wall, _ in ranks) for ranks in of_steps])
-        self.cpu_rounds.append([statistics.mean(cpu for _, cpu in ranks) for ranks in of_steps])
-
-    def close(self) -> None:
-        """End the processes; kills what does not end by itself."""
-        healthy = bool(self.versions) and all(process.poll() is None for process in self._processes)
-        for process in self._processes:
-            if not healthy:
-                process.kill()  # it may wait for a peer that is gone, or for a lock
-            if process.stdin:
-                process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        options = ["--system", system, "--workload", json.dumps(workload), *(["--torch-adam"] if torch_adam else [])]
+        super().__init__(name, [python, "step_worker.py", *options], NUM_RANKS, stderr)
 
 
 @dataclass(frozen=True)
@@ -167,29 +74,12 @@ class Result:
     cpu_ratio: float
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def paired_ratios(rounds: Rounds, base: Rounds) -> list[float]:
-    """For each round, this system's median step over the other's."""
-    return [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, base, strict=True)]
-
-
-def median_ms(rounds: Rounds) -> float:
-    """Median step over all rounds, in milliseconds."""
-    return statistics.median(value for block in rounds for value in block) * 1e3
-
-
 def summarize(wall: dict[str, Rounds], cpu: dict[str, Rounds]) -> list[Result]:
     """Results of all systems, of which one is the baseline; `cpu` are processor times."""
     results = []
     for name, rounds in wall.items():
         ratios = paired_ratios(rounds, wall[BASELINE])
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+        low, high = middle_half(ratios)
         fused = statistics.median(paired_ratios(rounds, wall[FUSED])) if FUSED in wall else None
         cpu_ratio = statistics.median(paired_ratios(cpu[name], cpu[BASELINE]))
         results.append(
@@ -284,12 +174,7 @@ def measure(names: list[str], arguments: argparse.Namespace, stderr: IO[str]) ->
     pairs: dict[str, Pair] = {}
     try:
         start(names, arguments, pairs, stderr)
-        for number in range(arguments.rounds):
-            # Another system first in each round: what comes after a pause or a certain neighbour is not always the same.
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
-                pairs[name].run_block(arguments.steps, arguments.warmup)
-            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+        run_turns(list(pairs.values()), arguments.rounds, arguments.steps, arguments.warmup)
     finally:
         for pair in pairs.values():
             pair.close()
@@ -318,8 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             pairs = measure(names, arguments, stderr)
         except RuntimeError as error:
-            stderr.seek(0)
-            print("".join(stderr.readlines()[-60:]) + f"\n{error}", file=sys.stderr)
+            print_log(stderr, error)
             return 1
     wall, cpu = ({n: p.rounds for n, p in pairs.items()}, {n: p.cpu_rounds for n, p in pairs.items()})
     results = summarize(wall, cpu)

@@ -1,0 +1,82 @@
+"""What every worker process does when its systems are built: trains blocks of steps when told to, and says how long each took.
+
+Protocol: one JSON line on stdout when ready; then for each line `[CASE] N` on stdin, N steps and one JSON line with a list of
+(seconds, processor seconds); `profile [CASE] N` writes a cProfile report to stderr; end of input ends the process. While it waits
+it uses no processor time.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import json
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], None]
+
+
+def take_stdout() -> TextIO:
+    """Keep stdout for the protocol: what libraries print goes to stderr."""
+    protocol = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return protocol
+
+
+def start_distributed(with_deepspeed: bool) -> dict[str, Any]:
+    """Initialize gloo; returns what identifies the software."""
+    versions: dict[str, Any] = {"torch": torch.__version__}
+    if with_deepspeed:
+        import deepspeed  # optional: torch's own systems run without it
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        return {**versions, "deepspeed": deepspeed.__version__, "path": os.path.dirname(deepspeed.__file__)}
+    dist.init_process_group("gloo")
+    return versions
+
+
+def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
+    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within."""
+    gc.collect()
+    dist.barrier()
+    times = []
+    for _ in range(count):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        times.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    return times
+
+
+def profile_steps(step: Step, count: int) -> None:
+    """Where the host's time goes, to stderr."""
+    profile = cProfile.Profile()
+    dist.barrier()
+    profile.enable()
+    for _ in range(count):
+        step()
+    profile.disable()
+    for key in ("tottime", "cumulative"):
+        pstats.Stats(profile, stream=sys.stderr).sort_stats(key).print_stats(35)
+
+
+def serve(protocol: TextIO, versions: Mapping[str, Any], cases: Mapping[str, Step]) -> None:
+    """Train a step of each case, then serve until stdin ends. A line without a case means the one named ""."""
+    for step in cases.values():
+        step()
+    print(json.dumps(versions), file=protocol, flush=True)
+    for line in sys.stdin:
+        *words, count = line.split()
+        is_profile = words[:1] == ["profile"]
+        step = cases["".join(words[is_profile:])]
+        if is_profile:
+            profile_steps(step, int(count))
+        times = [] if is_profile else time_steps(step, int(count))
+        print(json.dumps(times), file=protocol, flush=True)
+    dist.destroy_process_group()
