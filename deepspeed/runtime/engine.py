@@ -649,6 +649,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.optimizer = None
         self.basic_optimizer = None
         self.lr_scheduler = None
+        # The next engine may have other groups, or none: a data-parallel one would train over the ranks of a stage.
         if groups.mesh_device is self._mesh_device:
-            groups.mesh_device = None  # the next engine may have another, or none
+            groups.mesh_device = None
+        if groups.mpu is self.mpu and not any(other.mpu is self.mpu for other in verification.engines):
+            groups.mpu = None
         logger.debug("engine destroyed")

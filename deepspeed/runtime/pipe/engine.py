@@ -164,12 +164,12 @@ class PipelineEngine(DeepSpeedEngine):
         sequence = self._require_optimizer("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._start_batch(training=True, micro_batches=self.micro_batches)
         self._passes_left = self.micro_batches * self.module.num_model_chunks
         self._begin_window(plain=False)
         sequence.accumulation_divisor = 1.0
         micro_steps = self.micro_steps
         with self._failures.guard():
+            self._start_batch(training=True, micro_batches=self.micro_batches)
             self._exec_schedule(
                 schedule.make_schedule(
                     self._schedule_name, self.micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks
@@ -212,9 +212,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.set_dataiterator(data_iter)
         self._compute_loss = compute_loss
         try:
-            self._start_batch(training=False, micro_batches=micro_batches)
             plan = schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks)
             with torch.no_grad(), self._failures.guard():
+                self._start_batch(training=False, micro_batches=micro_batches)
                 self._exec_schedule(plan)
                 self.channels.finish()
                 result: Any = self._outputs.results if self.is_last_stage() else None

@@ -23,6 +23,7 @@ class PipeCase(Case):
         dynamic: Micro-batches have different numbers of rows.
         tied: First and last layer share a weight.
         adaptive: fp16's loss scale is dynamic.
+        parts: Boundaries of the stages' layers; empty for parts of equally many.
     """
 
     pipe: int = 1
@@ -31,6 +32,7 @@ class PipeCase(Case):
     dynamic: bool = False
     tied: bool = False
     adaptive: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -47,7 +49,8 @@ class PipeCase(Case):
         """Short name for failure reports."""
         recomputed = [f"checkpoint{self.checkpoint}"] if self.checkpoint else []
         switches = [word for word in ("dynamic", "tied", "adaptive") if getattr(self, word)]
-        return "-".join((f"pipe{self.pipe}", self.schedule, *recomputed, *switches, super().name))
+        cut = [f"parts{self.parts}"] if self.parts else []
+        return "-".join((f"pipe{self.pipe}", self.schedule, *recomputed, *switches, *cut, super().name))
 
 
 # Stages and data-parallel ranks, together: only these fit into 4 ranks.

@@ -18,7 +18,6 @@ from unit.v1.pipe.contract import reference
 from unit.v1.pipe.contract.cases import PipeCase
 from unit.v1.pipe.contract.model import Embed, loss_of, make_layers, parameter_groups, project
 
-STEPS = 2
 EVALUATED = 50  # the step whose data is evaluated
 
 
@@ -39,7 +38,7 @@ def make_pipeline(case: PipeCase) -> PipelineModule:
         layers[0] = TiedLayerSpec("embed", Embed)
         layers[-1] = TiedLayerSpec("embed", Embed, forward_fn=project)
     module = PipelineModule(
-        layers, num_stages=case.pipe, loss_fn=loss_of, partition_method="uniform", dynamic_shape=case.dynamic,
+        layers, num_stages=case.pipe, loss_fn=loss_of, partition_method=list(case.parts) or "uniform", dynamic_shape=case.dynamic,
         num_model_chunks=case.chunks,
     )  # fmt: skip
     if case.tied and "embed" in module.tied_modules:
@@ -50,15 +49,26 @@ def make_pipeline(case: PipeCase) -> PipelineModule:
 class PipeRun(Checks):
     """One case, through `train_batch` and `eval_batch`."""
 
+    steps = 2
+
     def __init__(self, case: PipeCase) -> None:
         module = make_pipeline(case)
         super().__init__(case, module)
         self.pipe_case = case
         self.replica = module.grid.data_parallel_id
-        optimizer = torch.optim.SGD(parameter_groups(self.params), lr=contract.LEARNING_RATE)
+        optimizer = torch.optim.SGD(self.parameter_groups(), lr=contract.LEARNING_RATE)
         self.engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=pipe_config(case))
         self.found: Tensors = {}
         self._observe_gradients()
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What this stage optimizes."""
+        return parameter_groups(self.params)
+
+    def train(self, step: int) -> torch.Tensor:
+        """One step; returns the loss."""
+        loss: torch.Tensor = self.engine.train_batch(iter(reference.batch(self.pipe_case, step, self.replica)))
+        return loss
 
     def _observe_gradients(self) -> None:
         """Read the reduced gradients right before each step, which `train_batch` takes by itself."""
@@ -83,13 +93,12 @@ class PipeRun(Checks):
 
     def run(self) -> list[str]:
         """All steps and an evaluation; returns the failures."""
-        case = self.pipe_case
         try:
             masters = self.everywhere(self.masters())
-            for step in range(STEPS):
+            for step in range(self.steps):
                 with on_host():
                     expected, loss = self._expected(step, masters)
-                found = self.engine.train_batch(iter(reference.batch(case, step, self.replica)))
+                found = self.train(step)
                 masters = self.everywhere(self.masters())
                 with on_host():
                     self._compare_loss(step, float(found), loss)
@@ -103,7 +112,7 @@ class PipeRun(Checks):
 
     def _expected(self, step: int, masters: Tensors) -> tuple[Expected, float]:
         if self.case.precision == "fp32":
-            return reference.fp32_run(self.pipe_case, STEPS)[step]
+            return reference.fp32_run(self.pipe_case, self.steps)[step]
         decay = {name: 0.1 if value.dim() >= 2 else 0.0 for name, value in masters.items()}
         return reference.half_step(self.pipe_case, masters, decay, step)
 
@@ -135,3 +144,14 @@ class PipeRun(Checks):
         found = self.engine.eval_batch(iter(reference.batch(case, EVALUATED, self.replica)))
         self._compare_loss(EVALUATED, float(found), wanted)
         self.compare_tensors(EVALUATED, "parameter", self.everywhere(self.masters()), masters, dict.fromkeys(masters, 0.0))
+
+
+def leave_together() -> None:
+    """End a test in which a batch failed: its connections are closed, so the harness's barrier would have nothing to run on.
+
+    A rank that has noticed stays until the others have, so that none of them notices that it left instead.
+    """
+    store = dist.get_store()
+    store.set(f"noticed/{dist.get_rank()}", "1")
+    store.wait([f"noticed/{rank}" for rank in range(dist.get_world_size())])
+    dist.destroy_process_group()

@@ -1,0 +1,151 @@
+"""Stages with other numbers of parameter groups train, and the step's one norm costs one collective whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.comm import collectives, intent
+from deepspeed.comm.observation import CollectiveCall, group_size
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.pipe.failure import PipelinePeerError
+from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from unit.common import DistributedTest
+from unit.v1.contract.runner import run_cases
+from unit.v1.pipe.contract.cases import PipeCase
+from unit.v1.pipe.contract.runner import PipeRun, leave_together
+
+# Layers of the stages, and into how many parameter groups each stage splits what it has.
+SPLITS: dict[tuple[int, ...], tuple[int, ...]] = {
+    (0, 9, 10): (3, 1),
+    (0, 1, 10): (1, 3),
+    (0, 3, 4, 5, 10): (4, 1, 1, 2),  # four: one of them is empty; the third stage has a frozen layer only
+}
+SMALL = 4  # elements; the norm has one per parameter group, and no gradient that is reduced is so small
+
+
+class SmallReductions:
+    """Observes the shapes of all small reductions, and of all reductions over the whole world."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """See `CollectiveObserver`."""
+        if call.name in ("all_reduce", "reduce"):
+            tensor = call.argument("tensor")
+            if tensor.numel() <= SMALL or group_size(call.group) == dist.get_world_size():
+                self.shapes.append(tuple(tensor.shape))
+        return proceed()
+
+
+class GroupsRun(PipeRun):
+    """Twenty steps with the groups of `SPLITS`; every step's small reductions are counted."""
+
+    steps = 20
+
+    def __init__(self, case: PipeCase) -> None:
+        self.reductions = SmallReductions()
+        super().__init__(case)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """See `SPLITS`."""
+        counts = SPLITS[self.pipe_case.parts]
+        stage = self.model.stage_id
+        matrices = [param for param in self.params.values() if param.dim() >= 2]
+        vectors = [param for param in self.params.values() if param.dim() < 2]
+        empty = {"params": []} if self.case.stage else {"params": [p for p in self.model.parameters() if not p.requires_grad]}
+        decayed = {"params": matrices, "weight_decay": 0.1}
+        rest = {"params": vectors, "weight_decay": 0.0}
+        if counts[stage] == 1:
+            return [decayed if matrices else empty]
+        first, others = {**decayed, "params": matrices[:1]}, {**decayed, "params": matrices[1:]}
+        return {2: [decayed, rest], 3: [first, others, rest], 4: [first, others, {"params": []}, rest]}[counts[stage]]
+
+    def train(self, step: int) -> torch.Tensor:
+        """One step; norm and mean loss are all that ranks tell each other in few numbers."""
+        collectives.add_observer(self.reductions)
+        self.reductions.shapes.clear()
+        try:
+            loss = super().train(step)
+        finally:
+            collectives.remove_observer(self.reductions)
+        wanted = [(max(SPLITS[self.pipe_case.parts]),), ()]
+        if self.reductions.shapes != wanted:
+            self.fail(step, f"reductions of {self.reductions.shapes} elements, not of {wanted}")
+        norms, norm = self.engine.get_group_grad_norms(), float(self.engine.get_global_grad_norm())
+        if len(norms) != wanted[0][0] or not abs(sum(n * n for n in norms) - norm * norm) <= 1e-5 * norm * norm:
+            self.fail(step, f"norms {norms} of the groups do not make up the norm {norm}")
+        return loss
+
+
+def case(parts: tuple[int, ...], world: int, stage: int, precision: str, clip: bool, **more: Any) -> PipeCase:
+    """Two micro-batches on the stages of `SPLITS`."""
+    values = {"overlap": False, "offload": False, "bucket": "huge", "reduce_scatter": True, **more}
+    return PipeCase(stage, precision, 2, clip, world=world, pipe=len(parts) - 1, parts=parts, **values)
+
+
+CASES = {
+    2: [
+        case((0, 9, 10), 2, 0, "fp32", False),
+        case((0, 1, 10), 2, 1, "fp32", True),
+        case((0, 9, 10), 2, 0, "bf16+fp32", True, schedule="zero_bubble"),
+    ],
+    4: [
+        case((0, 3, 4, 5, 10), 4, 0, "fp32", False),
+        case((0, 3, 4, 5, 10), 4, 0, "fp32", False, tied=True),
+        case((0, 3, 4, 5, 10), 4, 1, "bf16", True, offload=True),
+        case((0, 3, 4, 5, 10), 4, 0, "fp16", True, adaptive=True),
+        case((0, 3, 4, 5, 10), 4, 0, "bf16+fp32", False, schedule="zero_bubble"),
+        case((0, 9, 10), 4, 0, "fp16", False),
+        case((0, 1, 10), 4, 1, "fp32", True, overlap=True),
+        case((0, 9, 10), 4, 1, "bf16+fp32", True, tied=True),
+    ],
+}
+
+
+class TestTwoStages(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    def test_trains(self) -> None:
+        # Kills: a collective per group; a norm that counts a stage's first group only, or differs between stages.
+        run_cases(CASES[2], GroupsRun)
+
+    @pytest.mark.parametrize("stage", (0, 1))
+    def test_a_collective_per_group_is_found(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: an intent check that is silent about what would hang, or make norms of losses.
+        monkeypatch.setattr(ReplicatedOptimizer, "scaled_global_norm", reduce_per_group)
+        monkeypatch.setattr(DeepSpeedZeroOptimizer, "scaled_global_norm", reduce_per_group)
+        run = GroupsRun(case((0, 9, 10), 2, stage, "fp32", False))
+        intent.enable(timeout_s=5.0)
+        with pytest.raises((intent.CollectiveMismatchError, PipelinePeerError), match=r"(?s)all_reduce.*reduce_per_group"):
+            run.train(0)
+        intent.disable()
+        leave_together()
+
+
+class TestFourRanks(DistributedTest):
+    world_size = 4
+    exec_timeout = 90
+
+    def test_trains(self) -> None:
+        # Kills: a stage without trainable parameters, or with an empty group, that leaves the others waiting.
+        run_cases(CASES[4], GroupsRun)
+
+
+def reduce_per_group(self: Any) -> torch.Tensor:
+    """Fix 3 undone: as many collectives as this rank has groups."""
+    total = torch.zeros(1)
+    for index in range(len(self.param_groups)):
+        is_flat = isinstance(self, MasterWeightOptimizer)
+        parts = self._norm_grads(index) if is_flat else self._counted[index]
+        squared = sum((part.float().square().sum() for part in parts), torch.zeros(1))
+        dist.all_reduce(squared, group=self.norm_group)
+        total += squared
+    return self._norm_of(total)
