@@ -22,6 +22,8 @@ MP_WORLD_SIZE = "mp_world_size"
 CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
 CHECKPOINT_PP_DEGREE = "pp_degree"
 CHECKPOINT_TP_DEGREE = "tp_degree"
+NUM_EXPERTS = "num_experts"  # of each layer with experts, where there are any
+AUTOEP_LAYERS = "ds_autoep_layers"  # upstream's, in its files of models with experts
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 
@@ -44,6 +46,8 @@ MODEL_STATE_KEYS = frozenset(
         DP_WORLD_SIZE,
         MP_WORLD_SIZE,
         CHECKPOINT_PARALLEL_DIMS,
+        NUM_EXPERTS,
+        AUTOEP_LAYERS,
         DS_CONFIG,
         DS_VERSION,
     }

@@ -192,6 +192,8 @@ class CheckpointMixin:
         if groups._get_sequence_data_parallel_rank() == 0:
             state = self._model_state(files.in_model_file(weights), exclude_frozen_parameters)
             state[keys.OPTIMIZER] = optimizer.in_model_file()
+            if files.experts.layers:
+                state[keys.NUM_EXPERTS] = files.experts.counts
             write_file(os.path.join(folder, keys.model_file(mp_rank)), {**state, **client_state})
         for name, content in optimizer.own_files().items():
             write_file(os.path.join(folder, name), content)

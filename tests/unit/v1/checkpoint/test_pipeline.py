@@ -36,6 +36,7 @@ class SavedPipelines(DistributedFixture):
     """All cases, divided in all ways, saved after two steps, with what they held and how they went on."""
 
     world_size = [1, 2, 4]
+    exec_timeout = 120
 
     def run(self, class_tmpdir: Any) -> None:
         for case, keys in CASES.items():
@@ -58,7 +59,7 @@ class TestOtherStages(DistributedTest):
 
     def test_goes_on(self, SavedPipelines: Any, class_tmpdir: Any) -> None:
         for number, (case, keys) in enumerate(CASES.items()):
-            # Of the other cases half of the ways, another half for each: every way is gone with some of them.
+            # Of the other cases half of the ways, another half for each.
             for saved_world, saved_stages in ALL if case == "fp32-1" else ALL[number % 2 :: 2]:
                 name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
                 wanted = torch.load(f"{name}.pt", weights_only=False)
