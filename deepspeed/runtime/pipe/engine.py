@@ -492,6 +492,12 @@ class PipelineEngine(DeepSpeedEngine):
         """
         raise PipelineError("engine.step() on a PipelineModule: train_batch() steps after its last micro-batch")
 
+    def destroy(self) -> None:
+        """See base class; groups stay for the next engine over the same ranks, until the process group ends."""
+        self._failures.close()
+        self.pipe_buffers = []
+        super().destroy()
+
     def log_for_device(self, *msg: Any) -> None:
         """Log at debug level, with this rank's place."""
         logger.debug("stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg)))

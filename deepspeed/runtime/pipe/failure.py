@@ -89,6 +89,11 @@ class FailureWatch:
         if self._failure is not None:
             raise PipelinePeerError(self._failure)
 
+    def close(self) -> None:
+        """The engine is done: let the thread end."""
+        self._store = None
+        self._entered.set()
+
     def wait(self, work: Any, what: str = "") -> None:
         """Wait for the handle of an operation.
 

@@ -248,3 +248,18 @@ class TestEnded(DistributedTest):
             channel.recv()
         else:
             dist.all_reduce(torch.ones(2))
+
+
+class TestTheEndOfAnEngine(DistributedTest):
+    world_size = 2
+
+    def test_the_thread_ends(self) -> None:
+        # Kills: a thread per engine that was ever made.
+        watch = FailureWatch(range(2), "test")
+        with watch.guard():
+            pass
+        watch.close()
+        thread = watch._thread
+        assert thread is not None
+        thread.join(timeout=LIMIT_S)
+        assert not thread.is_alive()
