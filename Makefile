@@ -1,5 +1,6 @@
 # The project's commands. Each makes the virtual environment it needs; running one again reuses it.
 #   make demo       train a small GPT with 2 processes
+#   make demo-pipeline, make demo-moe   the same GPT as a pipeline, and with experts; each checked against one process
 #   make test       the whole test suite
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
@@ -27,7 +28,7 @@ RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
 MUTATION_TABLE := build/mutations.txt
 
-.PHONY: demo test check contract mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -57,6 +58,12 @@ install: $(VENV)/.stamp-install
 
 demo: $(VENV)/.stamp-demo
 	$(RUN) DS_ACCELERATOR=$(DEMO_DEVICE) deepspeed --num_gpus $(NPROC) examples/train_gpt.py $(DEMO_ARGS)
+
+demo-pipeline: $(VENV)/.stamp-install
+	$(RUN) DS_ACCELERATOR=$(DEMO_DEVICE) deepspeed --num_gpus $(NPROC) examples/pipeline_gpt.py $(DEMO_ARGS)
+
+demo-moe: $(VENV)/.stamp-install
+	$(RUN) DS_ACCELERATOR=$(DEMO_DEVICE) deepspeed --num_gpus $(NPROC) examples/moe_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest $(TESTS) $(PYTEST_ARGS)

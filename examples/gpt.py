@@ -92,6 +92,20 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, width).to(x.dtype))
 
 
+class FeedForward(nn.Module):
+    """Two layers on each position by itself."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.widen = Linear(config.width, 4 * config.width, config.wide_products)
+        self.narrow = Linear(4 * config.width, config.width, config.wide_products)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [..., width]
+        """Return what is added to `x`, of its shape."""
+        # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction of it.
+        return self.narrow(F.relu(self.widen(x)).square())
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each on a normalized copy that is added to its input."""
 
@@ -100,14 +114,25 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.feed_norm = nn.LayerNorm(config.width)
-        self.feed_in = Linear(config.width, 4 * config.width, config.wide_products)
-        self.feed_out = Linear(4 * config.width, config.width, config.wide_products)
+        self.feed = FeedForward(config)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
         """Return the block's output, of the shape of `x`."""
         x = x + self.attention(self.attention_norm(x), angles)
-        # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction of it.
-        return x + self.feed_out(F.relu(self.feed_in(self.feed_norm(x))).square())
+        return x + self.feed(self.feed_norm(x))
+
+
+def initialize(module: nn.Module) -> None:
+    """First weights of one module; `model.apply(initialize)` reaches all."""
+    if isinstance(module, Attention):
+        # A block starts as the identity, so that depth costs nothing at the start of training. (Its parts came before it.)
+        nn.init.zeros_(module.out.weight)
+    elif isinstance(module, FeedForward):
+        nn.init.zeros_(module.narrow.weight)
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.5)
 
 
 class GPT(nn.Module):
@@ -120,20 +145,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Linear(config.width, NUM_BYTES, config.wide_products)
-        self.apply(self._initialize)
+        self.apply(initialize)
         # All bytes equally likely at first: the loss starts at ln 256.
         nn.init.zeros_(self.head.weight)
-
-    @staticmethod
-    def _initialize(module: nn.Module) -> None:
-        if isinstance(module, Block):
-            # A block starts as the identity, so that depth costs nothing at the start of training. (Its parts came before it.)
-            nn.init.zeros_(module.attention.out.weight)
-            nn.init.zeros_(module.feed_out.weight)
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.5)
 
     def logits(self, text: torch.Tensor) -> torch.Tensor:
         """Scores of the next byte at each position.
