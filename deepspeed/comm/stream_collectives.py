@@ -7,10 +7,12 @@ entries: *start* copies the inputs and hands them to the backend, *finish* waits
 because the backend's threads must not see what the program does to the memory meanwhile: only the order of the queues decides it.
 
 [Note: no rank waits in vain]
-Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before it, in
-the order of issue, which is the same on all ranks of a group. Point-to-point operations have no such order, so finishing anything
-starts what can be started of them. They start on a stream of their own: behind the finish of the one before they could not, and
-that may need something from here first. A host that is about to wait for other ranks by itself calls `start_issued` before.
+Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before its
+handle was waited for, in the order of issue: a device would have carried them out meanwhile, and another rank may need one of
+them before it can do its part of this one. None of them can need the result of this one, because nothing waited for it yet.
+Point-to-point operations that came later are started too as far as they can be. They start on a stream of their own: behind the
+finish of the one before they could not, and that may need something from here first. A host that is about to wait for other ranks
+by itself calls `start_issued` before.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class _Issued:
 
     Attributes:
         started: Position after *start*.
+        number: How many operations were issued before.
+        waited: How many operations had been issued when its handle was first waited for; None before.
         copies: The same on private memory, while the backend has it.
         works: The backend's handles.
     """
@@ -65,6 +69,8 @@ class _Issued:
         self.memory = memory
         self.stream = stream
         self.started = 0
+        self.number = 0
+        self.waited: int | None = None
         self.copies: CollectiveCall | None = None
         self.works: list[Any] = []
 
@@ -92,12 +98,15 @@ class _Issued:
 class StreamWork:
     """Handle of an operation on an internal stream. It keeps the caller's tensors alive until it is waited for."""
 
-    def __init__(self, issued: _Issued, event: Event) -> None:
+    def __init__(self, issued: _Issued, event: Event, num_issued: Callable[[], int]) -> None:
         self._event = event
         self._issued = issued
+        self._num_issued = num_issued
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait; the host goes on."""
+        if self._issued.waited is None:
+            self._issued.waited = self._num_issued()
         self._event.wait()
         # From here on the order of the current stream protects the memory.
         self._issued.call = None
@@ -114,6 +123,7 @@ class StreamCollectives:
     def __init__(self) -> None:
         self._streams: dict[Any, Stream] = {}
         self._unstarted: deque[_Issued] = deque()
+        self._num_issued = 0
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
         """Issue an operation on its group's internal stream."""
@@ -157,33 +167,33 @@ class StreamCollectives:
         issued = _Issued(call, memory, starts)
         # Known before the queue has it: a schedule may run it at once.
         issued.started = starts.issued + 1
+        issued.number = self._num_issued
+        self._num_issued += 1
         self._unstarted.append(issued)
         simulator.scheduler.put(starts, Work(f"{call.name} (start)", lambda: self._start(issued)))
         if starts is not stream:
             stream.wait_stream(starts)
         simulator.operators.launch(call.name, lambda: self._finish(issued), call.reads, call.writes, stream, waits_for_ranks=True)
-        return StreamWork(issued, stream.record_event())
+        return StreamWork(issued, stream.record_event(), lambda: self._num_issued)
 
     # Running
 
     def _start(self, issued: _Issued) -> None:
-        self.start_issued(before=issued)
+        self.start_issued(issued.number)
         issued.start()
 
     def _finish(self, issued: _Issued) -> None:
-        self.start_issued(before=issued)
+        self.start_issued(issued.waited)
         for later in list(self._unstarted):
             scheduler = later.stream.scheduler
             if later.memory.name in _POINT_TO_POINT and scheduler.can_run(later.stream, later.started):
                 scheduler.drain(later.stream, later.started)
         issued.finish()
 
-    def start_issued(self, before: _Issued | None = None) -> None:
-        """Start every operation issued so far (up to `before`), in order."""
-        if before is not None and before.is_started and before not in self._unstarted:
-            return  # everything before it has been started by somebody else
+    def start_issued(self, before: int | None = None) -> None:
+        """Start every operation issued so far (the first `before`), in order."""
         for earlier in list(self._unstarted):
-            if earlier is before:
+            if before is not None and earlier.number >= before:
                 break
             earlier.stream.scheduler.drain(earlier.stream, earlier.started)
         while self._unstarted and self._unstarted[0].is_started:

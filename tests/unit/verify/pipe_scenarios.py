@@ -7,7 +7,6 @@ simulator, and what the pipeline engine itself refuses ("engine"). The trainings
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -84,14 +83,27 @@ def raised(guard: str, run: Callable[[], Any]) -> list[str]:
     return []
 
 
-def on_device(case: PipeCase, verify: dict[str, Any] | None = None, checks: bool = False) -> list[str]:
-    """What deviates on the simulated device, or with `checks` what the stream checker finds there."""
+def watched(run: Callable[[], Any]) -> tuple[list[str], Any]:
+    """What the stream checker finds on the simulated device, and what `run` returns there."""
     from deepspeed.verify import check_streams
     from unit.verify.scenarios import simulated
 
-    with simulated(), check_streams(raises=False) if checks else nullcontext() as found:
-        failures = train(case, verify)
-    return [str(finding) for finding in found.findings] if checks and found is not None else failures
+    with simulated(), check_streams(raises=False) as found:
+        result = run()
+    return [str(finding) for finding in found.findings], result
+
+
+def races(case: PipeCase) -> list[str]:
+    """What the stream checker finds."""
+    return watched(partial(train, case))[0]
+
+
+def device_numbers(case: PipeCase) -> list[str]:
+    """What is not as in one process, on the simulated device."""
+    from unit.verify.scenarios import simulated
+
+    with simulated():
+        return numbers(case)
 
 
 def numbers(case: PipeCase) -> list[str]:
@@ -133,7 +145,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "intent: pipe, uneven groups": partial(raised, "intent", partial(train, TWO, INTENT, one_group_on_first=True)),
     "engine: pipe": partial(raised, "engine", partial(train, TWO)),
     "oracle: pipe": partial(numbers, TWO),
-    "oracle: pipe on the device": partial(on_device, TWO_HALF),
-    "streams: pipe": partial(on_device, TWO, checks=True),
+    "oracle: pipe on the device": partial(device_numbers, TWO_HALF),
+    "streams: pipe": partial(races, TWO),
     "simulator: schedules": simulate_schedules,
 }

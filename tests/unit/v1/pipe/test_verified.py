@@ -1,0 +1,174 @@
+"""All guards are silent over pipelines that train right, on the host and on the simulated device; what the ledger sees of them.
+
+Every schedule, ZeRO stage, precision, tied and not, overlapped or not, on 2 and 4 ranks, is compared with one process and watched
+by the ledger, the intent check and the stream checker at once. What each guard says of a fault is in `unit.verify.pipe_faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import intent
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.gradients.ledger import GradientLedgerError
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.verify import ledger
+from unit.common import DistributedTest
+from unit.v1.contract.matrix import of_world
+from unit.v1.looping import each
+from unit.v1.moe.runner import Case as ExpertCase
+from unit.v1.moe.runner import CaseRun as ExpertRun
+from unit.verify.pipe_scenarios import CASES, INTENT, LEDGER, train, watched
+
+WIDTH = 6
+ROWS = 4
+MICRO_BATCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def check_off() -> Iterator[None]:
+    """Engines that asked for the intent check leave it on."""
+    yield
+    intent.disable()
+
+
+class TestSilence(DistributedTest):
+    world_size = [2, 4]
+    exec_timeout = 200
+
+    def test_on_the_host(self) -> None:
+        # Kills: a ledger that takes a stage for the whole model, or a tied weight for one that is counted twice; an intent check
+        # that holds up a schedule which is right.
+        failures = [failure for case in of_world(CASES, dist.get_world_size()) for failure in train(case, LEDGER | INTENT)]
+        assert not failures, "\n".join(failures)
+
+    def test_on_the_device(self) -> None:
+        # Kills: a message that is used before it has come or sent before it is computed, memory used again while it is sent; and a
+        # checker that takes messages for races.
+        for case in of_world(CASES, dist.get_world_size()):
+            found, failures = watched(partial(train, case, LEDGER | INTENT))
+            assert not found and not failures, "\n".join([case.name, *found, *failures])
+
+
+class TestExpertsOnTheDevice(DistributedTest):
+    world_size = 4
+
+    @each(case=[ExpertCase(2, 2, True, 2, "bf16"), ExpertCase(4, 1, False, 0, "fp32"), ExpertCase(2, 1, True, 1, "fp32")])
+    def test(self, case: ExpertCase) -> None:
+        # Kills: tokens that are used before their exchange is over, or sent before they are gated.
+        found, failures = watched(lambda: ExpertRun(case).run())
+        assert not found and not failures, "\n".join([*found, *failures])
+
+
+class Experts(nn.Module):
+    """A mixture of experts as a pipeline's layer, without its balancing loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2, k=1, min_capacity=1, use_rts=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)[0]
+
+
+def square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - labels.float()).square().mean()
+
+
+def start(layers: list[Any], stage: int, num_stages: int = 2, **keys: Any) -> PipelineEngine:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "verify": LEDGER | INTENT,
+        **keys,
+    }
+    module = PipelineModule(layers, num_stages=num_stages, loss_fn=square, partition_method="uniform")
+    engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
+    return engine
+
+
+def data(engine: PipelineEngine) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(10 * engine.global_steps + engine.grid.data_parallel_id)
+    while True:
+        yield torch.randn(2, ROWS, WIDTH, generator=generator).unbind(0)
+
+
+def linear(frozen: bool = False) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
+
+
+class TestStages(DistributedTest):
+    """Stages that own nothing to be trained, and what the ledger has counted."""
+
+    world_size = 2
+
+    @each(stage=[0, 1], schedule=["1f1b", "zero_bubble"], bare=["frozen first", "frozen last", "functions"])
+    def test_a_stage_without_trainable_parameters(self, stage: int, schedule: str, bare: str) -> None:
+        # Kills: a ledger that asks the first piece for its device; ranks that settle without those that own nothing.
+        idle: list[Any] = [torch.tanh, torch.sin] if bare == "functions" else [linear(frozen=True), linear(frozen=True)]
+        layers = [linear(), linear(), *idle] if bare == "frozen last" else [*idle, linear(), linear()]
+        engine = start(layers, stage, pipeline={"schedule": schedule})
+        with ledger(engine) as book:
+            for _ in range(2):
+                engine.train_batch(data(engine))
+        assert book.steps == 2 and not book.findings and not book.zero_gradients
+        engine.destroy()
+
+    def test_every_rank_raises_what_one_stage_found(self) -> None:
+        # Kills: a verdict that stays on the stage; the others would wait for it at the norm.
+        engine = start([linear(), linear()], 0)
+        if dist.get_rank() == 1:
+            original = engine._sequence.local_gradient
+            last = engine.module.get_submodule("1").weight
+            engine._exec_reduce_grads = lambda: None
+            reduce = PipelineEngine._exec_reduce_grads
+            engine._INSTRUCTION_MAP = {
+                kind: (lambda self: (original(last).mul_(3), reduce(self))) if run is reduce else run
+                for kind, run in PipelineEngine._INSTRUCTION_MAP.items()
+            }
+        with pytest.raises(GradientLedgerError, match=r"rank\(s\) \[1\]:\n.*arrives times 3.*1\.weight"):
+            engine.train_batch(data(engine))
+
+
+class TestFourRanks(DistributedTest):
+    world_size = 4
+
+    def test_pieces_of_a_tied_weight_agree(self) -> None:
+        # Kills: fingerprints of other elements on each stage that shares a weight; stages that sum other numbers of rows.
+        tied = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"])
+        engine = start([tied, linear(), torch.tanh, tied], 1)
+        weight = engine.module.tied_modules["tied"].weight
+        found: list[Any] = [None] * dist.get_world_size()
+        mine = [[(p.start, p.numel) for p in pieces if p.param is weight] for pieces in self._pieces(engine)]
+        dist.all_gather_object(found, mine)
+        assert len({str(own) for own, _ in found}) == 2, "the stages cut the weight alike: nothing is tested"
+        assert len({str(common) for _, common in found}) == 1
+        engine.train_batch(data(engine))
+
+    @staticmethod
+    def _pieces(engine: PipelineEngine) -> Any:
+        return engine._sequence.gradient_pieces(), engine._sequence.ledger._pieces
+
+    @each(stage=[0, 1])
+    def test_experts_within_a_stage(self, stage: int) -> None:
+        # Kills: groups of experts that reach over stages; their contributions summed over the data ranks.
+        engine = start([linear(), Experts(), linear(), Experts()], stage)
+        with ledger(engine) as book:
+            for _ in range(2):
+                engine.train_batch(data(engine))
+        assert book.steps == 2 and not book.findings
+        names = {name for name, param in engine.module.named_parameters() if hasattr(param, "group_name")}
+        assert len(names) == 2
+        engine.destroy()
