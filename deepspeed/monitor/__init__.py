@@ -1,1 +1,1 @@
-"""Monitors: where training metrics are written. This release holds their configuration only."""
+"""Monitors: where training metrics are written (`monitor.MonitorMaster`), and what the engine writes (`training_events`)."""

@@ -1,1 +1,1 @@
-"""Profiling. This release holds its configuration only."""
+"""Profiling: floating-point operations per module (`flops_profiler`), memory at each phase (`memory_breakdown`)."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
 from deepspeed.runtime.base_optimizer import StepSequence
@@ -36,6 +37,7 @@ from deepspeed.runtime.model_setup import (
     sum_sequence_parallel_gradients,
 )
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
+from deepspeed.runtime.step_observer import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
@@ -85,6 +87,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         global_steps: Optimizer steps, skipped ones included.
         skipped_steps: Steps skipped because the gradient was not finite.
         global_samples: Samples seen.
+        monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value, step)])`.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._configure_distributed(args, mpu, mesh_device)
         configure_for_engine(self._config, mpu)
         self._start_counters()
+        self.monitor = MonitorMaster(self._config.monitor_config)  # raises without its packages: before the model is touched
         cast_model(model, self._config)
         if not dont_change_device:
             model.to(self.device)
@@ -128,6 +132,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._check_at_step = verification.configure(self, self._config.tree.verify)
+        self.timers.observers = observers_of(self)
         self._announce()
 
     # Construction
@@ -329,6 +334,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on the result."""
         self._require_optimizer("scale")
         self._open_ledger(loss, scale_wrt_gas=True)
+        self._show_loss(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
         return self._scaled(loss, scale_wrt_gas=True)
 
@@ -345,6 +351,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """
         self._begin_managed_backward()
         self._open_ledger(loss, scale_wrt_gas)
+        self._show_loss(loss, scale_wrt_gas)
         loss = self._divided(loss, scale_wrt_gas)
         try:
             self._with_loss_scale(loss).backward(retain_graph=retain_graph)
@@ -381,6 +388,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`, without accumulation yet."""
         if self._sequence is not None and self._sequence.ledger is not None:
             self._sequence.ledger.open(loss, float(self.tracker.divisor) if scale_wrt_gas else 1.0)
+
+    def _show_loss(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
+        """Let observers see the loss of a micro-batch; what the caller has divided by the accumulation steps, as it was before."""
+        if self.timers.observers:
+            self.timers.saw_loss(loss.detach() if scale_wrt_gas else loss.detach() * self.tracker.divisor)
 
     def _divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         divisor = self.tracker.divisor if scale_wrt_gas else 1
@@ -639,6 +651,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def destroy(self) -> None:
         """Remove hooks, release buffers; the model stays usable."""
+        self.timers.close()
+        self.monitor.close()
         verification.detach_ledger(self)
         verification.engines.discard(self)
         for hook in self._sequence_parallel_hooks:

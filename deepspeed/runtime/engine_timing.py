@@ -1,19 +1,34 @@
-"""Timers of the engine's phases (`wall_clock_breakdown`) and its throughput line.
+"""The engine's phases: timed (`wall_clock_breakdown`, the throughput line), and told to whoever observes them.
 
-Attached to the engine by calls that do nothing when timing is off.
+Attached to the engine by calls that do nothing when timing is off and nobody observes. What observers do with them is theirs
+(`step_observer`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+import torch
 
-FORWARD = "fwd"
-BACKWARD = "bwd"
-REDUCE = "bwd_allreduce"
-STEP = "step"
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+)
+
+FORWARD = FORWARD_GLOBAL_TIMER
+BACKWARD = BACKWARD_GLOBAL_TIMER
+INNER = BACKWARD_INNER_GLOBAL_TIMER  # autograd's part of backward, with the reductions that overlap it
+REDUCE = BACKWARD_REDUCE_GLOBAL_TIMER
+STEP = STEP_GLOBAL_TIMER
 
 
 class EngineTimers:
@@ -22,6 +37,10 @@ class EngineTimers:
     Args:
         config: Says whether phases are timed and how often they are logged.
         batch_size: Samples per step, for samples per second.
+
+    Attributes:
+        observers: Who is told of phases, in this order.
+        logged_phases: Milliseconds by phase since the last log, if the step that just ended logged them; empty otherwise.
     """
 
     def __init__(self, config: DeepSpeedConfig, batch_size: int) -> None:
@@ -29,10 +48,15 @@ class EngineTimers:
         self._steps_per_print = config.tree.steps_per_print
         self._timers: Any = SynchronizedWallClockTimer() if self._enabled else NoopTimer()
         self.throughput = ThroughputTimer(config.timers_config, batch_size=batch_size, steps_per_output=None)
+        self.observers: Sequence[StepObserver] = ()
+        self.logged_phases: dict[str, float] = {}
         self._in_step = False
+        self._in_backward = False
 
     def start_forward(self, training: bool) -> None:
         """A forward begins; the first one of a training step starts the throughput timer."""
+        for observer in self.observers:
+            observer.forward_starts(training)
         if training and not self._in_step:
             self._in_step = True
             self.throughput.start()
@@ -43,26 +67,50 @@ class EngineTimers:
         """A forward ended."""
         if self._enabled:
             self._timers(FORWARD).stop()
+        for observer in self.observers:
+            observer.forward_ended()
+
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """The loss of a micro-batch; see `StepObserver.saw_loss`."""
+        for observer in self.observers:
+            observer.saw_loss(loss)
+
+    def saw_batch_loss(self, loss: torch.Tensor) -> None:
+        """The loss of a pipeline's batch; see `StepObserver.saw_batch_loss`."""
+        for observer in self.observers:
+            observer.saw_batch_loss(loss)
 
     def start_backward(self) -> None:
         """A backward begins."""
+        self._in_backward = True
+        for observer in self.observers:
+            observer.backward_starts()
         if self._enabled:
             self._timers(BACKWARD).start()
+            self._timers(INNER).start()
 
     def start_reduce(self) -> None:
         """Backward's gradients are all there; what follows is reduction."""
         if self._enabled:
+            if self._timers(INNER).started_:
+                self._timers(INNER).stop()
             self._timers(REDUCE).start()
 
     def stop_backward(self) -> None:
-        """Backward and its reductions ended."""
+        """Backward and its reductions ended; or the reductions alone, which a pipeline does after its last backward."""
         if self._enabled:
             self._timers(REDUCE).stop()
             if self._timers(BACKWARD).started_:
                 self._timers(BACKWARD).stop()
+        if self._in_backward:
+            self._in_backward = False
+            for observer in self.observers:
+                observer.backward_ended()
 
     def start_step(self) -> None:
         """An optimizer step begins."""
+        for observer in self.observers:
+            observer.step_starts()
         if self._enabled:
             self._timers(STEP).start()
 
@@ -70,13 +118,28 @@ class EngineTimers:
         """An optimizer step ended; log the phases if it is time."""
         self._in_step = False
         self.throughput.stop(global_step=True, report_speed=False)
-        if not self._enabled:
-            return
-        self._timers(STEP).stop()
-        every = self._steps_per_print or 1
-        if global_steps % every == 0:
-            self._timers.log([FORWARD, BACKWARD, REDUCE, STEP], ranks=[0])
+        if self._enabled:
+            self._timers(STEP).stop()
+            self._log_phases(is_due=global_steps % (self._steps_per_print or 1) == 0)
+        for observer in self.observers:
+            observer.step_ended()
+
+    def _log_phases(self, is_due: bool) -> None:
+        phases = [FORWARD, BACKWARD, INNER, REDUCE, STEP]
+        timers = self._timers
+        # Read only when it is time: reading waits for the device.
+        self.logged_phases = (
+            {name: timers(name).elapsed(reset=False) for name in phases if timers.has_timer(name)} if is_due else {}
+        )
+        if is_due:
+            timers.log(phases, ranks=[0])
 
     def summary(self) -> str:
         """Throughput so far, for the progress line."""
         return f"samples/s={self.throughput.avg_samples_per_sec():.2f}"
+
+    def close(self) -> None:
+        """The engine is destroyed."""
+        for observer in self.observers:
+            observer.close()
+        self.observers = ()

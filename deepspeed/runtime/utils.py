@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import print_dist
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -86,19 +87,30 @@ def clip_grad_norm_(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log device and host memory if `force` is set."""
-    if not force:
+    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`, so that calls can stay in a script.
+
+    MA is allocated by tensors, CA what the allocator holds; each with its largest value since the last call, which starts anew.
+    The host's line is the machine's, not this process's.
+
+    Args:
+        message: What has just happened.
+        force: Do print.
+    """
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     import psutil  # startup: only needed here
 
     accelerator = get_accelerator()
-    gib = 1024**3
+    numbers = {
+        "MA": accelerator.memory_allocated(),
+        "Max_MA": accelerator.max_memory_allocated(),
+        "CA": accelerator.memory_cached(),
+        "Max_CA": accelerator.max_memory_cached(),
+    }
+    accelerator.reset_peak_memory_stats()
+    device = "  ".join(f"{name} {value / 2**30:.2f} GB" for name, value in numbers.items())
     host = psutil.virtual_memory()
-    logger.info(
-        f"{message}: device {accelerator.memory_allocated() / gib:.2f} GiB, "
-        f"at most {accelerator.max_memory_allocated() / gib:.2f}; "
-        f"host {host.used / gib:.2f} GiB used, {host.percent}%"
-    )
+    print_dist(f"{message}\n{device}\nCPU Virtual Memory: used = {host.used / 2**30:.2f} GB, percent = {host.percent}%", ranks=[0])
 
 
 def empty_cache() -> None:

@@ -177,6 +177,7 @@ class PipelineEngine(DeepSpeedEngine):
             )
             self.channels.finish()
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
+            self.timers.saw_batch_loss(self.agg_train_loss)
         self.micro_steps = micro_steps + self.micro_batches
         return self.agg_train_loss
 

@@ -17,7 +17,18 @@ from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.verify.oracle.workload import Shape, UsageError
 
-LEFT_OUT = ("verify", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "dump_state")
+LEFT_OUT = (
+    "verify",
+    "wandb",
+    "tensorboard",
+    "csv_monitor",
+    "comet",
+    "flops_profiler",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+)
 SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
 SIM_STEPS = 2

@@ -367,13 +367,7 @@ REFUSED_EXAMPLES = [
     ("msamp", {"enabled": True, "opt_level": "O2"}),
     ("sparse_gradients", True),
     ("disable_allgather", True),
-    ("memory_breakdown", True),
     ("graph_harvesting", True),
-    ("flops_profiler", ON),
-    ("tensorboard", ON),
-    ("wandb", ON),
-    ("csv_monitor", ON),
-    ("comet", ON),
     ("data_efficiency", ON),
     ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}),
     ("checkpoint.load_universal", True),
@@ -414,7 +408,7 @@ def test_what_is_not_there_yet_is_refused_by_name(number):
 
 
 def test_all_refusals_are_listed_at_once():
-    text = error(wandb=ON, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    text = error(sparse_gradients=True, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
     assert text.count("\n") == 2
 
 

@@ -1,0 +1,86 @@
+"""What the engine writes to the monitors after each optimizer step.
+
+Upstream's names, over `global_samples`:
+
+    Train/Samples/train_loss        mean over the step's micro-batches, of rank 0 (no rank is asked for it); of a pipeline, over all
+    Train/Samples/lr                of the first parameter group
+    Train/Samples/loss_scale        with fp16
+    Train/Samples/grad_norm         global norm before clipping (an addition)
+    Train/Samples/elapsed_time_ms_* forward, backward, backward_inner, backward_allreduce and step; with `wall_clock_breakdown`, on
+                                    the steps that are logged, over the steps since the last log
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.monitor.monitor import Event
+from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+)
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+PREFIX = "Train/Samples/"
+LOSS = f"{PREFIX}train_loss"
+# Timer -> what upstream calls its event.
+PHASES = {
+    FORWARD_GLOBAL_TIMER: "forward",
+    BACKWARD_GLOBAL_TIMER: "backward",
+    BACKWARD_INNER_GLOBAL_TIMER: "backward_inner",
+    BACKWARD_REDUCE_GLOBAL_TIMER: "backward_allreduce",
+    STEP_GLOBAL_TIMER: "step",
+}
+
+
+class TrainingEvents(StepObserver):
+    """Writes the engine's events.
+
+    Args:
+        engine: Whose.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._loss_sum: torch.Tensor | None = None
+        self._num_losses = 0
+
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """See base class. The sum stays on the device: reading it here would wait for the forward."""
+        value = loss.detach().float().sum()
+        self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
+        self._num_losses += 1
+
+    def step_ended(self) -> None:
+        """See base class."""
+        events: list[tuple[str, float | torch.Tensor]] = []
+        if self._loss_sum is not None:
+            events.append((LOSS, self._loss_sum / self._num_losses))
+            self._loss_sum, self._num_losses = None, 0
+        engine = self._engine
+        events += [(f"{PREFIX}lr", lr) for lr in engine.get_lr()[:1]]
+        if engine.fp16_enabled() and engine._sequence is not None:
+            events.append((f"{PREFIX}loss_scale", engine._sequence.loss_scale))
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            events.append((f"{PREFIX}grad_norm", norm))
+        phases = engine.timers.logged_phases
+        events += [(f"{PREFIX}elapsed_time_ms_{event}", phases[timer]) for timer, event in PHASES.items() if timer in phases]
+        self._write(events)
+
+    def saw_batch_loss(self, loss: torch.Tensor) -> None:
+        """See base class."""
+        self._write([(LOSS, loss)])
+
+    def _write(self, events: list[tuple[str, float | torch.Tensor]]) -> None:
+        step = self._engine.global_samples
+        points: list[Event] = [(name, float(value), step) for name, value in events]
+        self._engine.monitor.write_events(points)

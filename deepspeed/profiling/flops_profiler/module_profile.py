@@ -1,0 +1,67 @@
+"""What the profiler found out about one module, kept with the module, and the sums that users and the report read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+_ATTRIBUTE = "_ds_module_profile"
+
+
+@dataclass
+class ModuleProfile:
+    """What one module did in the forwards that were profiled, its children included.
+
+    Attributes:
+        flops: Operations of its forwards.
+        duration: Seconds in them.
+        calls: How many there were.
+    """
+
+    flops: int = 0
+    duration: float = 0.0
+    calls: int = 0
+
+
+def profile_of(module: nn.Module) -> ModuleProfile | None:
+    """What was profiled of a module; None outside of a profile."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def set_profile(module: nn.Module, profile: ModuleProfile | None) -> None:
+    """Keep a profile with its module; None takes it off."""
+    # Not by setattr: wrappers and scripted modules have ideas of their own about attributes.
+    if profile is None:
+        module.__dict__.pop(_ATTRIBUTE, None)
+    else:
+        module.__dict__[_ATTRIBUTE] = profile
+
+
+def _summed(module: nn.Module, read: Callable[[ModuleProfile], float]) -> float:
+    """What a module's own forward showed; of a container that is never called itself, the sum over its children."""
+    profile = profile_of(module)
+    if profile is None:
+        return 0
+    return read(profile) if profile.calls else sum(_summed(child, read) for child in module.children())
+
+
+def get_module_flops(module: nn.Module) -> int:
+    """Floating-point operations of the module's profiled forwards; 0 if it was not profiled."""
+    return int(_summed(module, lambda profile: profile.flops))
+
+
+def get_module_macs(module: nn.Module) -> int:
+    """Multiply-accumulate operations; everything that is counted is made of them, two operations each."""
+    return get_module_flops(module) // 2
+
+
+def get_module_duration(module: nn.Module) -> float:
+    """Seconds that the module's profiled forwards took."""
+    return float(_summed(module, lambda profile: profile.duration))
+
+
+def get_module_params(module: nn.Module) -> int:
+    """Elements of the module's parameters, each once."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,83 @@
+"""`flops_profiler` in the configuration: profiles one micro-batch of one step on rank 0, and reports when the step ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, synchronized_time
+from deepspeed.runtime.step_observer import StepObserver
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class StepProfile(StepObserver):
+    """Profiles the first training forward after `profile_step` steps, its backward and its step.
+
+    In a pipeline the first micro-batch's forward of stage 0, and the backward that comes first there.
+
+    Args:
+        engine: Whose model.
+        config: The `flops_profiler` block.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, config: DeepSpeedFlopsProfilerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._profiler: FlopsProfiler | None = None
+        self._is_done = False
+        self._backward_started: float | None = None
+        self._step_started: float | None = None
+
+    def forward_starts(self, training: bool) -> None:
+        """See base class."""
+        if self._is_done or not training or self._engine.global_steps < self._config.profile_step:
+            return
+        if self._profiler is not None and not self._profiler.started:
+            return  # a later micro-batch of the profiled step
+        # One that is still started profiled a forward that raised: this one takes its place.
+        self.close()
+        self._profiler = FlopsProfiler(self._engine.module, self._engine, self._config.recompute_fwd_factor)
+        self._profiler.start_profile()
+
+    def forward_ended(self) -> None:
+        """See base class."""
+        if self._profiler is not None:
+            self._profiler.stop_profile()
+
+    def backward_starts(self) -> None:
+        """See base class."""
+        if self._profiler is not None and not self._profiler.backward_duration:
+            self._backward_started = synchronized_time()
+
+    def backward_ended(self) -> None:
+        """See base class."""
+        if self._profiler is not None and self._backward_started is not None:
+            self._profiler.backward_duration = synchronized_time() - self._backward_started
+            self._backward_started = None
+
+    def step_starts(self) -> None:
+        """See base class."""
+        if self._profiler is not None:
+            self._step_started = synchronized_time()
+
+    def step_ended(self) -> None:
+        """See base class."""
+        profiler, started = self._profiler, self._step_started
+        if profiler is None or started is None:
+            return
+        profiler.step_duration = synchronized_time() - started
+        config = self._config
+        profiler.print_model_profile(
+            self._engine.global_steps - 1, config.module_depth, config.top_modules, config.detailed, config.output_file
+        )
+        self.close()
+        self._is_done = True
+
+    def close(self) -> None:
+        """See base class."""
+        if self._profiler is not None:
+            self._profiler.end_profile()
+        self._profiler = None
+        self._backward_started = self._step_started = None

@@ -1,0 +1,71 @@
+"""`StepObserver`: how monitors and profilers attach to the engine.
+
+The engine says when a phase begins and ends (`engine_timing.EngineTimers`); it does not know who listens. `observers_of` reads the
+configuration and makes those that it asks for. An observer must not communicate: ranks may have different ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class StepObserver:
+    """Call order, per micro-batch: forward starts, forward ended, loss, backward starts, backward ended; then, at the boundary:
+    step starts, step ended, and in pipelines the batch's loss. Evaluation has only forwards. Every method may be left out.
+    """
+
+    def forward_starts(self, training: bool) -> None:
+        """A forward begins."""
+
+    def forward_ended(self) -> None:
+        """It ended; not called for one that raised."""
+
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """Of a micro-batch, before it is divided and scaled; not called for plain `loss.backward()`, which the engine does not see.
+
+        Args:
+            loss: 0-dim or one element, with its graph: whoever keeps it must detach it.
+        """
+
+    def backward_starts(self) -> None:
+        """A backward begins."""
+
+    def backward_ended(self) -> None:
+        """It ended, its reductions are issued."""
+
+    def step_starts(self) -> None:
+        """An optimizer step begins."""
+
+    def step_ended(self) -> None:
+        """It ended, or was skipped; the engine's counters count it already."""
+
+    def saw_batch_loss(self, loss: torch.Tensor) -> None:
+        """Of a pipeline's whole batch, after its step: mean over micro-batches and ranks, 0-dim."""
+
+    def close(self) -> None:
+        """The engine is destroyed."""
+
+
+def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
+    """The observers that the configuration asks for on this rank."""
+    # optional: each is imported only for a run that asks for it.
+    tree = engine._config.tree
+    observers: list[StepObserver] = []
+    if tree.memory_breakdown:
+        from deepspeed.profiling.memory_breakdown import MemoryBreakdown  # optional: as above
+
+        observers.append(MemoryBreakdown())
+    if engine.global_rank == 0 and tree.flops_profiler.enabled:
+        from deepspeed.profiling.flops_profiler.step_profile import StepProfile  # optional: as above
+
+        observers.append(StepProfile(engine, tree.flops_profiler))
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        from deepspeed.monitor.training_events import TrainingEvents  # optional: as above
+
+        observers.append(TrainingEvents(engine))
+    return observers

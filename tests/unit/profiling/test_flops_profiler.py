@@ -1,0 +1,179 @@
+"""The flops profiler: counts against numbers worked out by hand, and what the configuration's block makes of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler.module_profile import get_module_duration, get_module_flops, profile_of
+from deepspeed.profiling.flops_profiler.profiler import duration_to_string, number_to_string, params_to_string
+from unit.common import DistributedTest
+
+
+class Net(nn.Module):
+    """2 x 3 -> 4 -> 4 -> 4, the second layer called twice; its list is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rest = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.rest[1](self.rest[0](self.rest[0](x)))
+
+
+FIRST, AGAIN = 2 * 2 * 3 * 4, 2 * 2 * 4 * 4  # two operations per product, batch 2
+TOTAL = FIRST + 2 * AGAIN
+PARAMS = 3 * 4 + 4 + 4 * 4 + 4
+
+
+def quiet(model: nn.Module, **given: Any) -> Any:
+    return get_model_profile(model, print_profile=False, as_string=False, **given)
+
+
+def test_counts_by_hand() -> None:
+    # Kills: a layer that is called twice counted once, biases counted, MACs that are operations.
+    assert quiet(Net(), input_shape=(2, 3)) == (TOTAL, TOTAL // 2, PARAMS)
+    assert quiet(Net(), args=[torch.ones(2, 3)]) == quiet(Net(), kwargs={"x": torch.ones(2, 3)}) == (TOTAL, TOTAL // 2, PARAMS)
+    assert get_model_profile(Net(), (2, 3), print_profile=False) == ("176 ", "88 MACs", "36")
+
+
+def test_ignored_modules_count_nowhere() -> None:
+    # Kills: operations of an ignored module that stay in the totals of those that call it.
+    assert quiet(Net(), input_shape=(2, 3), ignore_modules=[nn.Linear])[0] == 0
+    nested = nn.Sequential(Net(), nn.Linear(4, 4))
+    assert quiet(nested, input_shape=(2, 3), ignore_modules=[Net])[0] == AGAIN
+
+
+def test_attention_and_convolution() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, k)
+
+    # Batch 2, 3 heads, 5 queries, 7 keys, width 4: two products of 5 x 7 x 4 per head.
+    q, k = torch.ones(2, 3, 5, 4), torch.ones(2, 3, 7, 4)
+    assert quiet(Attention(), args=[q, k])[0] == 2 * 3 * 2 * (2 * 5 * 7 * 4)
+    # 6 x 6 positions, 3 x 3 window, 2 -> 5 channels.
+    assert quiet(nn.Conv2d(2, 5, 3, padding=1), input_shape=(1, 2, 6, 6))[0] == 2 * 36 * 9 * 2 * 5
+
+
+def test_parts_and_their_sums() -> None:
+    model = Net()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    profiler.stop_profile()
+    model(torch.ones(2, 3))  # not profiled any more
+    assert get_module_flops(model) == profiler.get_total_flops() == 2 * TOTAL
+    assert get_module_flops(model.rest[0]) == get_module_flops(model.rest) == 4 * AGAIN
+    assert 0 < get_module_duration(model.first) < get_module_duration(model) == profiler.get_total_duration()
+    assert profiler.get_total_params() == PARAMS and profiler.get_total_macs(as_string=True) == "176 MACs"
+    profiler.reset_profile()
+    assert profiler.get_total_flops() == 0
+    profiler.end_profile()
+    # Kills: hooks or attributes that stay behind.
+    assert all(profile_of(m) is None and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_forward_that_raises_leaves_nothing_open() -> None:
+    # Kills: a counter that goes on counting, a total that has the failed forward's open modules in it.
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 4))
+    with pytest.raises(RuntimeError):
+        quiet(model, input_shape=(2, 3), warm_up=0)
+    model[1] = nn.Linear(4, 4)
+    assert quiet(model, input_shape=(2, 3)) == (FIRST + AGAIN, (FIRST + AGAIN) // 2, PARAMS)
+
+
+def test_gradients_do_not_change() -> None:
+    def gradients(profiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        profiler = FlopsProfiler(model)
+        if profiled:
+            profiler.start_profile()
+        out = checkpoint(model, torch.ones(2, 3), use_reentrant=False)
+        profiler.stop_profile()
+        out.sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="no input"):
+        get_model_profile(Net())
+    with pytest.raises(ValueError, match="mode='backward'"):
+        get_model_profile(Net(), (2, 3), mode="backward")
+    with pytest.raises(ValueError, match="units='Q'"):
+        number_to_string(1.0, units="Q")
+
+
+def test_units() -> None:
+    numbers = (0, 1, 999, 1234, 1e6, 2.5e9, 3e12, 0.5, 1e-3, 1e-7)
+    assert [number_to_string(n) for n in numbers] == ["0 ", "1 ", "999 ", "1.23 K", "1 M", "2.5 G", "3 T", "500 m", "1 m", "0.1 u"]
+    assert [params_to_string(n) for n in (0, 1234, 2.5e9)] == ["0", "1.23 K", "2.5 B"]
+    assert params_to_string(2.5e9, units="M") == "2500 M" and duration_to_string(0.5, units="ms") == "500 ms"
+
+
+def test_report(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.txt"
+    get_model_profile(Net(), (2, 3), output_file=str(path), top_modules=2)
+    text = path.read_text()
+    assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in [line.split() for line in text.splitlines()]
+    assert "depth 1:" in text and "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
+    assert "bwd latency" not in text  # nothing was measured
+    get_model_profile(Net(), (2, 3), output_file=str(path), detailed=False, module_depth=0)
+    assert "(first)" not in path.read_text() and "depth 1:" not in path.read_text()
+
+
+def trained(model: nn.Module, steps: int, tmpdir: Any, **keys: Any) -> str:
+    out = io.StringIO()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.25}}, **keys}
+    with contextlib.redirect_stdout(out):
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        for _ in range(steps):
+            if isinstance(model, PipelineModule):
+                engine.train_batch(iter([(torch.ones(2, 3), torch.zeros(2, 4))] * 2))
+                continue
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.ones(2, 3)).sum())
+                engine.step()
+        engine.destroy()
+    return out.getvalue()
+
+
+class TestEngine(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("pipeline", [False, True])
+    def test_the_step_is_profiled_once(self, pipeline: bool, tmpdir: Any) -> None:
+        # Kills: several micro-batches in one forward's number, a report with every step, the wrong step, hooks left behind.
+        model: nn.Module = Net()
+        if pipeline:
+            layers = [nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+            model = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
+        keys = {"gradient_accumulation_steps": 2, "flops_profiler": {"enabled": True, "profile_step": 1}}
+        assert "Profiler" not in trained(model, 1, tmpdir, **keys)
+        out = trained(model, 4, tmpdir, **keys)
+        assert out.count("DeepSpeed Flops Profiler") == 1 and "Profile Summary at step 1:" in out
+        (flops,) = [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("fwd flops per GPU:")]
+        assert flops == str(TOTAL)
+        assert all(line in out for line in ("bwd latency", "step latency", "samples/second", "batch size per GPU"))
+        assert all(not module._forward_hooks and profile_of(module) is None for module in model.modules())
+
+    def test_memory_breakdown(self, tmpdir: Any) -> None:
+        out = trained(Net(), 2, tmpdir, memory_breakdown=True)
+        at = [out.index(f"{when} {phase}\nMA ") for phase in ("forward", "backward", "step") for when in ("before", "after")]
+        assert at == sorted(at) and out.count("after step") == 2 and out.count("CPU Virtual Memory:") == 12
