@@ -35,6 +35,9 @@ CACHE_ENV = "DS_OPS_CACHE"
 """Folder of compiled ops; default `$XDG_CACHE_HOME/deepspeed/ops` or `~/.cache/deepspeed/ops`."""
 
 
+SCRATCH_PREFIX = "build-"
+
+
 class OpBuildError(RuntimeError):
     """An op could not be built or loaded; the text says why and what to do."""
 
@@ -210,8 +213,11 @@ class OpBuilder(ABC):
     def _compile(self, library: Path, verbose: bool) -> None:
         if verbose:
             sys.stderr.write(f"deepspeed: compiling op {self.name} into {library.parent}\n")
+        # The lock is held, so what other builds left here belongs to killed ones.
+        for stale in library.parent.glob(f"{SCRATCH_PREFIX}*"):
+            shutil.rmtree(stale, ignore_errors=True)
         # A compiler that is killed leaves half a file; the rename makes only whole ones visible.
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=SCRATCH_PREFIX) as scratch:
             output = Path(scratch) / library.name
             result = subprocess.run(self._command(output), capture_output=True, text=True)
             if result.returncode != 0:
@@ -219,13 +225,23 @@ class OpBuilder(ABC):
                     f"op {self.name}: the compiler exited with {result.returncode}\n"
                     f"command: {shlex.join(self._command(output))}\n{result.stderr}"
                 )
+            # A rename that reaches the disk before the data does would leave an empty library after a power cut.
+            with open(output, "rb") as built:
+                os.fsync(built.fileno())
             os.replace(output, library)
 
 
 @lru_cache(maxsize=8)
 def compiler_version(*command: str) -> str:
-    """Return what the compiler says about itself, so that an upgrade misses the cache."""
-    return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    """Return what the compiler says about itself, so that an upgrade misses the cache.
+
+    Raises:
+        OpBuildError: it says nothing.
+    """
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise OpBuildError(f"{shlex.join(command)} --version exited with {result.returncode}; set CXX to a C++ compiler")
+    return result.stdout
 
 
 @contextlib.contextmanager

@@ -1,29 +1,35 @@
-"""Adam for optimizer state on the host, on torch's fused CPU kernel."""
+"""Adam for parameters and state on the host."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.ops.adam.fused_adam import FusedAdam
+import torch
+
+from deepspeed.ops.host_optimizer import HostOptimizer, square_root
 
 
-class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam` with upstream's host-side signature.
+class DeepSpeedCPUAdam(HostOptimizer):
+    """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless `adamw_mode` is off.
 
     Args:
-        model_params: Parameters or groups; group dictionaries are kept by identity, so schedulers that hold them go on working.
+        model_params: Parameters or groups, kept by identity.
         lr: Learning rate.
-        bias_correction: Must be True.
+        bias_correction: Undo the moments' start at zero.
         betas: Decay of first and second moment.
         eps: Added to the denominator.
         weight_decay: Weight decay.
         amsgrad: Use the maximum of second moments.
-        adamw_mode: Decouple weight decay.
-        fp32_optimizer_states: Moments are kept in the dtype of the masters, which is fp32; False is refused.
+        adamw_mode: Decouple weight decay; otherwise it is added to the gradient (L2).
+        fp32_optimizer_states: Moments in fp32; otherwise in the parameter's dtype.
 
     Raises:
-        ValueError: For what torch's kernel does not do, naming the argument.
+        ValueError: For a hyper-parameter out of range.
     """
+
+    op_name = "cpu_adam"
 
     def __init__(
         self,
@@ -37,15 +43,52 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPUAdam: fp32_optimizer_states=False is not supported; moments follow the masters' fp32")
-        super().__init__(
-            model_params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            adam_w_mode=adamw_mode,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                "DeepSpeedCPUAdam: lr, eps and weight_decay must not be negative and betas lie in [0, 1), "
+                f"got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
+            )
+        self.adam_w_mode = adamw_mode
+        defaults = {
+            "lr": lr,
+            "betas": (betas[0], betas[1]),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(model_params, defaults, fp32_optimizer_states)
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        correct1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+        correct2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+        return (
+            grad_factor,
+            0.0 if self.adam_w_mode else decay,
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            1.0 / math.sqrt(correct2),
+            group["eps"],
+            1.0 - lr * decay if self.adam_w_mode else 1.0,
+            lr / correct1,
         )
+
+    @staticmethod
+    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        _, l2, beta1, grad_to_first, beta2, square_to_second, root_factor, eps, decay, step_size = scalars
+        first, second, *largest = states
+        if l2 != 0.0:
+            grad.add_(param * l2)
+        first.mul_(beta1).add_(grad * grad_to_first)
+        second.mul_(beta2).add_((grad * grad).mul_(square_to_second))
+        if largest:
+            second = torch.maximum(largest[0], second, out=largest[0])
+        denominator = square_root(second).mul_(root_factor).add_(eps)
+        param.mul_(decay).sub_((first / denominator).mul_(step_size))

@@ -1,5 +1,6 @@
 """Lion optimizers."""
 
-from deepspeed.ops.lion.lion import DeepSpeedCPULion, FusedLion, Lion
+from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
+from deepspeed.ops.lion.lion import FusedLion, Lion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion", "Lion"]

@@ -53,12 +53,3 @@ class Lion(torch.optim.Optimizer):
 
 class FusedLion(Lion):
     """Upstream's name on the device."""
-
-
-class DeepSpeedCPULion(Lion):
-    """Upstream's name for state on the host."""
-
-    def __init__(
-        self, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)

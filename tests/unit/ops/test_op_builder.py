@@ -1,5 +1,7 @@
 """Building native ops: the cache, the lock between processes, and what is said when it cannot be done."""
 
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import signal
@@ -10,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, OpBuildError
+from deepspeed.ops.op_builder import (
+    ALL_OPS,
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    OpBuilder,
+    OpBuildError,
+)
 from deepspeed.ops.op_builder.builder import CACHE_ENV, locked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,6 +34,25 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", "", -1, methods};
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
 PyMODINIT_FUNC CONCAT(PyInit_, TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
+"""
+
+BUILD = """
+import sys
+sys.path.insert(0, {root!r})
+sys.path.insert(0, {here!r})
+from op_builder.builder import OpBuilder
+class Tiny(OpBuilder):
+    BUILD_VAR, NAME = "DS_BUILD_TINY", "tiny"
+    def absolute_name(self): return "nowhere.tiny"
+    def sources(self): return [{source!r}]
+    def include_paths(self): return [{folder!r}]
+print(Tiny().load(verbose=False).answer())
+"""
+
+SLOW_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec {compiler} --version
+if [ -p {fifo} ]; then echo $$ > {fifo}; exec sleep 600; fi
+exec {compiler} "$@"
 """
 
 HOLD = """
@@ -127,6 +156,80 @@ def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
         waiter.communicate()
     with locked(lock):
         assert os.path.exists(lock)
+
+
+@needs_compiler
+def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> None:
+    """Their compilers live on, as they do when a job's scheduler kills only the ranks."""
+    # Kills: a lock that is a file's existence, one that a compiler inherits, and half a library that counts as built.
+    compiler = next(path for path in map(shutil.which, ("c++", "g++", "clang++")) if path)
+    fifo, script = folder / "fifo", folder / "slow-compiler"
+    script.write_text(SLOW_COMPILER.format(compiler=compiler, fifo=fifo))
+    script.chmod(0o755)
+    os.mkfifo(fifo)
+    code = BUILD.format(root=str(ROOT), here=str(folder), source=str(folder / "tiny.cpp"), folder=str(folder))
+    environment = {**os.environ, "CXX": str(script)}
+    builds = [subprocess.Popen([sys.executable, "-S", "-c", code], env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    compilers = []
+    try:
+        for _ in builds:
+            # One of them compiles, the other waits for it; whoever compiles is killed, and then the next.
+            compilers.append(int(fifo.read_text()))
+            parent = int(Path(f"/proc/{compilers[-1]}/stat").read_text().split()[3])
+            os.kill(parent, signal.SIGKILL)
+        for build in builds:
+            assert build.wait(timeout=60) == -signal.SIGKILL
+        fifo.unlink()
+        third = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    finally:
+        for build in builds:
+            build.kill()
+            build.wait()
+        for pid in compilers:
+            os.kill(pid, signal.SIGKILL)
+    assert third.stdout == "42\n", third.stderr
+    assert [path.name for path in (folder / "cache").glob("*/build-*")] == [], "what killed builds leave is removed"
+
+
+@needs_compiler
+def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
+    # Kills: flags or sources that only the just-in-time build has; a module that does not bear the name it is looked up by.
+    pytest.importorskip("setuptools")
+    build = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(folder / "lib"),
+        "--build-temp",
+        str(folder / "temp"),
+    ]
+    environment = {**os.environ, "DS_BUILD_OPS": "1", "DS_BUILD_CPU_ADAGRAD": "0", "DS_BUILD_CPU_LION": "0"}
+    result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (library,) = (folder / "lib").rglob("*.so")
+    assert library.parent == folder / "lib" / "deepspeed" / "ops" / "adam"
+    loader = importlib.machinery.ExtensionFileLoader("cpu_adam_op", str(library))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    if spec is None:
+        raise AssertionError(f"{library} is no extension module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    assert module.instruction_sets()[-1] == "scalar"
+
+
+def test_the_builders_have_upstreams_names() -> None:
+    for cls, name in ((CPUAdamBuilder, "cpu_adam"), (CPUAdagradBuilder, "cpu_adagrad"), (CPULionBuilder, "cpu_lion")):
+        builder = cls()
+        assert builder.NAME == builder.name == name and builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
+        assert builder.absolute_name() == f"deepspeed.ops.{name.removeprefix('cpu_')}.{name}_op"
+
+
+def test_a_compiler_that_fails_when_asked_its_version_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(OpBuildError, match="false --version exited with 1; set CXX"):
+        TinyBuilder(folder, "no_version").load(verbose=False)
 
 
 def test_builders_import_without_torch() -> None:

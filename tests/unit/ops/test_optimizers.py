@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -132,7 +133,7 @@ def test_names_in_the_configuration(block: dict[str, Any], cls: type) -> None:
     assert type(build_basic_optimizer(config, parameters())) is cls
 
 
-@pytest.mark.parametrize("name, cls", [("AdamW", DeepSpeedCPUAdam), ("Lion", DeepSpeedCPULion), ("Adagrad", torch.optim.Adagrad)])
+@pytest.mark.parametrize("name, cls", [("AdamW", DeepSpeedCPUAdam), ("Lion", DeepSpeedCPULion), ("Adagrad", DeepSpeedCPUAdagrad)])
 def test_offload_takes_the_host_optimizers(name: str, cls: type) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": name}, "zero_optimization": zero})
@@ -142,8 +143,6 @@ def test_offload_takes_the_host_optimizers(name: str, cls: type) -> None:
 def test_what_torch_does_not_do_is_refused() -> None:
     with pytest.raises(ValueError, match="bias_correction=False"):
         FusedAdam(parameters(), bias_correction=False)
-    with pytest.raises(ValueError, match="fp32_optimizer_states=False"):
-        DeepSpeedCPUAdam(parameters(), fp32_optimizer_states=False)
     with pytest.raises(ValueError, match="max_grad_norm"):
         FusedLamb(parameters(), max_grad_norm=1.0)
     unknown = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Adan"}})

@@ -1,0 +1,247 @@
+"""Optimizers whose parameters and state lie on the host: one pass over memory per tensor.
+
+Owns: the base class of `DeepSpeedCPUAdam`, `DeepSpeedCPUAdagrad` and `DeepSpeedCPULion`, which checks tensors, keeps their state,
+and hands each to the native op, or to the same arithmetic in torch where the op cannot be built. Does not own: the update rules
+(each has a file here and one in `csrc/`, which round alike: results do not depend on which of the two runs), nor building.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from deepspeed.ops.op_builder import ALL_OPS, OpBuildError
+from deepspeed.utils.logging import logger
+
+# As csrc/host_update/host_update.h numbers them.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Elements that the torch version updates at a time: its temporaries stay in the cache, and small.
+TORCH_CHUNK = 1 << 17
+_ABSENT = (0, 0)
+
+
+class FlatUpdate(NamedTuple):
+    """One update of all elements of a parameter, in place; tensors are contiguous, on the host and of equal size.
+
+    Attributes:
+        param: fp32, bf16 or fp16.
+        grad: fp32, bf16 or fp16; only read.
+        states: fp32, or the parameter's dtype.
+        out: Receives the new parameter, rounded to nearest; bf16 or fp16.
+        scalars: What the rule needs, the gradient's factor first; rounded to fp32 by both implementations.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    states: list[torch.Tensor]
+    out: torch.Tensor | None
+    scalars: tuple[float, ...]
+
+
+TorchRule = Callable[[Sequence[float], torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
+
+
+@functools.cache
+def native_op(name: str) -> ModuleType | None:
+    """The loaded op, built on first use; None, after one warning, where that fails."""
+    try:
+        return ALL_OPS[name].load()
+    except (OpBuildError, ImportError, OSError) as error:
+        logger.warning("op %s cannot be used, its optimizer runs on torch instead, which is slower: %s", name, error)
+        return None
+
+
+def update_native(op: ModuleType, update: FlatUpdate, instruction_set: str | None = None) -> None:
+    """Run the op, in as many threads as torch uses.
+
+    Args:
+        op: A module of `csrc/`.
+        update: What to do.
+        instruction_set: One of `op.instruction_sets()`; None is the best of them.
+    """
+    op.update(
+        instruction_set or op.instruction_sets()[0],
+        torch.get_num_threads(),
+        update.param.numel(),
+        _array(update.param),
+        _array(update.grad),
+        tuple(_array(state) for state in update.states),
+        _ABSENT if update.out is None else _array(update.out),
+        update.scalars,
+    )
+
+
+def _array(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), DTYPE_CODES[tensor.dtype]
+
+
+def update_torch(rule: TorchRule, update: FlatUpdate) -> None:
+    """The same with torch's operations, chunk by chunk."""
+    flats = [tensor.view(-1) for tensor in (update.param, *update.states)]
+    grads = update.grad.view(-1)
+    for start in range(0, grads.numel(), TORCH_CHUNK):
+        chunk = slice(start, start + TORCH_CHUNK)
+        stored = [flat[chunk] for flat in flats]
+        values = [tensor.float() for tensor in stored]  # the tensor itself where it is fp32 already
+        rule(update.scalars, values[0], grads[chunk].float() * update.scalars[0], values[1:])
+        for tensor, value in zip(stored, values, strict=True):
+            if tensor is not value:
+                tensor.copy_(value)
+        if update.out is not None:
+            update.out.view(-1)[chunk].copy_(values[0])
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, which torch's own on fp32 is not everywhere; that of the float64 rounded to fp32 is."""
+    return x.double().sqrt_().to(x.dtype)
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates every element from that element alone, on the host.
+
+    Args:
+        model_params: Parameters or groups, kept by identity, so that schedulers which hold them go on working.
+        defaults: Hyper-parameters of groups that do not name them.
+        fp32_optimizer_states: Keep state in fp32 whatever the parameter's dtype; otherwise in the parameter's dtype.
+
+    Attributes:
+        op_name: The native op, a key of `deepspeed.ops.op_builder.ALL_OPS`.
+    """
+
+    op_name: ClassVar[str]
+
+    def __init__(self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True) -> None:
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; groups saved by another implementation get what they lack from this one's defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    @abstractmethod
+    def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the state tensors, in the order in which the rule takes them."""
+
+    @abstractmethod
+    def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
+        """The rule's scalars at step `step` (the first is 1)."""
+
+    @staticmethod
+    @abstractmethod
+    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """The rule in torch, on fp32 tensors: `param` and `states` change in place, `grad` (scaled already) may be overwritten.
+
+        Every operation rounds by itself (no `addcmul` or `lerp`, which may fuse; `square_root`), in the same order as in `csrc/`.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss anew.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: For a tensor that cannot be updated here; see `step_flat`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad if param.grad.is_sparse else param.grad.contiguous()
+                    self._update(group, param, grad, 1.0, None)
+        return loss
+
+    @torch.no_grad()
+    def step_flat(
+        self, param: torch.Tensor, grad: torch.Tensor, *, grad_factor: float = 1.0, low_precision_out: torch.Tensor | None = None
+    ) -> None:
+        """One update of one parameter: unscale, clip, update and round to low precision, reading and writing memory once.
+
+        Args:
+            param: One of this optimizer's parameters.
+            grad: Its gradient, of the same size in any shape; fp32, bf16 or fp16. Not changed.
+            grad_factor: What the gradient is multiplied by: clip factor / loss scale.
+            low_precision_out: Receives the new parameter; bf16 or fp16, of the same size.
+
+        Raises:
+            ValueError: For a tensor that is not contiguous, not on the host, or of another dtype or size; nothing was changed.
+        """
+        group = next((group for group in self.param_groups if any(param is one for one in group["params"])), None)
+        if group is None:
+            raise ValueError(f"{type(self).__name__}.step_flat: param of shape {tuple(param.shape)} is in no parameter group")
+        self._update(group, param, grad, grad_factor, low_precision_out)
+
+    def _update(
+        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float, out: torch.Tensor | None
+    ) -> None:
+        self._check("parameter", param, param)
+        self._check("gradient", grad, param)
+        if out is not None:
+            self._check("low_precision_out", out, param)
+            if out.dtype == torch.float32:
+                raise ValueError(f"{type(self).__name__}: low_precision_out is torch.float32; use torch.bfloat16 or torch.float16")
+        state = self.state[param]
+        missing = [slot for slot in self._slots(group) if "step" in state and slot not in state]
+        if missing:
+            raise ValueError(
+                f"{type(self).__name__}: the state of a {tuple(param.shape)} parameter has {sorted(state)} without {missing}: "
+                "it was saved by another optimizer, or with another amsgrad; load with load_optimizer_states=False to start it anew"
+            )
+        states = [self._state_tensor(state, slot, param) for slot in self._slots(group)]
+        state["step"] = int(state.get("step", 0)) + 1
+        update = FlatUpdate(param.data, grad, states, out, self._scalars(group, state["step"], grad_factor))
+        op = native_op(self.op_name)
+        if op is None:
+            update_torch(self._rule, update)
+        else:
+            update_native(op, update)
+
+    def _state_tensor(self, state: dict[str, Any], slot: str, param: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
+        tensor = state.get(slot)
+        if tensor is None:
+            tensor = torch.zeros_like(param, dtype=dtype)
+        # Loaded state may come in another dtype or layout.
+        state[slot] = tensor.to(device=param.device, dtype=dtype).contiguous()
+        self._check(slot, state[slot], param)
+        return state[slot]
+
+    def _check(self, what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
+        problem = None
+        if tensor.layout != torch.strided:
+            problem = f"has layout {tensor.layout}; use dense tensors (sparse=False)"
+        elif tensor.device.type != "cpu":
+            problem = f"is on {tensor.device}; use zero_optimization.offload_optimizer, or an optimizer for devices"
+        elif tensor.dtype not in DTYPE_CODES:
+            problem = f"is {tensor.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
+        elif not tensor.is_contiguous():
+            problem = f"is not contiguous (strides {tuple(tensor.stride())}); call .contiguous() first"
+        elif tensor.numel() != param.numel():
+            problem = f"has {tensor.numel()} elements, the parameter {param.numel()}; give one element for each"
+        if problem is not None:
+            raise ValueError(f"{type(self).__name__}: the {what} of shape {tuple(tensor.shape)} {problem}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore state, in the dtype in which it was saved: torch would round fp32 moments to a bf16 parameter's dtype."""
+        super().load_state_dict(state_dict)
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        pairs = [pair for here, there in groups for pair in zip(here["params"], there["params"], strict=True)]
+        for param, index in pairs:
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and name != "step":
+                    self.state[param][name] = value.detach().clone()
