@@ -1,7 +1,8 @@
 """All guards are silent over pipelines that train right, on the host and on the simulated device; what the ledger sees of them.
 
 Every schedule, ZeRO stage, precision, tied and not, overlapped or not, on 2 and 4 ranks, is compared with one process and watched
-by the ledger, the intent check and the stream checker at once. What each guard says of a fault is in `unit.verify.pipe_faults`.
+by the ledger, the intent check and the stream checker at once; so are experts and sequence parallelism. What each guard says of a
+fault is in `unit.verify.pipe_faults`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from unit.v1.contract.matrix import of_world
 from unit.v1.looping import each
 from unit.v1.moe.runner import Case as ExpertCase
 from unit.v1.moe.runner import CaseRun as ExpertRun
+from unit.v1.sequence.test_training import Run as SequenceRun
 from unit.verify.pipe_scenarios import CASES, INTENT, LEDGER, train, watched
 
 WIDTH = 6
@@ -67,6 +69,17 @@ class TestExpertsOnTheDevice(DistributedTest):
         # Kills: tokens that are used before their exchange is over, or sent before they are gated.
         found, failures = watched(lambda: ExpertRun(case).run())
         assert not found and not failures, "\n".join([*found, *failures])
+
+
+class TestSequencesOnTheDevice(DistributedTest):
+    world_size = 4
+
+    @each(case=[((2, 2), "mesh", 2, "bf16", 2, "ours"), ((1, 4), "mpu", 0, "fp32", 1, "own mean")])
+    def test(self, monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...]) -> None:
+        # Kills: heads that are used before their exchange is over; a ledger that counts data ranks only.
+        monkeypatch.setenv("DS_VERIFY", "ledger")
+        found, _ = watched(lambda: SequenceRun(*case).run())
+        assert not found, "\n".join(found)
 
 
 class Experts(nn.Module):
