@@ -183,7 +183,8 @@ LEDGER = (
         (
             (
                 "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
-                "            self.sink.add(reduction.index, group, plan.segments[group.shard_rank], pieces, reduction.factors.post)\n"
+                "            segments = plan.segments[group.shard_rank]\n"
+                "            self.sink.add(reduction.index, group, segments, pieces, reduction.factors.post)\n"
                 "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
             ),
         ),
