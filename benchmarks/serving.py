@@ -1,8 +1,8 @@
 """What every worker process does when its systems are built: trains blocks of steps when told to, and says how long each took.
 
 Protocol: one JSON line on stdout when ready; then for each line `[CASE] N` on stdin, N steps and one JSON line with a list of
-(seconds, processor seconds); `profile [CASE] N` writes a cProfile report to stderr; end of input ends the process. While it waits
-it uses no processor time.
+(seconds, processor seconds); `profile [CASE] N` writes a cProfile report to stderr, `count [CASE] N` answers with the scalar
+collectives of N steps by function; end of input ends the process. While it waits it uses no processor time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import pstats
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], None]
+# A message of at most so many elements is a norm, a flag or a loss.
+SCALAR_ELEMENTS = 16
 
 
 def take_stdout() -> TextIO:
@@ -55,8 +58,8 @@ def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
 
 
 def profile_steps(step: Step, count: int) -> None:
-    """Where the host's time goes, to stderr."""
-    profile = cProfile.Profile()
+    """Where the main thread's processor time goes, to stderr: waiting counts nothing, nor does other work on the machine."""
+    profile = cProfile.Profile(time.thread_time)
     dist.barrier()
     profile.enable()
     for _ in range(count):
@@ -66,6 +69,32 @@ def profile_steps(step: Step, count: int) -> None:
         pstats.Stats(profile, stream=sys.stderr).sort_stats(key).print_stats(35)
 
 
+def count_scalars(step: Step, count: int) -> dict[str, int]:
+    """How often `count` steps call each function of torch.distributed with one small tensor."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls[name] += isinstance(tensor, torch.Tensor) and tensor.numel() <= SCALAR_ELEMENTS
+            return function(tensor, *args, **kwargs)
+
+        return counted
+
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "reduce")}
+    try:
+        for name, function in kept.items():
+            setattr(dist, name, counting(name, function))
+        for _ in range(count):
+            step()
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return {name: number for name, number in calls.items() if number}
+
+
+ACTIONS: dict[str, Callable[[Step, int], Any]] = {"time": time_steps, "profile": profile_steps, "count": count_scalars}
+
+
 def serve(protocol: TextIO, versions: Mapping[str, Any], cases: Mapping[str, Step]) -> None:
     """Train a step of each case, then serve until stdin ends. A line without a case means the one named ""."""
     for step in cases.values():
@@ -73,10 +102,7 @@ def serve(protocol: TextIO, versions: Mapping[str, Any], cases: Mapping[str, Ste
     print(json.dumps(versions), file=protocol, flush=True)
     for line in sys.stdin:
         *words, count = line.split()
-        is_profile = words[:1] == ["profile"]
-        step = cases["".join(words[is_profile:])]
-        if is_profile:
-            profile_steps(step, int(count))
-        times = [] if is_profile else time_steps(step, int(count))
-        print(json.dumps(times), file=protocol, flush=True)
+        action = words.pop(0) if words and words[0] in ACTIONS else "time"
+        answer = ACTIONS[action](cases["".join(words)], int(count))
+        print(json.dumps(answer), file=protocol, flush=True)
     dist.destroy_process_group()

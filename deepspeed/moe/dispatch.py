@@ -15,15 +15,17 @@ from deepspeed.moe.gating import SparseRoutes
 
 
 class RouteMap(NamedTuple):
-    """The two inverse maps.
+    """The inverse maps.
 
     Attributes:
         slot_of_route: Slot (expert * slots per expert + location) of each route, [k, S]; -1 where the token was dropped.
         route_of_slot: Route (choice * S + token) in each slot, [E * slots]; -1 in empty slots.
+        token_of_slot: Token in each slot, [E * slots]; -1 in empty slots.
     """
 
     slot_of_route: torch.Tensor
     route_of_slot: torch.Tensor
+    token_of_slot: torch.Tensor
 
 
 def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
@@ -34,7 +36,9 @@ def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
     # Dropped routes go to a slot behind the last one, which is cut off: selecting the others would wait for the device.
     route_of_slot = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=slots.device)
     route_of_slot.scatter_(0, slots.masked_fill(dropped, num_slots).flatten(), torch.arange(slots.numel(), device=slots.device))
-    return RouteMap(slots.masked_fill(dropped, -1), route_of_slot[:num_slots])
+    route_of_slot = route_of_slot[:num_slots]
+    token_of_slot = torch.where(route_of_slot < 0, route_of_slot, route_of_slot % max(slots.shape[1], 1))
+    return RouteMap(slots.masked_fill(dropped, -1), route_of_slot, token_of_slot)
 
 
 def dispatch(tokens: torch.Tensor, routes: RouteMap) -> torch.Tensor:
@@ -51,52 +55,51 @@ def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """source[index] along the first axis, with zeros where the index is -1."""
     if not len(source):
         return source.new_zeros((len(index), *source.shape[1:]))
+    rows = source.index_select(0, index.clamp(min=0))
+    missing = index < 0
     # Filled, not multiplied: whatever an expert makes of an empty slot may be infinite, and 0 times that is NaN.
-    return source.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
+    if rows.device.type == "cpu":
+        # A mask that is broadcast over rows costs four times what the selection does there; a device would wait for `nonzero`.
+        return rows.index_fill_(0, missing.nonzero().view(-1), 0)
+    return rows.masked_fill_(missing.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
 class _Dispatch(torch.autograd.Function):
     """Tokens to slots; a token's gradient is the sum over the slots it is in."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, slot_of_route: torch.Tensor, route_of_slot: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, slot_of_route: torch.Tensor, _: Any, token_of_slot: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(slot_of_route)
-        return _rows(tokens, _token_of(route_of_slot, len(tokens)))
+        return _rows(tokens, token_of_slot)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (slot_of_route,) = ctx.saved_tensors
         grad = _rows(grads[0], slot_of_route[0])
         for slots in slot_of_route[1:]:
-            grad = grad + _rows(grads[0], slots)
-        return grad, None, None
+            grad += _rows(grads[0], slots)
+        return grad, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Slots to tokens, weighted."""
 
     @staticmethod
-    def forward(
-        ctx: Any, slots: torch.Tensor, weights: torch.Tensor, slot_of_route: torch.Tensor, route_of_slot: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(slots, weights, slot_of_route, route_of_slot)
+    def forward(ctx: Any, slots: torch.Tensor, weights: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots, weights, *routes)
+        slot_of_route = routes[0]
         factors = weights.to(slots.dtype).unsqueeze(2)
-        output = _rows(slots, slot_of_route[0]) * factors[0]
+        output = _rows(slots, slot_of_route[0]).mul_(factors[0])
         for factor, route in zip(factors[1:], slot_of_route[1:], strict=True):
-            output = torch.addcmul(output, _rows(slots, route), factor)
+            output.addcmul_(_rows(slots, route), factor)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        slots, weights, slot_of_route, route_of_slot = ctx.saved_tensors
-        grad = grads[0]
-        factors = weights.to(grad.dtype).reshape(-1).index_select(0, route_of_slot.clamp(min=0))
-        grad_slots = _rows(grad, _token_of(route_of_slot, len(grad))) * factors.unsqueeze(1)
-        # The gate is in fp32 and so is the sum over the model width that makes its gradient.
-        grad_weights = [(_rows(slots, route) * grad).sum(dim=1, dtype=weights.dtype) for route in slot_of_route]
-        return grad_slots, torch.stack(grad_weights), None, None
-
-
-def _token_of(route_of_slot: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The token in each slot; -1 in empty ones."""
-    return torch.where(route_of_slot < 0, route_of_slot, route_of_slot % max(num_tokens, 1))
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        slots, weights, slot_of_route, route_of_slot, token_of_slot = ctx.saved_tensors
+        arrived = _rows(grads[0], token_of_slot)
+        # The gate is in fp32 and so is the sum over the model width that makes its gradient. What it makes of an empty slot's
+        # content, which may be infinite, is not looked at.
+        of_slot = (slots * arrived).sum(dim=1, dtype=weights.dtype)
+        factors = weights.to(arrived.dtype).reshape(-1).index_select(0, route_of_slot.clamp(min=0))
+        return arrived.mul_(factors.unsqueeze(1)), _rows(of_slot, slot_of_route.flatten()).view_as(weights), None, None, None

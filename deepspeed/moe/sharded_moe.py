@@ -61,8 +61,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(pieces: torch.Tensor, group: Any) -> torch.Tensor:
-    if dist.get_world_size(group=group) == 1:
-        return pieces
     received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, pieces.contiguous(), group=group)
     return received
@@ -249,5 +247,5 @@ class MOELayer(nn.Module):
         whole_after = back or self.enable_expert_tensor_parallelism
         whole_before = not back or self.enable_expert_tensor_parallelism
         sent = drop_tokens(slots, dim=1) if whole_before else slots
-        received = _AllToAll.apply(self.ep_group, sent)
+        received = _AllToAll.apply(self.ep_group, sent) if dist.get_world_size(group=self.ep_group) > 1 else sent
         return gather_tokens(received, dim=1) if whole_after else received
