@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
@@ -38,6 +39,13 @@ from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
+
+# Upstream's users look for the estimators here.
+_ESTIMATORS = ("", "_all_cold", "_all_live")
+__getattr__ = lazy_attributes(
+    __name__,
+    {f"estimate_zero2_model_states_mem_needs{kind}": "deepspeed.runtime.zero.memory_estimators" for kind in _ESTIMATORS},
+)
 
 
 class BucketBuffer:

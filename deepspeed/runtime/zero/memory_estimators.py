@@ -1,0 +1,318 @@
+"""What ZeRO-1 and ZeRO-2 allocate for a model's parameters, gradients and optimizer state, before anything is allocated.
+
+Not a rule of thumb: `plan_model_states` lays out the same fragment table and bucket plans as the optimizer and follows one training
+step through them. Activations, and what the model itself keeps beside its parameters, are not in it. The functions under upstream's
+names (`estimate_zero2_model_states_mem_needs*`) read the plan for 16-bit training with Adam.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.master_weights import SHARD_ALIGNMENT
+from deepspeed.runtime.sharding.fragments import FragmentTable
+from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
+from deepspeed.utils.logging import print_dist
+
+GB = 2**30
+FP32_BYTES = 4
+ADAM_MOMENTS = 2
+# The configuration's defaults (`zero_optimization`).
+BUCKET_NUMEL = 500_000_000
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the course of a backward depends on; see `plan_model_states`."""
+
+    stage: int
+    model_bytes: int
+    overlap_comm: bool
+    accumulates: bool
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes on one rank.
+
+    Attributes:
+        params: The flat model-precision buffer.
+        masters: fp32 masters of the owned shard; 0 where the parameters are their own.
+        grads: fp32 gradient of the owned shard, reduced.
+        moments: Optimizer state of the owned shard.
+        frozen: Parameters that are not trained.
+        buffers: Bucket buffers, which stay from step to step.
+        reduction: Most that gradients, and what is received of other ranks, take beside them during a backward.
+        gathering: Most that gathering the updated parameters takes beside the flat buffer.
+        building: Most at construction beside the flat buffer: the model's own parameters, which move into it.
+        offload: Whether masters, grads and moments lie on the host.
+    """
+
+    params: int
+    masters: int
+    grads: int
+    moments: int
+    frozen: int
+    buffers: int
+    reduction: int
+    gathering: int
+    building: int
+    offload: bool
+
+    @property
+    def sharded(self) -> int:
+        """What is divided by the number of ranks."""
+        return self.masters + self.grads + self.moments
+
+    @property
+    def device(self) -> int:
+        """Peak on the device: the larger of construction and a step, over what is there all the time."""
+        resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
+        return max(self.params + self.frozen + self.building, resident + max(self.reduction, self.gathering))
+
+    @property
+    def host(self) -> int:
+        """On the host, with offload."""
+        return self.sharded if self.offload else 0
+
+
+def plan_model_states(
+    numels: Sequence[int],
+    num_ranks: int,
+    *,
+    stage: int = 2,
+    model_bytes: int = 2,
+    offload: bool = False,
+    moments: int = ADAM_MOMENTS,
+    frozen_numel: int = 0,
+    reduce_bucket_size: int = BUCKET_NUMEL,
+    allgather_bucket_size: int = BUCKET_NUMEL,
+    overlap_comm: bool = False,
+    gradient_accumulation_steps: int = 1,
+    on_host: bool = False,
+    rank: int = 0,
+) -> ModelStates:
+    """The plan of one rank. Ranks differ in the slices of buckets that they receive only.
+
+    Args:
+        numels: Elements of each trainable parameter, in model order; they form one optimizer group.
+        num_ranks: Ranks that share the state: the data-parallel ranks of an optimizer instance.
+        stage: 1 or 2.
+        model_bytes: Bytes of a model parameter and of its gradient, 2 or 4.
+        offload: Whether the optimizer's state is on the host.
+        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
+        frozen_numel: Elements of parameters that are not trained.
+        reduce_bucket_size: `zero_optimization.reduce_bucket_size`.
+        allgather_bucket_size: `zero_optimization.allgather_bucket_size`.
+        overlap_comm: `zero_optimization.overlap_comm`.
+        gradient_accumulation_steps: Micro-batches per step.
+        on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices pairwise.
+        rank: Whose plan, of 0 .. num_ranks - 1.
+
+    Raises:
+        ValueError: For another stage.
+    """
+    if stage not in (1, 2):
+        raise ValueError(f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2")
+    table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
+    plans = plan_buckets([table], [range(len(numels))], reduce_bucket_size)
+    settings = _Settings(stage, model_bytes, overlap_comm, gradient_accumulation_steps > 1, on_host)
+    # Model and masters in one precision on one device share their memory.
+    aliased = model_bytes == FP32_BYTES and not offload
+    shard = table.shard_numel * FP32_BYTES
+    params = table.padded_numel * model_bytes
+    return ModelStates(
+        params=params,
+        masters=0 if aliased else shard,
+        grads=shard,
+        moments=moments * shard,
+        frozen=frozen_numel * model_bytes,
+        buffers=model_bytes * _buffers_numel(plans, overlap_comm),
+        reduction=_reduction_bytes(table, plans, settings, rank),
+        gathering=0 if table.padded_numel <= allgather_bucket_size or num_ranks == 1 else allgather_bucket_size * model_bytes,
+        building=table.numel * model_bytes,
+        offload=offload,
+    )
+
+
+def _buffers_numel(plans: Sequence[BucketPlan], overlap: bool) -> int:
+    """Elements of all bucket buffers; they are made in the first backward, and each fits the largest bucket."""
+    return min(MAX_IN_FLIGHT if overlap else 1, len(plans)) * max((plan.numel for plan in plans), default=0)
+
+
+class _Backward:
+    """The course of one rank's backward, in bytes beside the bucket buffers; follows `DeepSpeedZeroOptimizer` step by step.
+
+    Args:
+        settings: How it goes.
+        rank: Whose.
+
+    Attributes:
+        live: Elements of gradients that are there.
+        peak: Most bytes so far.
+    """
+
+    def __init__(self, settings: _Settings, rank: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._in_flight: deque[BucketPlan] = deque()
+        self.live = 0
+        self.peak = 0
+
+    def note(self, extra: int = 0) -> None:
+        """It is now that this many bytes more are needed."""
+        received = sum(map(self._received_bytes, self._in_flight))
+        self.peak = max(self.peak, self._settings.model_bytes * self.live + received + extra)
+
+    def send(self, plan: BucketPlan) -> None:
+        """A bucket is reduced; its gradients are dropped when it was copied together, or when the device says so."""
+        self.land(MAX_IN_FLIGHT - 1)
+        self._in_flight.append(plan)
+        self.note()
+        if not self._settings.overlap_comm:
+            self.land(0)
+        self.live -= plan.numel
+
+    def land(self, limit: int) -> None:
+        """Add what was received, oldest first; see `gradients.sink`. The host converts it first, devices do as they add."""
+        while len(self._in_flight) > limit:
+            settings, plan = self._settings, self._in_flight[0]
+            adds = len(plan.splits) > 1 or (settings.stage == 2 and settings.accumulates)
+            converts = settings.on_host and adds and settings.model_bytes != FP32_BYTES
+            largest = max((segment.numel for segment in plan.segments[self._rank]), default=0)
+            self.note(FP32_BYTES * largest if converts else 0)
+            self._in_flight.popleft()
+
+    def _received_bytes(self, plan: BucketPlan) -> int:
+        """What this rank's slice of a bucket is received into; see `comm.shard_ops.reduce_to_owners`."""
+        settings, others = self._settings, len(plan.splits) - 1
+        if settings.on_host:
+            return settings.model_bytes * others * plan.splits[self._rank]
+        # Kept until the device has passed: memory that another stream still reads.
+        kept = plan.numel if settings.overlap_comm else 0
+        received = plan.splits[self._rank] if others and len(set(plan.splits)) == 1 else 0
+        return settings.model_bytes * (kept + received)
+
+
+def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings, rank: int) -> int:
+    """Most bytes beside the bucket buffers at one time of a step's backwards.
+
+    Stage 1 keeps the gradients of earlier micro-batches, to which a new one is added as soon as it is there, and reduces the sums
+    in the last backward. Stage 2 reduces in each, and what the first has on its way lands in the second.
+    """
+    backward = _Backward(settings, rank)
+    if settings.stage == 1 and settings.accumulates:
+        backward.live = table.numel
+        backward.note(settings.model_bytes * max(table.numels, default=0))
+    for _ in range(2 if settings.stage == 2 and settings.accumulates else 1):
+        _run_backward(backward, table, plans, settings)
+    backward.land(0)
+    return backward.peak
+
+
+def _run_backward(backward: _Backward, table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings) -> None:
+    """Gradients appear in reverse model order, and a bucket is sent when it and all before it are complete.
+
+    Where no bucket is sent before the end of backward (`create_gradient_handling_hooks`), the first finds all gradients there.
+    """
+    early = (settings.stage == 2 or settings.overlap_comm) and len(plans) > 1
+    arrive = not (settings.stage == 1 and settings.accumulates)
+    bucket_of = {param: index for index, plan in enumerate(plans) for param in plan.params}
+    missing = [set(plan.params) for plan in plans]
+    following = 0
+    if arrive and not early:
+        backward.live += table.numel
+        backward.note()
+    for param in reversed(range(len(table.numels))):
+        if param not in bucket_of:
+            continue  # without elements
+        if arrive and early:
+            backward.live += table.numels[param]
+            backward.note()
+        missing[bucket_of[param]].discard(param)
+        while following < len(plans) and not missing[following]:
+            backward.send(plans[following])
+            following += 1
+
+
+# Upstream's names
+
+
+def _needs(
+    numels: Sequence[int], frozen: int, num_gpus_per_node: int, num_nodes: int, cpu_offload: bool, additional_buffer_factor: float
+) -> tuple[int, int]:
+    states = plan_model_states(numels, num_gpus_per_node * num_nodes, offload=cpu_offload, frozen_numel=frozen)
+    # Every process of a node builds the whole model in fp32 on the host first; that is gone when the state has been made.
+    building = FP32_BYTES * (sum(numels) + frozen)
+    host = max(building, states.host) * num_gpus_per_node * additional_buffer_factor
+    return int(host), states.device
+
+
+def _unknown_shapes(total_params: int) -> list[int]:
+    """Parameters of unknown shapes: each fills a bucket."""
+    full, rest = divmod(total_params, BUCKET_NUMEL)
+    return [BUCKET_NUMEL] * full + ([rest] if rest else [])
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Memory for parameters, gradients and Adam's state of a model trained in 16 bits with ZeRO-2.
+
+    Args:
+        total_params: Trainable parameters.
+        num_gpus_per_node: Ranks per node.
+        num_nodes: Nodes.
+        cpu_offload: Whether the optimizer's state is on the host.
+        additional_buffer_factor: Margin on the host's number.
+
+    Returns:
+        Bytes on the host of one node, with the margin, and bytes on each device at its peak, without activations.
+    """
+    numels = _unknown_shapes(total_params)
+    return _needs(numels, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
+
+
+def _print_table(
+    numels: Sequence[int], frozen: int, num_gpus_per_node: int, num_nodes: int, additional_buffer_factor: float
+) -> None:
+    def plural(count: int, what: str) -> str:
+        return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+    lines = [
+        "Estimated memory needed for params, optim states and gradients for a:",
+        f"HW: Setup with {plural(num_nodes, 'node')}, {plural(num_gpus_per_node, 'GPU')} per node.",
+        f"SW: Model with {(sum(numels) + frozen) / 1e6:.0f}M total params.",
+        "  per CPU  |  per GPU |   Options",
+    ]
+    for offload in (True, False):
+        host, device = _needs(numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
+        lines.append(f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")
+    print_dist("\n".join(lines), ranks=[0])
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print `estimate_zero2_model_states_mem_needs` with and without offload, for a model of which only the size is known."""
+    _print_table(_unknown_shapes(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the same for a model at hand, with its shapes; parameters that need no gradient have no state."""
+    params = list(model.parameters())
+    numels = [param.numel() for param in params if param.requires_grad]
+    frozen = sum(param.numel() for param in params if not param.requires_grad)
+    _print_table(numels, frozen, num_gpus_per_node, num_nodes, additional_buffer_factor)
