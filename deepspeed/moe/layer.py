@@ -14,6 +14,20 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 
 
+def make_expert_groups(ep_size: int, is_tensor_parallel: bool, data_first: bool) -> None:
+    """Make the process groups of experts, once. Collective over the world.
+
+    Args:
+        ep_size: Ranks over which they are spread.
+        is_tensor_parallel: Each of them is spread over the tensor-parallel ranks, too.
+        data_first: Neighbouring ranks hold the same experts.
+    """
+    if is_tensor_parallel and groups.mpu is not None:
+        groups._create_expert_data_and_model_parallel(ep_size, groups.mpu, data_first)
+    else:
+        groups._create_expert_and_data_parallel(ep_size, data_first)
+
+
 class MoE(nn.Module):
     """A mixture of `num_experts` copies of `expert`, spread over `ep_size` ranks.
 
@@ -97,10 +111,7 @@ class MoE(nn.Module):
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Make the process groups of this layer's experts, once. Collective over the world; `deepspeed.initialize` calls it."""
-        if self.enable_expert_tensor_parallelism and groups.mpu is not None:
-            groups._create_expert_data_and_model_parallel(self.ep_size, groups.mpu, use_data_before_expert_parallel_)
-        else:
-            groups._create_expert_and_data_parallel(self.ep_size, use_data_before_expert_parallel_)
+        make_expert_groups(self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_)
         self.deepspeed_moe._set_ep_group(groups._get_expert_parallel_group(self.expert_group_name))
 
     @property

@@ -6,7 +6,6 @@ communicates. Who calls it when is `checkpointing`'s; names are in `checkpoint.c
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -19,6 +18,7 @@ from deepspeed.checkpoint import experts
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import named_moe_layers
 from deepspeed.utils import groups
 
 
@@ -34,6 +34,9 @@ class LayeredModule(Protocol):
 
     def load_layers(self, loaded: Any, strict: bool = True) -> None:
         """Load what `read_state_dir` returned."""
+
+    def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
+        """Number in the whole model, name and module of this stage's layers with experts."""
 
 
 class Cut(NamedTuple):
@@ -62,13 +65,19 @@ class ModelExperts:
 
     Attributes:
         layers: Prefix of the names of a layer's experts -> the layer, in the order of the files' numbers.
+        numbers: Prefix -> the layer's number in files: its place among those of the whole model, on whatever stage it is.
         first: Prefix -> number over all ranks of the first expert of this rank.
         group_sizes: Prefix -> how many ranks the experts are spread over.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, MoE))
-        self.layers = {f"{name}.deepspeed_moe.experts.deepspeed_experts.".lstrip("."): layer for name, layer in found}
+        if isinstance(module, LayeredModule):
+            found = module.numbered_moe_layers()
+        else:
+            found = [(number, name, layer) for number, (name, layer) in enumerate(named_moe_layers(module))]
+        prefixes = [f"{name}.deepspeed_moe.experts.deepspeed_experts.".lstrip(".") for _, name, _ in found]
+        self.layers = {prefix: layer for prefix, (_, _, layer) in zip(prefixes, found, strict=True)}
+        self.numbers = {prefix: number for prefix, (number, _, _) in zip(prefixes, found, strict=True)}
         self.first = {prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()}
         self.group_sizes = {prefix: layer.ep_size for prefix, layer in self.layers.items()}
 
@@ -82,35 +91,42 @@ class ModelExperts:
         """How many experts each layer has, over all ranks."""
         return [layer.num_experts for layer in self.layers.values()]
 
-    def write(self, folder: str, state: Mapping[str, Any]) -> None:
-        """Write the experts in `state` of which this rank is the first owner."""
+    def write(self, folder: str, state: Mapping[str, Any], write: Callable[[str, Any], None] = write_file) -> None:
+        """Write the experts in `state` of which this rank is the first owner, by `write(path, content)`."""
         part = groups._get_model_parallel_rank()
-        for index, (prefix, layer) in enumerate(self.layers.items()):
+        for prefix, layer in self.layers.items():
             if groups._get_expert_data_parallel_rank(layer.expert_group_name) > 0:
                 continue
             for local, number in enumerate(layer.global_expert_ids):
                 own = experts.of_expert(state, prefix, local)
                 renamed = {experts.renumbered(name, self.first): value for name, value in own.items()}
-                write_file(os.path.join(folder, keys.expert_file(index, number, part)), clone_tensors_for_torch_save(renamed))
+                name = keys.expert_file(self.numbers[prefix], number, part)
+                write(os.path.join(folder, name), clone_tensors_for_torch_save(renamed))
 
-    def read(self, folder: str) -> dict[str, Any]:
-        """The weights of this rank's experts, named as in this rank's model."""
+    def read(self, folder: str, read: Callable[[str], Any] = read_file) -> dict[str, Any]:
+        """The weights of this rank's experts, named as in this rank's model, by `read(path)`."""
         state: dict[str, Any] = {}
         back = {prefix: -first for prefix, first in self.first.items()}
-        for index, layer in enumerate(self.layers.values()):
+        for prefix, layer in self.layers.items():
             for number in layer.global_expert_ids:
-                saved = read_file(self._path(folder, index, number))
+                saved = read(self._path(folder, layer, self.numbers[prefix], number))
                 state.update((experts.renumbered(name, back), value) for name, value in saved.items())
         return state
 
     @staticmethod
-    def _path(folder: str, index: int, number: int) -> str:
-        """Experts that are not tensor parallel may have been written by another tensor-parallel rank."""
-        path = os.path.join(folder, keys.expert_file(index, number, groups._get_model_parallel_rank()))
-        if os.path.isfile(path):
+    def _path(folder: str, layer: MoE, index: int, number: int) -> str:
+        """The layer may have been on another stage; experts that are not tensor parallel are those of any tensor-parallel rank."""
+        part, num_slices = groups._get_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+        path = os.path.join(folder, keys.expert_file(index, number, part))
+        if os.path.isfile(path) or not os.path.isdir(folder):
             return path
-        found = sorted(glob.glob(os.path.join(glob.escape(folder), keys.expert_file(index, number, 0).replace("_00_", "_*_"))))
-        return found[0] if found else path
+        before, after = keys.expert_file(index, number, 0).rsplit("00", 1)
+        writers = [
+            name[len(before) : -len(after)] for name in os.listdir(folder) if name.startswith(before) and name.endswith(after)
+        ]
+        of_slice = [writer for writer in writers if int(writer) % num_slices == part % num_slices]
+        usable = of_slice if of_slice or layer.enable_expert_tensor_parallelism else writers
+        return os.path.join(folder, f"{before}{min(usable)}{after}") if usable else path
 
 
 class ReadWeights(NamedTuple):
@@ -144,18 +160,11 @@ class ModelFiles:
             folder: An existing one.
             state: The model's state dict.
             exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out already).
-
-        Raises:
-            CheckpointError: Experts in a pipeline that are spread over ranks: there is no layout for them.
         """
-        if not self.is_layered:
+        if self.is_layered:
+            self.layered.save_state_dict(folder, exclude_frozen_params=exclude_frozen)
+        else:
             self.experts.write(folder, state)
-            return
-        if any(size > 1 for size in self.experts.group_sizes.values()):
-            raise CheckpointError(
-                "a pipeline's layer files hold the experts of one rank only: use ep_size=1 in a PipelineModule, or no pipeline"
-            )
-        self.layered.save_state_dict(folder, exclude_frozen_params=exclude_frozen)
 
     def in_model_file(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """What of the state dict stands in the model file: all that has no file of its own."""

@@ -1,5 +1,7 @@
 """Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any number of stages can read them.
 
+Experts in a layer are not in its file but, as in models without stages, in files of their own.
+
 Nothing here communicates: a rank writes its share of the layers and reads its own. When and where is `runtime/checkpointing`'s.
 """
 
@@ -8,12 +10,14 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from deepspeed.checkpoint.experts import without_experts
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.model_files import ModelExperts
 from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
 from deepspeed.runtime.utils import partition_uniform
 
@@ -36,6 +40,10 @@ class LayerFiles:
 
     def _layer_modules(self) -> dict[int, nn.Module]:
         """Global index -> module, of the own layers that have a file."""
+        raise NotImplementedError
+
+    def _layer_name(self, index: int) -> str:
+        """Name of layer `index` as a submodule."""
         raise NotImplementedError
 
     def _indices_of_weights(self, index: int) -> list[int]:
@@ -61,24 +69,25 @@ class LayerFiles:
         return os.path.join(ckpt_dir, f"layer_{index:02d}{'-' if name else ''}{name}{SUFFIX}")
 
     def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
-        """Write this rank's share of the stage's layers. Collective-free; together the data-parallel ranks write every layer once.
+        """Write this rank's share of the stage's layers and experts. Collective-free; together the ranks write all of them once.
 
         Args:
             save_dir: An existing folder.
             checkpoint_engine: Object with `save(state_dict, path)`; None writes files.
             exclude_frozen_params: Leave parameters that require no gradient out.
         """
-        for index, module in self._own_share():
-            state = clone_tensors_for_torch_save(module.state_dict())
-            if exclude_frozen_params:
-                for name, param in module.named_parameters():
-                    if not param.requires_grad:
-                        state.pop(name, None)
-            path = self._layer_path(save_dir, index)
+
+        def write(path: str, state: Any) -> None:
             if checkpoint_engine is None:
                 write_file(path, state)
             else:
                 checkpoint_engine.save(state, path)
+
+        for index, module in self._own_share():
+            state = without_experts(_state_of(module, exclude_frozen_params))
+            write(self._layer_path(save_dir, index), clone_tensors_for_torch_save(state))
+        stage = cast(nn.Module, self)
+        ModelExperts(stage).write(save_dir, _state_of(stage, exclude_frozen_params), write)
 
     def _own_share(self) -> Iterator[tuple[int, nn.Module]]:
         modules = list(self._layer_modules().items())
@@ -103,12 +112,18 @@ class LayerFiles:
         Raises:
             CheckpointError: A file is missing or damaged, or its names or shapes are not the layer's.
         """
+
+        def read(path: str) -> Any:
+            return read_file(path) if checkpoint_engine is None else checkpoint_engine.load(path, map_location="cpu")
+
         loaded: LoadedLayers = []
+        experts = ModelExperts(cast(nn.Module, self)).read(load_dir, read)
         for index, module in self._layer_modules().items():
             path = self._existing_path(load_dir, index)
             if not strict and not os.path.isfile(path):
                 continue
-            state = read_file(path) if checkpoint_engine is None else checkpoint_engine.load(path, map_location="cpu")
+            state, start = read(path), f"{self._layer_name(index)}."
+            state.update((name.removeprefix(start), value) for name, value in experts.items() if name.startswith(start))
             _check_layer(module, state, path, strict)
             loaded.append((module, state))
         return loaded
@@ -123,6 +138,15 @@ class LayerFiles:
         """The layer's file, or that of another layer with its weights; the layer's own if there is none."""
         paths = [self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)]
         return next((path for path in paths if os.path.isfile(path)), paths[0])
+
+
+def _state_of(module: nn.Module, exclude_frozen: bool) -> dict[str, Any]:
+    """A module's state dict, without parameters that require no gradient if `exclude_frozen`."""
+    state = module.state_dict()
+    for name, param in module.named_parameters(remove_duplicate=False) if exclude_frozen else ():
+        if not param.requires_grad:
+            state.pop(name, None)
+    return state
 
 
 def _check_layer(module: nn.Module, state: dict[str, Any], path: str, strict: bool) -> None:

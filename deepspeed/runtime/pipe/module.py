@@ -20,8 +20,10 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.pipe.expert_layers import ExpertLayers
 from deepspeed.runtime.pipe.layer_files import LayerFiles
 from deepspeed.runtime.pipe.layer_spec import Layer, LayerSpec, PipelineError, TiedLayerSpec, checked_layers, layer_name
 from deepspeed.runtime.pipe.partition import partition_layers
@@ -108,6 +110,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self._functions = {index: self._build_layer(index) for index in self._own_layers}
         self.to(get_accelerator().current_device_name())
         self.tied_comms: dict[str, dict[str, Any]] = self._tie_stages()
+        named = {index: (self._layer_name(index), module) for index, module in self._layer_modules().items()}
+        self._expert_layers = ExpertLayers(named, self.grid.pp_proc_group)
         self._num_forwards = [0] * num_model_chunks
 
     # -- which layers are where
@@ -280,6 +284,16 @@ class PipelineModule(LayerFiles, nn.Module):
                 weight.grad = torch.zeros_like(weight)
             dist.all_reduce(weight.grad, group=group)
 
+    # -- experts
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Make the groups of all stages' experts, on this stage too. Collective over the world; the engine calls it."""
+        self._expert_layers.make_groups(use_data_before_expert_parallel_)
+
+    def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
+        """Of each layer with experts of this stage its number among those of the whole model, its name, and itself."""
+        return self._expert_layers.numbered()
+
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
@@ -378,6 +392,10 @@ class PipelineModule(LayerFiles, nn.Module):
             if own and not any(index in found for index in own):
                 found[own[0]] = self.tied_modules[key]
         return dict(sorted(found.items()))
+
+    def _layer_name(self, index: int) -> str:
+        layer = self._layer_specs[index]
+        return f"tied_modules.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)
 
     def _indices_of_weights(self, index: int) -> list[int]:
         layer = self._layer_specs[index]
