@@ -15,6 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 WIDTH = 72
 SHM_PATH = "/dev/shm"
 SHM_WARNING_BYTES = 512 * 2**20
+# What optional features need: clients, monitors, and ways to start processes on other hosts.
+PACKAGES = ("numpy", "pydantic", "psutil", "safetensors", "accelerate", "transformers", "tensorboard", "wandb", "comet-ml")
+LAUNCHERS = ("ssh", "pdsh", "mpirun", "srun")
 
 
 def op_report(verbose: bool = True) -> None:
@@ -73,8 +76,18 @@ def environment_facts() -> list[tuple[str, str]]:
     ]
     if torch.version.cuda:
         facts.append(("nvcc version", nvcc_version()))
-    facts.extend((f"{name} version", _distribution_version(name)) for name in ("accelerate", "transformers"))
+    facts.append(("cpu", f"{os.cpu_count()} cores, vector instructions {torch.backends.cpu.get_cpu_capability()}"))
+    facts.append(("host memory", _host_memory()))
+    facts.extend((f"{name} version", _distribution_version(name)) for name in PACKAGES)
+    facts.append(("launchers found", ", ".join(name for name in LAUNCHERS if shutil.which(name)) or "none"))
     return facts
+
+
+def _host_memory() -> str:
+    import psutil  # startup: only the report needs it
+
+    memory = psutil.virtual_memory()
+    return f"{human_readable_size(memory.total)}, {human_readable_size(memory.available)} available"
 
 
 def nvcc_version() -> str:

@@ -94,10 +94,13 @@ class TestEngine(DistributedTest):
         module = PipelineModule(
             [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)], num_stages=2, loss_fn=lambda out, label: (out - label).square().mean()
         )
-        engine, *_ = deepspeed.initialize(model=module, config=configuration(folder))
+        keys = {"wall_clock_breakdown": True, "steps_per_print": 2}
+        engine, *_ = deepspeed.initialize(model=module, config=configuration(folder, **keys))
         data = [(torch.ones(2, 3), torch.zeros(2, 1)), (torch.zeros(2, 3), torch.ones(2, 1))]
         losses = [float(engine.train_batch(iter(data))) for _ in range(2)]
         engine.destroy()
         if dist.get_rank() == 0:
             assert series(folder, "train_loss") == list(zip([4, 8], losses, strict=True))
             assert [step for step, _ in series(folder, "lr")] == [4, 8]
+            for phase in ("forward", "backward", "backward_inner", "step"):
+                assert [step for step, value in series(folder, f"elapsed_time_ms_{phase}") if value > 0] == [8]
