@@ -32,6 +32,7 @@ _SUBMODULES = (
     "monitor",
     "ops",
     "pipe",
+    "profiling",
     "runtime",
     "sequence",
     "utils",

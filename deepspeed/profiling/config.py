@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.profiling.constants import *  # noqa: F403  # upstream's path of these names
+
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig as DeepSpeedFlopsProfilerConfig
 

@@ -260,6 +260,38 @@ class EngineSettings:
         """`wall_clock_breakdown`."""
         return self._config.tree.wall_clock_breakdown
 
+    def memory_breakdown(self) -> bool:
+        """`memory_breakdown`."""
+        return self._config.tree.memory_breakdown
+
+    def flops_profiler_enabled(self) -> bool:
+        """`flops_profiler.enabled`."""
+        return self._config.tree.flops_profiler.enabled
+
+    def flops_profiler_recompute_fwd_factor(self) -> float:
+        """`flops_profiler.recompute_fwd_factor`."""
+        return self._config.tree.flops_profiler.recompute_fwd_factor
+
+    def flops_profiler_profile_step(self) -> int:
+        """`flops_profiler.profile_step`."""
+        return self._config.tree.flops_profiler.profile_step
+
+    def flops_profiler_module_depth(self) -> int:
+        """`flops_profiler.module_depth`."""
+        return self._config.tree.flops_profiler.module_depth
+
+    def flops_profiler_top_modules(self) -> int:
+        """`flops_profiler.top_modules`."""
+        return self._config.tree.flops_profiler.top_modules
+
+    def flops_profiler_detailed(self) -> bool:
+        """`flops_profiler.detailed`."""
+        return self._config.tree.flops_profiler.detailed
+
+    def flops_profiler_output_file(self) -> str | None:
+        """`flops_profiler.output_file`."""
+        return self._config.tree.flops_profiler.output_file
+
     def dump_state(self) -> bool:
         """`dump_state`."""
         return self._config.tree.dump_state

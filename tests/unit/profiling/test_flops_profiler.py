@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.pipe import PipelineModule
+from deepspeed.profiling import config as profiling_config
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from deepspeed.profiling.flops_profiler.module_profile import get_module_duration, get_module_flops, profile_of
 from deepspeed.profiling.flops_profiler.profiler import duration_to_string, number_to_string, params_to_string
@@ -172,6 +173,19 @@ class TestEngine(DistributedTest):
         assert flops == str(TOTAL)
         assert all(line in out for line in ("bwd latency", "step latency", "samples/second", "batch size per GPU"))
         assert all(not module._forward_hooks and profile_of(module) is None for module in model.modules())
+
+    def test_getters_and_defaults(self, tmpdir: Any) -> None:
+        # Kills: a constant that is not the block's default, a getter of another key.
+        block = {"enabled": False, "profile_step": 7, "module_depth": 2, "top_modules": 3, "detailed": False, "output_file": "f"}
+        optimizer = {"type": "SGD", "params": {"lr": 0.25}}
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "flops_profiler": block, "memory_breakdown": True}
+        engine, *_ = deepspeed.initialize(model=Net(), config=config)
+        assert {key: getattr(engine, f"flops_profiler_{key}")() for key in block} == block
+        assert engine.flops_profiler_recompute_fwd_factor() == 0.0 and engine.memory_breakdown() is True
+        engine.destroy()
+        for key, default in profiling_config.DeepSpeedFlopsProfilerConfig():
+            name = f"FLOPS_PROFILER_{key.upper()}"
+            assert getattr(profiling_config, name) == key and getattr(profiling_config, f"{name}_DEFAULT") == default
 
     def test_memory_breakdown(self, tmpdir: Any) -> None:
         out = trained(Net(), 2, tmpdir, memory_breakdown=True)
