@@ -138,9 +138,7 @@ def measure(numel: int, threads: int, rounds: int, upstream_python: str | None) 
 
 def table(found: dict[str, list[Timing]], numel: int) -> str:
     """The results as markdown."""
-    lines = [
-        "| system | best (ms) | median (ms) | processor, best (ms) | GB/s, best | x ours (middle half) | x ours, processor |"
-    ]
+    lines = ["| system | best (ms) | median (ms) | processor, best (ms) | GB/s, best | x ours (middle half) | x ours, processor |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for system, times in found.items():
         moved = numel * (TRIAD_BYTES if system == "triad" else ADAM_BYTES)
