@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
-from deepspeed.utils.logging import print_dist
+from deepspeed.utils.comms_logging import print_rank_0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -110,7 +110,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     accelerator.reset_peak_memory_stats()
     device = "  ".join(f"{name} {value / 2**30:.2f} GB" for name, value in numbers.items())
     host = psutil.virtual_memory()
-    print_dist(f"{message}\n{device}\nCPU Virtual Memory: used = {host.used / 2**30:.2f} GB, percent = {host.percent}%", ranks=[0])
+    used = f"CPU Virtual Memory: used = {host.used / 2**30:.2f} GB, percent = {host.percent}%"
+    print_rank_0(f"{message}\n{device}\n{used}")
 
 
 def empty_cache() -> None:

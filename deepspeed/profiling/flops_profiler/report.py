@@ -16,7 +16,7 @@ from deepspeed.profiling.flops_profiler.units import (
     number_to_string,
     params_to_string,
 )
-from deepspeed.utils.logging import print_dist
+from deepspeed.utils.comms_logging import print_rank_0
 
 if TYPE_CHECKING:
     from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
@@ -28,7 +28,7 @@ LABEL_WIDTH = 72
 def write(text: str, output_file: str | None) -> None:
     """Write a report to a file, or to rank 0's standard output."""
     if output_file is None:
-        print_dist(text, ranks=[0])
+        print_rank_0(text)
         return
     folder = os.path.dirname(os.path.abspath(output_file))
     os.makedirs(folder, exist_ok=True)

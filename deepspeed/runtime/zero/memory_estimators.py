@@ -17,7 +17,7 @@ from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.master_weights import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
-from deepspeed.utils.logging import print_dist
+from deepspeed.utils.comms_logging import print_rank_0
 
 GB = 2**30
 FP32_BYTES = 4
@@ -298,7 +298,7 @@ def _print_table(
     for offload in (True, False):
         host, device = _needs(numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
         lines.append(f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")
-    print_dist("\n".join(lines), ranks=[0])
+    print_rank_0("\n".join(lines))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
