@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline_bubble.py
 
-Layers sleep instead of computing, equally long in the forward, for the gradient of the input and for that of the weight: stages that
+Layers sleep instead of computing, equally long in the forward, for the gradient of the input and for the weight's: stages that
 share processors don't slow each other then, and everything else that a step does (instructions, messages, reductions, the
 optimizer) still costs what it costs. The bubble is the share of the step in which a stage does not sleep in a layer.
 """
@@ -30,9 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", choices=DEEPSPEED_SCHEDULES, default=DEEPSPEED_SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument(
-        "--sleep-ms", type=float, default=10.0, help="of each of the three passes of a layer; a stage has two layers"
-    )
+    parser.add_argument("--sleep-ms", type=float, default=10.0, help="of each of a layer's three passes; a stage has two layers")
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args(argv)
 
