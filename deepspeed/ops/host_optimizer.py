@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -117,6 +118,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
+        self._grad_factor = 1.0
+        self._outs: Mapping[torch.Tensor, torch.Tensor] = {}
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,8 +166,22 @@ class HostOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     grad = param.grad if param.grad.is_sparse else param.grad.contiguous()
-                    self._update(group, param, grad, 1.0, None)
+                    self._update(group, param, grad, self._grad_factor, self._outs.get(param))
         return loss
+
+    @contextmanager
+    def fused(self, grad_factor: float, outs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+        """Within it, `step` does in its one pass what its caller would do before and after in passes of their own.
+
+        Args:
+            grad_factor: What gradients are multiplied by: clip factor / loss scale.
+            outs: For a parameter, where its new value goes in low precision; bf16 or fp16, contiguous, on the host.
+        """
+        self._grad_factor, self._outs = grad_factor, outs
+        try:
+            yield
+        finally:
+            self._grad_factor, self._outs = 1.0, {}
 
     @torch.no_grad()
     def step_flat(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.shard_ops import gather_from_owners
+from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
@@ -208,25 +211,40 @@ class MasterWeightOptimizer(StepSequence):
 
     @torch.no_grad()
     def _update(self, factor: float) -> None:
+        fused = self.optimizer if isinstance(self.optimizer, HostOptimizer) and not self._per_param else None
         for group in self.groups:
             grad = group.grad_for_step()
-            if factor != 1.0:
+            if factor != 1.0 and fused is None:
                 grad.mul_(factor)
             views = group.param_views(grad) if self._per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        self.optimizer.step()
+        outs = {} if fused is None else self._low_precision_outs()
+        with nullcontext() if fused is None else fused.fused(factor, outs):
+            self.optimizer.step()
         for group in self.groups:
             for master in group.masters:
                 master.grad = None
-        self.update_lp_params()
+        self._publish(written=outs)
+
+    def _low_precision_outs(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Master -> the shard of the model's parameters that it is rounded to, where an optimizer on the host can write that."""
+        if not get_accelerator().is_synchronized_device():
+            return {}  # a device's memory is written by its streams
+        shards = ((group.masters[0], group.shard) for group in self.groups)
+        return {master: shard for master, shard in shards if shard.dtype in (torch.bfloat16, torch.float16)}
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Model-precision parameters <- masters, on every rank."""
+        self._publish(written={})
+
+    def _publish(self, written: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Give every rank all shards, after rounding the masters that are not in `written`."""
         pending = []
         for group in self.groups:
-            group.write_back()
+            if group.masters[0] not in written:
+                group.write_back()
             pending += self._gather(group)
         for gather in pending:
             gather.wait()
