@@ -1,6 +1,8 @@
 """Making the default process group, or adopting the one that is there."""
 
+import atexit
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,10 @@ from deepspeed.comm.constants import CCL_BACKEND, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.comm.logging_control import configure
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.utils.logging import log_once, logger
+
+# At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and need the interpreter for it.
+# While that ends they would abort the process ("terminate called without an active exception"), after a run that has succeeded.
+_LET_GO_S = 0.02
 
 # The object that made or adopted the default process group; None before.
 cdb: TorchBackend | None = None
@@ -59,6 +65,8 @@ def init_deepspeed_backend(
         cdb = TorchBackend(ds_backend, timeout, init_method, rank, world_size, store=store)
     _follow_device()
     process_groups.set_group_timeout(timeout)
+    if "gloo" in ds_backend:
+        atexit.register(time.sleep, _LET_GO_S)
 
 
 def init_distributed(

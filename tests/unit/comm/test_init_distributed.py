@@ -195,6 +195,7 @@ class TestJoin(DistributedTest):
         for name in OWN:
             del os.environ[name]
         dist.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
 
     def test_slurm(self) -> None:
@@ -203,6 +204,7 @@ class TestJoin(DistributedTest):
             del os.environ[name]
         os.environ.update(SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_NODELIST="localhost")
         dist.init_distributed("gloo", distributed_port=int(port))
+        dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)
 
     def test_timeout_holds_for_later_groups(self) -> None:
