@@ -62,6 +62,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._failures = FailureWatch(range(self.world_size), name="pipeline", place=f"stage {module.stage_id}")
         self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
+        self._plans: dict[int, schedule.PipeSchedule] = {}  # by number of micro-batches
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
@@ -170,16 +171,21 @@ class PipelineEngine(DeepSpeedEngine):
         micro_steps = self.micro_steps
         with self._failures.guard():
             self._start_batch(training=True, micro_batches=self.micro_batches)
-            self._exec_schedule(
-                schedule.make_schedule(
-                    self._schedule_name, self.micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks
-                )
-            )
+            self._exec_schedule(self._training_plan())
             self.channels.finish()
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
             self.timers.saw_batch_loss(self.agg_train_loss)
         self.micro_steps = micro_steps + self.micro_batches
         return self.agg_train_loss
+
+    def _training_plan(self) -> schedule.PipeSchedule:
+        """The schedule with its instructions written out: every batch runs the same."""
+        count, chunks = self.micro_batches, self.module.num_model_chunks
+        if count not in self._plans:
+            plan = schedule.make_schedule(self._schedule_name, count, self.num_stages, self.stage_id, chunks)
+            listed = schedule.ListedSchedule(count, self.num_stages, self.stage_id, plan.steps(), plan.num_pipe_buffers(), chunks)
+            self._plans[count] = listed
+        return self._plans[count]
 
     def eval_batch(
         self,
