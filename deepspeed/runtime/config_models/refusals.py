@@ -133,7 +133,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("checkpoint.writer", _given, f"other checkpoint writers {LATER_MANY}; remove the key"),
     Refusal("nebula.enabled", _on, "Nebula is not supported; use false and save to a file system"),
     Refusal("datastates_ckpt.enabled", _on, "DataStates is not supported; use false and save to a file system"),
-    Refusal("pipeline.partition", lambda v: v != "best", "give it to PipelineModule(partition_method=...), which splits the layers"),
+    Refusal(
+        "pipeline.partition", lambda v: v != "best", "give it to PipelineModule(partition_method=...), which splits the layers"
+    ),
     Refusal("pipeline.seed_layers", _on, "give it to PipelineModule(seed_layers=True), which builds the layers"),
     Refusal("tensor_parallel.autotp_size", _above_one, f"tensor parallelism {LATER}; use 0 or 1"),
     Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, f"tensor parallelism {LATER}; use 1"),

@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.checkpoint.constants import FP32_GROUPS
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
+
 class FP16_UnfusedOptimizer(FP16_Optimizer):
     """See module; arguments as `FP16_Optimizer`."""
 
