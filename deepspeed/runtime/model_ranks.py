@@ -128,7 +128,7 @@ class ModelRanks:
             own_answer = "none" if optimizer is None else "one"
             raise DeepSpeedConfigError(
                 f"optimizer: rank {dist.get_rank()} has {own_answer}, others that hold parts of the model do the opposite. Give "
-                "all ranks one (a stage without trainable parameters too: of its frozen parameters, or of the group {'params': []}), "
-                "or none"
+                "all ranks one (a stage without trainable parameters too: of its frozen parameters, or of the group "
+                "{'params': []}), or none"
             )
         return int(most)
