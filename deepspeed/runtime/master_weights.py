@@ -243,7 +243,7 @@ class MasterWeightOptimizer(StepSequence):
         """Give every rank all shards, after rounding the masters that are not in `written`."""
         pending = []
         for group in self.groups:
-            if group.masters[0] not in written:
+            if not any(master in written for master in group.masters):
                 group.write_back()
             pending += self._gather(group)
         for gather in pending:

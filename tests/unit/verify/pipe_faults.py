@@ -132,8 +132,8 @@ PIPELINE = (
         ENGINE,
         (
             (
-                "                    self._schedule_name, self.micro_batches, self.num_stages,",
-                "                    self._schedule_name, self.micro_batches - 1, self.num_stages,",
+                "            plan = schedule.make_schedule(self._schedule_name, count, self",
+                "            plan = schedule.make_schedule(self._schedule_name, count - 1, self",
             ),
         ),
         "ledger: pipe",
