@@ -176,7 +176,7 @@ class BF16_Optimizer(ZeROOptimizer):
     def load_state_dict(
         self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
     ) -> None:
-        """Restore this rank's part; arguments as in `DeepSpeedZeroOptimizer.load_state_dict`."""
+        """See base class."""
         load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
 
     def destroy(self) -> None:

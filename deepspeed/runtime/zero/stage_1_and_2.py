@@ -487,13 +487,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def load_state_dict(
         self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
     ) -> None:
-        """Restore this rank's part.
-
-        Args:
-            state_dict: As `state_dict()` returned it on this rank.
-            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
-            load_from_fp32_weights: Restore masters; otherwise round them up from the model-precision weights.
-        """
+        """See base class; the loss scaler too."""
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
         load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
