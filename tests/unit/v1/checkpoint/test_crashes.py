@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import files
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.runtime import checkpointing
+from deepspeed.runtime import checkpoint_saving
 from unit.common import DistributedFixture, DistributedTest
 
 from .runs import config, differences, look, start, train
@@ -44,7 +44,7 @@ class TestFailedSaves(DistributedTest):
             if dist.get_rank() == 1:
                 raise OSError(28, "No space left on device", path)
 
-        monkeypatch.setattr(checkpointing, "write_file", full)
+        monkeypatch.setattr(checkpoint_saving, "write_file", full)
         with pytest.raises(CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"):
             engine.save_checkpoint(str(tmpdir), tag=tag)
         dist.barrier()
@@ -98,7 +98,7 @@ class Killed(DistributedFixture):
                 if next(files_written) == 1:
                     os._exit(9)
 
-            checkpointing.write_file = dying  # in the forked process only
+            checkpoint_saving.write_file = dying  # in the forked process only
             engine.save_checkpoint(str(class_tmpdir))
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
