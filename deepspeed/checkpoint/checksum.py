@@ -8,13 +8,26 @@ for it: a core does 1.7 GB/s where a flushed copy of the file does 0.45 GB/s. `h
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ALGORITHM = "sha256"
 _CHUNK_BYTES = 1 << 20
+
+
+class FileRecord(NamedTuple):
+    """What is known of a file's bytes.
+
+    Attributes:
+        bytes: How many.
+        checksum: Their `Checksum.value()`.
+    """
+
+    bytes: int
+    checksum: str
 
 
 class Checksum:
@@ -43,3 +56,12 @@ def file_checksum(path: str) -> str:
         while count := file.readinto(chunk):
             checksum.update(chunk[:count])
     return checksum.value()
+
+
+def file_record(path: str) -> FileRecord:
+    """The record of a file as it is on disk.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    return FileRecord(os.path.getsize(path), file_checksum(path))
