@@ -9,7 +9,6 @@ LATER = {
     "set_z3_leaf_modules": "ZeRO-3",
     "unset_z3_leaf_modules": "ZeRO-3",
     "get_z3_leaf_modules": "ZeRO-3",
-    "zero_to_fp32": "exporting fp32 weights",
 }
 OUT_OF_SCOPE = (
     "InferenceEngine",

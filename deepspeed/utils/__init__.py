@@ -40,4 +40,6 @@ _NAMES = {
 
 __all__ = ["log_dist", "logger"]
 
-__getattr__ = lazy_attributes(__name__, _NAMES, ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging"))
+__getattr__ = lazy_attributes(
+    __name__, _NAMES, ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging", "zero_to_fp32")
+)

@@ -179,7 +179,7 @@ class LazyTensor:
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> None:
-        self.pieces = pieces
+        self.pieces = [piece.detach() for piece in pieces]  # upstream's masters are saved as requiring a gradient
         self.shape = torch.Size(shape)
         saved = pieces[0].dtype if pieces else torch.float32
         self.dtype = torch.float32 if saved.is_floating_point and saved.itemsize < torch.float32.itemsize else saved
@@ -362,7 +362,7 @@ def _masters_of_part(folder: str, part: int, model: Mapping[str, Any]) -> _Maste
         _add_shards(masters, shards, model)
         missing = [name for group in model["param_shapes"] for name in group if name not in masters.shapes and group[name].numel()]
         if missing:
-            raise ValueError(f"{folder}: the optimizer files hold no elements of {missing[0]}")
+            raise ValueError(f"{folder} holds none of the fp32 elements of {missing[0]}")
     elif model.get("param_shapes"):
         raise FileNotFoundError(f"{folder} holds no *_optim_states.pt of model-parallel rank {part}, where its fp32 weights are")
     elif expert_ranks:

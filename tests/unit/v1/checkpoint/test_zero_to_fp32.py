@@ -1,0 +1,508 @@
+"""`zero_to_fp32`: the fp32 weights of every kind of folder, without the run that wrote it, and what it writes itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.utils.zero_to_fp32 import (
+    GatheredTensor,
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    to_torch_tensor,
+)
+from unit.common import DistributedTest
+
+from . import pipeline, test_experts
+from .runs import Net, by_name, config, differences, samples, start, train
+
+BF16 = {"bf16": {"enabled": True}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoints"
+
+
+def expected_of(held: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Masters where there are any, else weights, of what `by_name` returns."""
+    masters = {
+        name.removeprefix("master."): value for name, value in held.items() if name.startswith("master.") and value is not None
+    }
+    weights = {name.removeprefix("weight."): value.float() for name, value in held.items() if name.startswith("weight.")}
+    return {**weights, **masters}
+
+
+class TestDense(DistributedTest):
+    """Kills: padding taken for elements, masters of one rank only, weights rounded to 16 bits, groups in another order."""
+
+    world_size = [2, 3]
+    exec_timeout = 120
+
+    def test_equals_the_masters(self, tmpdir: Any) -> None:
+        cases: dict[str, dict[str, Any]] = {
+            "fp32-0": {},
+            "bf16-0": BF16,
+            "fp16-0": FP16,
+            "bf16-1-accumulate": {**BF16, **FP32_SUMS, "zero_optimization": {"stage": 1}},
+            "fp16-1-elastic": {**FP16, "zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+            "bf16-2": {**BF16, "zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
+            "fp32-2-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+        }
+        for case, keys in cases.items():
+            folder = str(tmpdir.join(case))
+            engine = start(config(**keys))
+            train(engine, 2)
+            engine.save_checkpoint(folder)
+            wanted = expected_of(by_name(engine))
+            wanted["again.weight"] = wanted["tied.weight"]
+            wanted["calls"] = engine.module.calls.float()
+            found = get_fp32_state_dict_from_zero_checkpoint(folder)
+            assert differences(wanted, dict(found)) == [], case
+            assert found["again.weight"].data_ptr() == found["tied.weight"].data_ptr()
+            trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+            assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
+            engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True, save_latest=False)
+            again = get_fp32_state_dict_from_zero_checkpoint(folder, tag="trained")
+            assert differences(dict(trained), dict(again)) == [], case
+
+    def test_empty_groups_and_several_instances(self, tmpdir: Any) -> None:
+        """Kills: groups counted without the empty ones, shards looked for under the ranks of all instances."""
+        torch.manual_seed(1)
+        model = Net()
+        groups = [
+            {"params": []},
+            {"params": list(model.first.parameters())},
+            {"params": []},
+            {"params": [*model.last.parameters()]},
+        ]
+        keys: dict[str, Any] = {**BF16, "zero_optimization": {"stage": 2}}
+        if dist.get_world_size() == 2:
+            keys["zero_optimization"]["num_optimizer_instances"] = 2
+        for name in ("tied", "again", "frozen"):
+            getattr(model, name).requires_grad_(False)
+        engine = deepspeed.initialize(model=model, model_parameters=groups, config=config(**keys), training_data=samples())[0]
+        engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir))
+        wanted = expected_of(by_name(engine))
+        found = get_fp32_state_dict_from_zero_checkpoint(str(tmpdir))
+        assert differences(wanted, {name: found[name] for name in wanted}) == []
+
+
+class TestDivided(DistributedTest):
+    """Kills: layers named by the stage's own number, tied modules under a layer's, one stage only, experts numbered by rank."""
+
+    world_size = 4
+    exec_timeout = 120
+
+    def test_pipelines(self, tmpdir: Any) -> None:
+        cases: dict[str, dict[str, Any]] = {
+            "fp32-0": {"grouped": True},
+            "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
+            "accumulate-1": {**BF16, **FP32_SUMS, "zero_optimization": {"stage": 1}, "grouped": True},
+            "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        }
+        for stages in (2, 4):
+            for case, keys in cases.items():
+                folder = str(tmpdir.join(f"{case}-{stages}"))
+                engine = pipeline.make(stages, **keys)
+                pipeline.train(engine, 1)
+                engine.save_checkpoint(folder)
+                wanted = expected_of(pipeline.whole(engine))
+                assert differences(wanted, dict(get_fp32_state_dict_from_zero_checkpoint(folder))) == [], (case, stages)
+
+    def test_experts(self, tmpdir: Any) -> None:
+        for _, case, keys in test_experts.cases():
+            for ep_size in (2, 4):
+                folder = str(tmpdir.join(f"{case}-{ep_size}"))
+                engine = test_experts.make(ep_size, 1, **keys)
+                test_experts.train(engine, 1)
+                engine.save_checkpoint(folder)
+                wanted = expected_of(test_experts.whole(engine))
+                found = get_fp32_state_dict_from_zero_checkpoint(folder)
+                assert differences(wanted, {name: found[name] for name in wanted}) == [], (case, ep_size)
+
+
+# Folders made by hand
+
+
+def make_folder(folder: Path, weights: dict[str, torch.Tensor], ranks: int = 2, mapped: bool = True, **more: Any) -> dict[str, Any]:
+    """A ZeRO-1 folder of fp32 `weights`, one group, padded; returns the model file's content."""
+    step = folder / "step"
+    step.mkdir(parents=True)
+    flat = torch.cat([value.reshape(-1) for value in weights.values()])
+    size = -(-flat.numel() // ranks)
+    padding = size * ranks - flat.numel()
+    shards = torch.cat([flat, torch.full((padding,), float("nan"))]).split(size)
+    for rank, shard in enumerate(shards):
+        mapping, at = OrderedDict(), 0
+        for name, value in weights.items():
+            start, end = max(at, rank * size), min(at + value.numel(), (rank + 1) * size)
+            if start < end:
+                mapping[name] = fragment_address(start=start - rank * size, numel=end - start)
+            at += value.numel()
+        state = {
+            "zero_stage": 1,
+            "single_partition_of_fp32_groups": [shard.clone()],
+            "partition_count": [ranks],
+            "group_paddings": [padding if rank == ranks - 1 else 0],
+            **({"param_slice_mappings": [mapping]} if mapped else {}),
+        }
+        torch.save({"optimizer_state_dict": state}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    model = {
+        "module": OrderedDict((name, value.bfloat16()) for name, value in weights.items()),
+        "buffer_names": [],
+        "param_shapes": [OrderedDict((name, value.shape) for name, value in weights.items())],
+        "shared_params": {},
+        "mp_world_size": 1,
+        **more,
+    }
+    torch.save(model, step / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("step")
+    return model
+
+
+def some_weights() -> dict[str, torch.Tensor]:
+    """Five parameters of 400, 4, 0, 400 and 20 bytes; one has no dimension."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (10, 10), "scale": (), "none": (0, 3), "b": (100,), "c": (5,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 12])  # 12: some parameters lie on several ranks
+@pytest.mark.parametrize("mapped", [True, False])  # False: releases before param_slice_mappings
+def test_padded_shards(tmp_path: Path, ranks: int, mapped: bool) -> None:
+    """Kills: file names sorted as text (10 before 2), padding among the elements."""
+    weights = some_weights()
+    make_folder(tmp_path, weights, ranks, mapped)
+    assert differences(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))) == []
+
+
+# SHA-256 over names and values, of what upstream 0.19.6's tool returned for the folders that it can read: run as a program.
+UPSTREAM = {
+    "zero2_fp32_w2": "ecba7c26c3ac27da07a6f821e92bae0dac64478e50eb0e13f7732be71ecbec16",
+    "zero3_bf16_w2": "f15f00f8d2ae34de98d1bffbde7f6d45efb2295c9027ef2b66c04df6aba589bf",
+}
+
+
+@pytest.mark.skipif(not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository")
+@pytest.mark.parametrize(
+    "case", ["zero0_fp32_w2", "zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "zero3_bf16_w2", "pipe2_zero1_bf16_w2"]
+)
+def test_upstreams_folders(case: str) -> None:
+    found = get_fp32_state_dict_from_zero_checkpoint(str(COMPAT / case))
+    if case in UPSTREAM:
+        digest = hashlib.sha256()
+        for name in sorted(found):
+            digest.update(name.encode() + found[name].numpy().tobytes())
+        assert digest.hexdigest() == UPSTREAM[case]
+    shapes = {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (16, 32), "2.bias": (16,)}
+    assert {name: tuple(value.shape) for name, value in found.items()} == shapes
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    folder = COMPAT / case / "step4"
+    if case.startswith("pipe"):
+        saved = {
+            f"{layer}.{name}": value
+            for layer in (0, 2)
+            for name, value in torch.load(folder / f"layer_0{layer}-model_states.pt", weights_only=True).items()
+        }
+    elif "zero3" not in case:
+        saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    else:
+        return
+    # The model's own weights are the masters, rounded.
+    assert differences(dict(saved), {name: found[name].to(value.dtype) for name, value in saved.items()}) == []
+    if "bf16" in case:
+        assert any(not torch.equal(value.float(), found[name]) for name, value in saved.items())  # else they are the rounded ones
+
+
+def test_stage3_parts() -> None:
+    """Kills: parts cut from one buffer only where a parameter lies in two."""
+    first, second = torch.arange(10.0), torch.arange(100.0, 110.0)
+    groups = [[buffer[:4], buffer[4:]] for buffer in (first, second)]
+    tensor = GatheredTensor(groups, [0, 4, 10], 3, 3, (5,))
+    assert tensor.contiguous().tolist() == [3.0, 4.0, 5.0, 103.0, 104.0]
+    assert to_torch_tensor({"a": tensor}, return_empty_tensor=True)["a"].shape == (5,)
+    assert zero_to_fp32.zero3_partitioned_param_info(10, 4) == (3, 2)
+
+
+def test_lazily(tmp_path: Path) -> None:
+    weights = some_weights()
+    make_folder(tmp_path, weights, shared_params={"also": "a"})
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), lazy_mode=True)
+    assert isinstance(lazy, OrderedDict) and lazy["also"] is lazy["a"]
+    assert differences({**weights, "also": weights["a"]}, {name: value.contiguous() for name, value in lazy.items()}) == []
+    tensors = to_torch_tensor(lazy)
+    assert tensors["also"] is tensors["a"]
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    """Kills: counters made floats, double precision rounded."""
+    model = make_folder(tmp_path, some_weights())
+    buffers = {"count": torch.tensor(2**40 + 1), "table": torch.tensor([1 / 3], dtype=torch.float64), "half": torch.ones(2).half()}
+    model["module"].update(buffers)
+    model["buffer_names"] = list(buffers)
+    torch.save(model, tmp_path / "step" / "mp_rank_00_model_states.pt")
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert differences({**buffers, "half": torch.ones(2)}, {name: found[name] for name in buffers}) == []
+
+
+def test_load_into_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(2)
+    source, model = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    make_folder(tmp_path, {f"0.{name}": value.detach() for name, value in source.named_parameters()})
+    assert load_state_dict_from_zero_checkpoint(model, str(tmp_path)) is model
+    assert differences(dict(source.state_dict()), dict(model[0].state_dict())) == []
+    assert "4 names are not in the checkpoint: 1.weight" in caplog.text
+    with pytest.raises(ValueError, match="is of another model"):
+        load_state_dict_from_zero_checkpoint(source, str(tmp_path))
+
+
+def removed(folder: Path, name: str) -> None:
+    (folder / "step" / name).unlink()
+
+
+def changed(folder: Path, name: str, change: Any) -> None:
+    content = torch.load(folder / "step" / name, weights_only=False)
+    change(content)
+    torch.save(content, folder / "step" / name)
+
+
+SHARD_1, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+FAULTS: dict[str, tuple[Any, str]] = {
+    "no latest": (lambda f: (f / "latest").unlink(), "Unable to find 'latest' file"),
+    "no tag": (lambda f: (f / "latest").write_text("other"), "other' doesn't exist"),
+    "no model": (lambda f: removed(f, MODEL), r"can't find mp_rank_\*_model_states.pt"),
+    "a shard too few": (lambda f: removed(f, SHARD_1), "is one of 2 shards, the folder has 1"),
+    "no shards": (lambda f: [removed(f, SHARD_1), removed(f, SHARD_1.replace("1", "0", 1))], r"holds no \*_optim_states.pt"),
+    "cut off": (lambda f: os.truncate(f / "step" / SHARD_1, 1000), f"{SHARD_1} cannot be read"),
+    "elements missing": (
+        lambda f: changed(f, SHARD_1, lambda c: c["optimizer_state_dict"]["param_slice_mappings"][0].popitem()),
+        "holds none of the fp32 elements of c",
+    ),
+    "part of a parameter": (
+        lambda f: changed(f, SHARD_1, lambda c: vars(c["optimizer_state_dict"]["param_slice_mappings"][0]["b"]).update(numel=7)),
+        r"holds \d+ of the 100 fp32 elements of b",
+    ),
+    "twice": (
+        lambda f: shutil.copy(f / "step" / SHARD_1.replace("1", "0", 1), f / "step" / SHARD_1),
+        "holds none of the fp32 elements of c",
+    ),
+    "sliced": (
+        lambda f: changed(f, MODEL, lambda c: c.update(checkpoint_parallel_dimensions={"tp_degree": 2})),
+        "tensor parallelism.*ds_to_universal",
+    ),
+    "a part missing": (lambda f: changed(f, MODEL, lambda c: c.update(mp_world_size=2)), "by 2 model-parallel ranks"),
+    "manifest": (
+        lambda f: (f / "step" / "manifest.json").write_text(json.dumps({"files": {SHARD_1: [5, "sha256:0", 1]}})),
+        f"{SHARD_1} is not the file that was saved",
+    ),
+    "bad manifest": (lambda f: (f / "step" / "manifest.json").write_text('{"files": [1]}'), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named(tmp_path: Path, fault: str) -> None:
+    """Kills: each check, one by one; nothing is written."""
+    make_folder(tmp_path / "saved", some_weights())
+    change, message = FAULTS[fault]
+    change(tmp_path / "saved")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_without_masters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A 16-bit run without ZeRO that upstream saved: its masters have no names."""
+    (tmp_path / "t").mkdir()
+    module = {"a": torch.ones(2).half()}
+    torch.save({"module": module, "optimizer": {"state": {}}, "param_shapes": None}, tmp_path / "t" / MODEL)
+    assert get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")["a"].dtype == torch.float32
+    assert "no fp32 weights by name" in caplog.text
+    with pytest.raises(ValueError, match="exclude_frozen_parameters: .* does not say what is trained"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t", exclude_frozen_parameters=True)
+
+
+# What is written
+
+
+def read_output(folder: Path, safe: bool) -> dict[str, torch.Tensor]:
+    if not safe:
+        return {name: value for path in folder.glob("*.bin") for name, value in torch.load(path, weights_only=True).items()}
+    from safetensors.torch import load_file
+
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_one_file_or_several(tmp_path: Path, safe: bool) -> None:
+    """Kills: a limit that is passed, an index that names a file wrongly, an index of an earlier conversion left behind."""
+    if safe:
+        pytest.importorskip("safetensors")
+    weights = some_weights()
+    make_folder(tmp_path / "saved", weights)
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+
+    def convert(limit: Any) -> list[str]:
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), limit, safe)
+        assert differences(weights, read_output(out, safe)) == []
+        return sorted(path.name for path in out.iterdir())
+
+    names = [f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2)]
+    assert convert(430) == sorted(["config.json", *names, f"{stem}.{suffix}.index.json"])
+    index = json.loads((out / f"{stem}.{suffix}.index.json").read_text())
+    first, second = names
+    assert index == {
+        "metadata": {"total_size": 824},
+        "weight_map": {"a": first, "scale": first, "none": first, "b": second, "c": second},
+    }
+    for limit in ("5GB", None, 824):
+        assert convert(limit) == ["config.json", f"{stem}.{suffix}"]
+    assert len(convert("1b")) == 1 + 5 + 1
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_tied_weights_stay_tied(tmp_path: Path, safe: bool) -> None:
+    """Kills: a tied weight stored twice, or its names in two files."""
+    make_folder(tmp_path / "saved", some_weights(), shared_params={"also": "a"})
+    out = tmp_path / "out"
+    if safe:
+        safetensors = pytest.importorskip("safetensors")
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430, safe)
+    if safe:
+        with safetensors.safe_open(out / "model-00001-of-00002.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", "also": "a"}
+            assert "also" not in file.keys() and "a" in file.keys()
+    else:
+        found = torch.load(out / "pytorch_model-00001-of-00002.bin", weights_only=True)
+        assert found["also"].data_ptr() == found["a"].data_ptr()
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: files written under their final names."""
+    make_folder(tmp_path / "saved", some_weights())
+    out = tmp_path / "out"
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    calls, save = [], torch.save
+
+    def full(content: Any, path: str) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        save({name: value + 1 for name, value in content.items()}, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "saved", some_weights())
+    for size in ("5 parsecs", "", "-1GB", 0, True, "1.5GB"):
+        with pytest.raises(ValueError, match=r"max_shard_size: .* is no size; give bytes"):
+            convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"), size)
+    assert [zero_to_fp32._parse_size(size) for size in ("5GB", "2 MiB", "7", 8)] == [5e9, 2 * 2**20, 7, 8]
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="safe_serialization needs the package safetensors: pip install"):
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"), safe_serialization=True)
+
+
+# As a program of its own
+
+ALONE = """
+import runpy, sys
+sys.modules["deepspeed"] = None  # importing it fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def copied(folder: Path) -> Path:
+    return Path(shutil.copy(zero_to_fp32.__file__, folder / "zero_to_fp32.py"))
+
+
+def test_the_file_works_alone(tmp_path: Path) -> None:
+    """Kills: an import of the package, a class in the files that only the package has."""
+    weights = some_weights()
+    make_folder(tmp_path, weights)
+    command = [sys.executable, "-I", "-c", ALONE, str(copied(tmp_path)), str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path / "out"), "--max_shard_size", "430B"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert differences(weights, read_output(tmp_path / "out", False)) == []
+    failed = subprocess.run([*command, "out", "-t", "missing"], capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1
+    assert "missing' doesn't exist" in failed.stderr and "Traceback" not in failed.stderr
+
+
+MEASURED = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+import torch, zero_to_fp32
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+torch.save({"warm": torch.ones(2**20)}, sys.argv[1] + "/warm")
+before, peak, done, save = anonymous(), [0.0], threading.Event(), torch.save
+
+def measured(*arguments):
+    peak.append(anonymous())
+    save(*arguments)
+    peak.append(anonymous())
+
+def watch():
+    while not done.wait(0.001):
+        peak.append(anonymous())
+
+torch.save = measured
+threading.Thread(target=watch, daemon=True).start()
+zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[1] + "/out", max_shard_size="16MiB")
+done.set()
+print(max(peak) - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measured by /proc")
+def test_memory_is_one_output_file(tmp_path: Path) -> None:
+    """Kills: all shards read at once, output files kept until the last is written.
+
+    Mapped pages of the shards do not count: they are the system's to drop.
+    """
+    make_folder(tmp_path, {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)})  # 160 MiB
+    copied(tmp_path)
+    done = subprocess.run([sys.executable, "-I", "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*.bin"))) == 10
+    assert float(done.stdout) < 16 + 4 + 12  # one file of 16 MiB, one parameter, and what the allocator keeps
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_values_are_not_rounded_on_the_way(tmp_path: Path, safe: bool) -> None:
+    if safe:
+        pytest.importorskip("safetensors")
+    weights = {"w": torch.tensor([1 + 2.0**-23, float("inf"), -0.0, 2.0**-149])}
+    make_folder(tmp_path, weights)
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), safe_serialization=safe)
+    found = read_output(tmp_path / "out", safe)["w"]
+    assert torch.equal(found.view(torch.int32), weights["w"].view(torch.int32))
