@@ -93,6 +93,7 @@ setup(
         "console_scripts": [
             "deepspeed = deepspeed.launcher.runner:main",
             "ds = deepspeed.launcher.runner:main",
+            "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_report = deepspeed.env_report:cli_main",
             "ds_verify = deepspeed.verify.oracle.cli:command",
         ]

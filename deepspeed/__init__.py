@@ -27,6 +27,7 @@ _SUBMODULES = (
     "accelerator",
     "checkpoint",
     "comm",
+    "elasticity",
     "launcher",
     "moe",
     "monitor",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.elasticity.batch import elastic_batch_sizes
 from deepspeed.runtime.batch_config import BatchSizes, WorldSize, resolve_batch_sizes
 from deepspeed.runtime.config_getters import *  # noqa: F403 - scripts import the getters from here
 from deepspeed.runtime.config_source import load_config
@@ -131,14 +132,31 @@ class DeepSpeedConfig:
         self.world_size = world.size
         self.global_rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self._param_dict = param_dict
-        self._set_batch_sizes(
-            resolve_batch_sizes(
-                self.tree.train_batch_size,
-                self.tree.train_micro_batch_size_per_gpu,
-                self.tree.gradient_accumulation_steps,
-                world,
-            )
+        given = self._elastic_batch_sizes() or (
+            self.tree.train_batch_size,
+            self.tree.train_micro_batch_size_per_gpu,
+            self.tree.gradient_accumulation_steps,
         )
+        self._set_batch_sizes(resolve_batch_sizes(*given, world))
+
+    def _elastic_batch_sizes(self) -> tuple[int, int, int] | None:
+        """The batch numbers that an enabled ``elasticity`` block takes for these ranks; None without one.
+
+        Raises:
+            ElasticityError: the block is wrong or does not fit these ranks.
+        """
+        block = self.tree.elasticity
+        if not block.enabled:
+            return None
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+        elif "WORLD_SIZE" in os.environ:
+            ranks = _env_world_size()
+        else:
+            ranks = self.world_size * block.model_parallel_size
+        self.elastic_model_parallel_size = block.model_parallel_size
+        self.num_gpus_per_node = block.num_gpus_per_node
+        return elastic_batch_sizes(self._param_dict, self.world_size, ranks)
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
         """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how ranks share sequences.
@@ -180,6 +198,8 @@ class DeepSpeedConfig:
             setattr(self.tree, name, value)
             self._param_dict[name] = value
 
+    elastic_model_parallel_size: int
+    num_gpus_per_node: int
     sequence_parallel_size: int
     train_batch_size: int
     train_micro_batch_size_per_gpu: int

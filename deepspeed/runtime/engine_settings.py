@@ -175,6 +175,14 @@ class EngineSettings:
         """`zero_optimization.load_from_fp32_weights`."""
         return self._config.tree.zero_optimization.load_from_fp32_weights
 
+    def elasticity_enabled(self) -> bool:
+        """Whether the batch sizes were chosen by the `elasticity` block."""
+        return self._config.elasticity_enabled
+
+    def is_elastic_model_parallel_supported(self) -> bool:
+        """Whether elasticity counts model-parallel groups: it is enabled, with version 0.2."""
+        return self.elasticity_enabled() and self._config.tree.elasticity.version == 0.2
+
     def zero_elastic_checkpoint(self) -> bool:
         """`zero_optimization.elastic_checkpoint`."""
         return self._config.tree.zero_optimization.elastic_checkpoint

@@ -91,17 +91,17 @@ class TPTrainingConfig(DeepSpeedConfigModel):
 class ElasticityConfig(DeepSpeedConfigModel):
     """Batch sizes that fit many world sizes."""
 
-    enabled: Bool = option(False, "Choose batch sizes for elastic training.")
-    max_train_batch_size: Int = option(2000, "Largest global batch.", ge=1)
-    micro_batch_sizes: list[Int] = option([2, 4, 6], "Micro-batch sizes to choose from.")
-    min_gpus: Int = option(1, "Fewest devices.", ge=1)
-    max_gpus: Int = option(10000, "Most devices.", ge=1)
-    num_gpus_per_node: Int = option(1, "Devices per node.", ge=1)
-    model_parallel_size: Int = option(1, "Model-parallel size.", ge=1)
-    min_time: Int = option(0, "Shortest time between two changes of world size, in minutes.", ge=0)
+    enabled: Bool = option(False, "Choose batch sizes that fit many world sizes; no other batch keys beside it.")
+    max_train_batch_size: Int = option(2000, "Largest global batch, in samples; required when enabled.", ge=1)
+    micro_batch_sizes: list[Int] = option([2, 4, 6], "Micro-batch sizes to choose from; required when enabled.")
+    min_gpus: Int = option(1, "Fewest ranks; version 0.2 rounds down to whole nodes.", ge=1)
+    max_gpus: Int = option(10000, "Most ranks; version 0.2 rounds down to whole nodes.", ge=1)
+    num_gpus_per_node: Int = option(1, "Ranks per node (version 0.2).", ge=1)
+    model_parallel_size: Int = option(1, "Ranks that hold one copy of the model (version 0.2).", ge=1)
+    min_time: Int = option(0, "Shortest time between two changes of world size, in minutes; for schedulers that read it.", ge=0)
     prefer_larger_batch: Bool = option(True, "Of equal choices take the larger batch.")
-    ignore_non_elastic_batch_info: Bool = option(False, "Ignore the batch keys of the configuration.")
-    version: Float = option(0.2, "Version of the algorithm.")
+    ignore_non_elastic_batch_info: Bool = option(False, "Override batch keys beside this block instead of refusing them.")
+    version: Float = option(0.2, "Version of the algorithm, 0.1 (ranks) or 0.2 (whole nodes, model parallelism).")
 
 
 class CompileConfig(DeepSpeedConfigModel):

@@ -140,7 +140,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("tensor_parallel.autotp_size", _above_one, f"tensor parallelism {LATER}; use 0 or 1"),
     Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, f"tensor parallelism {LATER}; use 1"),
     Refusal("expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false"),
-    Refusal("elasticity.enabled", _on, f"elastic training {LATER}; use false"),
     Refusal("compile.deepcompile", _on, f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile"),
     Refusal("hybrid_engine.enabled", _on, f"inference {OUT}; use false"),
     Refusal("autotuning.enabled", _on, f"autotuning {OUT}; use false"),
@@ -160,6 +159,7 @@ INERT: tuple[Inert, ...] = (
     Inert("zero_optimization.offload_optimizer.pipeline_write", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.fast_init", "NVMe offload"),
     Inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "SuperOffload"),
+    Inert("elasticity.min_time", "a resource scheduler that reads it"),
     Inert("inference", "the inference engine"),
 )
 

@@ -381,7 +381,6 @@ REFUSED_EXAMPLES = [
     ("tensor_parallel.autotp_size", 2),
     ("tensor_parallel.tp", {"tp_size": 2}),
     ("expert_parallel", {"enabled": True, "autoep_size": 2}),
-    ("elasticity", ON),
     ("compile.deepcompile", True),
     ("hybrid_engine", ON),
     ("autotuning", {"enabled": True, "fast": True}),
