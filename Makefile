@@ -4,6 +4,7 @@
 #   make test       the whole test suite
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
+#   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
 #   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
@@ -27,8 +28,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
 MUTATION_TABLE := build/mutations.txt
+RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -70,6 +72,13 @@ test: $(VENV)/.stamp-dev
 
 contract: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest tests/unit -m contract $(PYTEST_ARGS)
+
+# The table is printed also when a combination failed: the test says which.
+reshape-matrix: $(VENV)/.stamp-dev
+	mkdir -p $(dir $(RESHAPE_TABLE))
+	rm -f $(RESHAPE_TABLE)
+	DS_RESHAPE_MATRIX=$(abspath $(RESHAPE_TABLE)) $(RUN) python -m pytest tests/unit/v1/checkpoint/test_matrix.py $(PYTEST_ARGS); \
+	  status=$$?; cat $(RESHAPE_TABLE); exit $$status
 
 # The table is printed also when a fault was missed: it says which.
 mutations: $(VENV)/.stamp-dev

@@ -12,11 +12,11 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-from .runs import by_name
+from .runs import by_name, differences
 
 WIDTH = 6
 MICRO_BATCHES = 2
-BATCH = 8  # samples per step over all ranks
+BATCH = 24  # samples per step over all ranks: 1, 2, 3 or 4 of them take equally many per micro-batch
 
 
 def transposed(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -42,19 +42,17 @@ def layers() -> list[Any]:
     ]
 
 
-def make(stages: int, seed: int = 1, decay_groups: bool = False, **keys: Any) -> Any:
-    """An engine over a fresh pipeline of all ranks."""
-    torch.manual_seed(seed)
-    module = PipelineModule(
-        layers(), num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=seed, partition_method="uniform"
-    )
-    parameters = None
-    if decay_groups:
-        decayed = [param for param in module.parameters() if param.dim() > 1]
-        plain = [param for param in module.parameters() if param.dim() <= 1]
-        parameters = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    configuration = {
-        "train_micro_batch_size_per_gpu": BATCH * stages // dist.get_world_size() // MICRO_BATCHES,
+def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Weights, and biases without weight decay."""
+    decayed = [param for param in module.parameters() if param.dim() > 1]
+    plain = [param for param in module.parameters() if param.dim() <= 1]
+    return [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+
+
+def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
+    """AdamW, a schedule, two micro-batches and clipping; with further keys."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH // replicas // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
@@ -62,17 +60,32 @@ def make(stages: int, seed: int = 1, decay_groups: bool = False, **keys: Any) ->
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
         **keys,
     }
-    return deepspeed.initialize(model=module, model_parameters=parameters, config=configuration)[0]
+
+
+def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
+    """An engine over a fresh pipeline of all ranks; `grouped` puts biases into a parameter group of their own."""
+    torch.manual_seed(seed)
+    module = PipelineModule(
+        layers(), num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=seed, partition_method="uniform"
+    )
+    parameters = decay_groups(module) if grouped else None
+    settings = configuration(dist.get_world_size() // stages, **keys)
+    return deepspeed.initialize(model=module, model_parameters=parameters, config=settings)[0]
+
+
+def draw(step: int, replicas: int, replica: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of a step of one of the data-parallel ranks: its part of what one rank alone would have."""
+    generator = torch.Generator().manual_seed(100 + step)
+    drawn = torch.randn(2, BATCH, WIDTH, generator=generator)
+    inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in drawn)
+    return [(x.to(dtype), y) for x, y in zip(inputs, labels, strict=True)]
 
 
 def batches(engine: Any, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's micro-batches of a step."""
-    generator = torch.Generator().manual_seed(100 + step)
-    whole = torch.randn(2, BATCH, WIDTH, generator=generator)
-    replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
-    inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in whole)
-    dtype = next(engine.module.parameters(), whole).dtype
-    return iter([(x.to(dtype), y) for x, y in zip(inputs, labels, strict=True)])
+    parameter = next(engine.module.parameters(), None)
+    dtype = torch.float32 if parameter is None else parameter.dtype
+    return iter(draw(step, engine.grid.data_parallel_size, engine.grid.data_parallel_id, dtype))
 
 
 def train(engine: Any, steps: int) -> list[tuple[float, float]]:
@@ -85,7 +98,10 @@ def train(engine: Any, steps: int) -> list[tuple[float, float]]:
 
 
 def whole(engine: Any) -> dict[str, Any]:
-    """`by_name` of all stages, on every rank."""
+    """`by_name` of all stages, on every rank; all ranks that have something under a name must have the same."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, by_name(engine))
-    return {name: value for own in reversed(found) for name, value in own.items()}
+    merged = {name: value for own in found for name, value in own.items()}
+    for rank, own in enumerate(found):
+        assert differences(own, {name: merged[name] for name in own}) == [], f"rank {rank} differs"
+    return merged
