@@ -7,17 +7,23 @@ last and in one rename. Reading unpickles an explicit list of classes only, and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable
-from typing import Any
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.constants import LATEST
+from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
+from deepspeed.checkpoint.utils import separate
 
 
 class CheckpointError(RuntimeError):
@@ -26,19 +32,45 @@ class CheckpointError(RuntimeError):
 
 def safe_classes() -> list[Any]:
     """Classes that checkpoint files may contain beside tensors and plain containers."""
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape  # cycle: it reads files through this module
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # cycle: the runtime saves through this module
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, argparse.Namespace]
+    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, argparse.Namespace, SubparamShape]
 
 
-def write_file(path: str, content: Any) -> None:
-    """Save `content` and return once it is on disk."""
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
+    """Save `content` and return once it is on disk. Tensors are saved each on its own, never the buffer that they are views of.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with FileWriter(path, options) as file, contextlib.nullcontext() if options.crc32 else _without_crc32():
+        torch.save(separate(content), cast(IO[bytes], file), _use_new_zipfile_serialization=options.zip_format)
+        return file.finish()
+
+
+_crc32_lock = threading.Lock()
+_without_crc32_depth = 0
+
+
+@contextlib.contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Let torch leave its sums out. The switch is the process's, and two threads may be writing."""
+    global _without_crc32_depth
+    with _crc32_lock:
+        if _without_crc32_depth == 0 and not torch.serialization.get_crc32_options():
+            _without_crc32_depth = 1  # the client has switched them off; leave it so
+        _without_crc32_depth += 1
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _crc32_lock:
+            _without_crc32_depth -= 1
+            if _without_crc32_depth == 0:
+                torch.serialization.set_crc32_options(True)
 
 
 def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -58,7 +90,8 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         raise CheckpointError(f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}")
     try:
         with torch.serialization.safe_globals(safe_classes()):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+            mapped = mmap and zipfile.is_zipfile(path)  # torch's older format has no place of its own for a tensor
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(
@@ -124,20 +157,20 @@ def _first_line(error: Exception) -> str:
     return (told or lines or [type(error).__name__])[0]
 
 
-def write_latest(save_dir: str, tag: str) -> None:
-    """Let `latest` name `tag`, in one rename."""
-    temporary = os.path.join(save_dir, f".{LATEST}.saving")
+def write_latest(save_dir: str, tag: str, name: str = LATEST) -> None:
+    """Let the file `name` name `tag`, in one rename."""
+    temporary = os.path.join(save_dir, f".{name}.saving")
     with open(temporary, "w") as file:
         file.write(tag)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(save_dir, LATEST))
+    os.replace(temporary, os.path.join(save_dir, name))
     sync_folder(save_dir)
 
 
-def read_latest(load_dir: str) -> str | None:
-    """The tag that `latest` names; None if there is no such file."""
-    path = os.path.join(load_dir, LATEST)
+def read_latest(load_dir: str, name: str = LATEST) -> str | None:
+    """The tag that the file `name` names; None if there is no such file."""
+    path = os.path.join(load_dir, name)
     if not os.path.isfile(path):
         return None
     with open(path) as file:

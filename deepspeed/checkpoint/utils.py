@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,21 +18,61 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     Parameters are views of flat buffers; `torch.save` would write the whole buffer for each of them. Tensors that share their
     memory stay one tensor, so tied weights are saved once.
     """
-    return _clone(item, torch.device(device), {})
+    return map_tensors(item, lambda tensor: tensor.detach().clone().to(device))
 
 
-def _clone(item: Any, device: torch.device, seen: dict[Any, torch.Tensor]) -> Any:
+def separate(item: Any) -> Any:
+    """`clone_tensors_for_torch_save` without copying what can be written where it is: dense tensors in host memory.
+
+    The result shares their memory, and is for writing before any of them changes.
+    """
+    return map_tensors(item, _separate)
+
+
+def map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None = None) -> Any:
+    """Nested lists, tuples and dicts with every tensor changed, tensors that share their memory once for all.
+
+    Args:
+        item: The nested value.
+        change: What is done to a tensor.
+        leaf: What is done to anything that is no such container and no tensor; None keeps it.
+    """
+    return _map(item, change, leaf, {})
+
+
+def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None, seen: dict[Any, Any]) -> Any:
     if isinstance(item, torch.Tensor):
         # Two state-dict entries of one parameter are different views with one address.
         key = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
         if key not in seen:
-            seen[key] = item.detach().clone().to(device)
+            seen[key] = change(item)
         return seen[key]
-    if isinstance(item, dict):
-        return type(item)((key, _clone(value, device, seen)) for key, value in item.items())
-    if isinstance(item, (list, tuple)) and not hasattr(item, "_fields"):
-        return type(item)(_clone(value, device, seen) for value in item)
-    return item
+    if type(item) in (dict, OrderedDict):
+        return type(item)((key, _map(value, change, leaf, seen)) for key, value in item.items())
+    if type(item) in (list, tuple):
+        return type(item)(_map(value, change, leaf, seen) for value in item)
+    return item if leaf is None else leaf(item)
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a contiguous tensor, as a storage that holds nothing else; for `torch.save`, which writes storages."""
+    start = tensor.storage_offset() * tensor.element_size()
+    own = tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]  # keeps the memory alive
+    return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is elements in memory and nothing else: no subclass, not sparse, no pending conjugation."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _separate(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    if not is_plain(tensor) or not tensor.is_contiguous():
+        return tensor.clone()
+    return with_own_storage(tensor)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

@@ -1,35 +1,60 @@
-"""`save_checkpoint`: what goes into which file, and in which order all ranks write.
+"""`save_checkpoint`: what goes into which file, in the foreground or the background.
 
-Every rank writes its files into a temporary folder; when all have, rank 0 renames it and updates `latest`. Names are in
-`checkpoint/constants`, files in `checkpoint/files`; weights are `model_files`', optimizer state `optimizer_files`', a process's own
-state `host_state`'s. Loading is `checkpoint_loading`'s.
+In which order folders are made, written and renamed is `save_job`'s; how ranks agree in the background `background_save`'s. Names
+are in `checkpoint/constants`; weights are `model_files`', optimizer state `optimizer_files`', a process's own state `host_state`'s.
+Loading is `checkpoint_loading`'s.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.files import CheckpointError, check_loadable, replace_folder, together, write_file, write_latest
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.background_save import BackgroundSave
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_description import describe, describe_whole
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import host_state
 from deepspeed.runtime.model_files import Cut, ModelFiles
+from deepspeed.runtime.save_job import SaveJob
+from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
-from deepspeed.utils.logging import log_dist
 
 
 class SavingMixin(CheckpointParts):
     """`save_checkpoint` of `DeepSpeedEngine`."""
+
+    _checkpoint_engine: CheckpointEngine | None = None
+    _background_save: BackgroundSave | None = None
+
+    @property
+    def checkpoint_engine(self) -> CheckpointEngine:
+        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set here before saving."""
+        if self._checkpoint_engine is None:
+            self._checkpoint_engine = make_checkpoint_engine(self._config.tree.checkpoint)  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        return self._checkpoint_engine
+
+    @checkpoint_engine.setter
+    def checkpoint_engine(self, engine: CheckpointEngine) -> None:
+        if not isinstance(engine, CheckpointEngine):
+            raise TypeError(
+                f"checkpoint_engine: {type(engine).__name__} is no "
+                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it from that"
+            )
+        self._checkpoint_engine = engine
 
     def save_checkpoint(
         self,
@@ -41,8 +66,12 @@ class SavingMixin(CheckpointParts):
     ) -> bool:
         """Save everything needed to go on, under `save_dir/tag`. All ranks must call it.
 
+        With `checkpoint.writer.decoupled` it returns when the state is copied to host memory; what fails after that is raised by a
+        later `step()`, on all ranks at the same one, after that step is taken: training can go on.
+
         Args:
-            save_dir: Folder of all checkpoints of a run, shared by all ranks.
+            save_dir: Folder of all checkpoints of a run, shared by all ranks, or by those of a node
+                (`checkpoint.use_node_local_storage`).
             tag: Name of this one; None is `global_step{N}`.
             client_state: Returned by `load_checkpoint`.
             save_latest: Let the `latest` file name it.
@@ -52,7 +81,8 @@ class SavingMixin(CheckpointParts):
             True.
 
         Raises:
-            CheckpointError: On every rank if any could not write; an earlier checkpoint of that tag is untouched.
+            CheckpointError: On every rank if any could not write, or an earlier save in the background has failed; an earlier
+                checkpoint of that tag is untouched.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
@@ -62,18 +92,69 @@ class SavingMixin(CheckpointParts):
         if taken:
             raise ValueError(f"client_state: {', '.join(taken)} are the engine's own keys; rename them")
         check_loadable(client_state, "client_state")
-        save_dir = os.path.abspath(save_dir)
-        temporary = os.path.join(save_dir, f".{tag}.saving")
-        together(lambda: self._make_folder(temporary), self.device, f"making {temporary}")
-        try:
-            together(lambda: self._write_files(temporary, client_state, exclude_frozen_parameters), self.device, f"saving {tag}")
-        except CheckpointError:
-            if dist.get_rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk is why most saves fail
-            raise
-        together(lambda: self._publish(save_dir, temporary, tag, save_latest), self.device, f"saving {tag}")
-        log_dist(f"saved checkpoint {os.path.join(save_dir, tag)}", ranks=[0])
+        self._finish_saves()
+        info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
+        description = together(lambda: describe(self, exclude_frozen_parameters), self.device, f"describing {tag}")
+        job = self._save_job(info, description, describe_whole(self, tag, client_state, save_latest))
+        together(job.prepare, self.device, f"making {job.folder}")
+
+        def fill(put: Put) -> None:
+            self._put_files(put, job.node, client_state, exclude_frozen_parameters)
+
+        if isinstance(self.checkpoint_engine, DecoupledCheckpointEngine):
+            self._save_in_background(job, self.checkpoint_engine, fill)
+        else:
+            self._save_now(job, fill)
         return True
+
+    def _save_job(self, info: CheckpointCommitInfo, description: dict[str, Any], head: dict[str, Any]) -> SaveJob:
+        checkpoint = self._config.tree.checkpoint  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        writer = self.checkpoint_engine
+        if isinstance(writer, DecoupledCheckpointEngine):
+            writer = writer.inner
+        return SaveJob(writer, info, self._storage_node(), checkpoint.keep_last, description, head)
+
+    def _save_now(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
+        what = f"saving {job.info.tag}"
+        try:
+            together(lambda: job.write(fill), self.device, what)
+        except CheckpointError:
+            job.abandon()
+            raise
+        together(job.publish, self.device, what)
+
+    def _save_in_background(self, job: SaveJob, engine: DecoupledCheckpointEngine, fill: Callable[[Put], None]) -> None:
+        copies: list[tuple[str, Any]] = []
+
+        def put_copy(name: str, content: Any) -> None:
+            copies.append((name, engine.copy(content)))
+
+        engine.copy.reset()
+        try:
+            together(lambda: fill(put_copy), self.device, f"copying {job.info.tag}")
+        except CheckpointError:
+            job.abandon()
+            raise
+
+        def replay(put: Put) -> None:
+            for name, content in copies:
+                put(name, content)
+
+        self._background_save = BackgroundSave(job, replay)
+
+    def _look_after_save(self) -> None:
+        """After a step: raise if the save in the background has failed. All ranks call it, together."""
+        save = self._background_save
+        if save is not None and save.settle(self.device, wait=False):
+            self._background_save = None
+
+    def _close_checkpoints(self) -> None:
+        """The engine ends: wait for this rank's part. Other ranks may not come here together, so nothing is agreed."""
+        if self._background_save is not None:
+            self._background_save.join()
+            self._background_save = None
+        if self._checkpoint_engine is not None:
+            self._checkpoint_engine.cleanup()
 
     def _check_tag(self, tag: str) -> None:
         if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
@@ -87,42 +168,28 @@ class SavingMixin(CheckpointParts):
             # Files of one checkpoint in different folders can never be loaded, so a warning (upstream's default) would hide a loss.
             raise CheckpointError(message)
 
-    @staticmethod
-    def _make_folder(temporary: str) -> None:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.makedirs(temporary)
-
-    def _write_files(self, folder: str, client_state: dict[str, Any], exclude_frozen_parameters: bool) -> None:
-        mp_rank = groups._get_model_parallel_rank()
+    def _put_files(self, put: Put, node: StorageNode, client_state: dict[str, Any], exclude_frozen_parameters: bool) -> None:
         files, optimizer = ModelFiles(self.module), self._optimizer_files()
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        files.write(folder, weights, exclude_frozen_parameters)
-        # The first of those that hold the same part of the model: with sequence parallelism more than the data-parallel ranks.
-        if groups._get_sequence_data_parallel_rank() == 0:
+        files.put(put, node, weights, exclude_frozen_parameters)
+        # One of those that hold the same part of the model: with sequence parallelism more than the data-parallel ranks.
+        if node.is_first(dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group())):
             state = self._model_state(files.in_model_file(weights), exclude_frozen_parameters)
             state[keys.OPTIMIZER] = optimizer.in_model_file()
             if files.experts.layers:
                 state[keys.NUM_EXPERTS] = files.experts.counts
-            write_file(os.path.join(folder, keys.model_file(mp_rank)), {**state, **client_state})
-        for name, content in optimizer.own_files().items():
-            write_file(os.path.join(folder, name), content)
+            put(keys.model_file(groups._get_model_parallel_rank()), {**state, **client_state})
+        for name, content in optimizer.own_files(node).items():
+            put(name, content)
         host = host_state(self.training_dataloader, self.tracker.micro_steps, self._host_cut())  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        write_file(os.path.join(folder, keys.host_file(dist.get_rank())), host)
-
-    @staticmethod
-    def _publish(save_dir: str, temporary: str, tag: str, save_latest: bool) -> None:
-        if dist.get_rank() == 0:
-            replace_folder(temporary, os.path.join(save_dir, tag))
-            if save_latest:
-                write_latest(save_dir, tag)
+        put(keys.host_file(dist.get_rank()), host)
 
     def _model_state(self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool) -> dict[str, Any]:
         sequence = self._sequence
         sharded = isinstance(sequence, ZeROOptimizer)
         cut = Cut.of_this_run()
         return {
-            keys.MODULE: clone_tensors_for_torch_save(weights),
+            keys.MODULE: weights,
             keys.BUFFER_NAMES: [name for name, _ in self.module.named_buffers()],
             keys.OPTIMIZER: None,
             keys.PARAM_SHAPES: self._param_shapes() if sharded else None,
@@ -141,6 +208,7 @@ class SavingMixin(CheckpointParts):
             keys.CHECKPOINT_PARALLEL_DIMS: {keys.CHECKPOINT_PP_DEGREE: cut.stages, keys.CHECKPOINT_TP_DEGREE: cut.tensor},
             keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
             keys.DS_VERSION: __version__,
+            keys.MANIFEST_VERSION: manifest.VERSION,
         }
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
@@ -154,7 +222,7 @@ class SavingMixin(CheckpointParts):
         frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and not exclude]
         return {
             keys.FROZEN_PARAM_SHAPES: OrderedDict((name, param.shape) for name, param in frozen),
-            keys.FROZEN_PARAM_FRAGMENTS: OrderedDict((name, param.detach().clone().cpu()) for name, param in frozen),
+            keys.FROZEN_PARAM_FRAGMENTS: OrderedDict((name, param.detach()) for name, param in frozen),
         }
 
     def _shared_params(self) -> dict[str, str]:

@@ -543,11 +543,14 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if self.inside_no_sync_ctxt:
             raise RuntimeError("engine.step() inside no_sync(): leave the block before the boundary's backward")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
             self.timers.start_step()
             self._take_model_step(lr_kwargs)
             self.timers.stop_step(self.global_steps)
         self.tracker.advance()
+        if is_boundary:
+            self._look_after_save()  # last: when it raises, the step has been taken
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sequence = self._require_optimizer("step")
@@ -651,6 +654,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def destroy(self) -> None:
         """Remove hooks, release buffers; the model stays usable."""
+        self._close_checkpoints()
         self.timers.close()
         self.monitor.close()
         verification.detach_ledger(self)

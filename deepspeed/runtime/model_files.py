@@ -15,10 +15,10 @@ from torch import nn
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import experts
-from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
+from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.utils import groups
 
 
@@ -26,8 +26,11 @@ from deepspeed.utils import groups
 class LayeredModule(Protocol):
     """A pipeline's module, which keeps a file per layer."""
 
-    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
-        """Write this rank's share of the layers."""
+    def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
+        """Give `put` the files of this rank's share of the layers."""
+
+    def files_of_layers(self) -> dict[str, str]:
+        """Name of a layer's file -> the layer's name as a submodule."""
 
     def read_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> Any:
         """Read and check this stage's layers."""
@@ -91,17 +94,16 @@ class ModelExperts:
         """How many experts each layer has, over all ranks."""
         return [layer.num_experts for layer in self.layers.values()]
 
-    def write(self, folder: str, state: Mapping[str, Any], write: Callable[[str, Any], None] = write_file) -> None:
-        """Write the experts in `state` of which this rank is the first owner, by `write(path, content)`."""
+    def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
+        """Give `put` the files of those experts in `state` of which this rank is the first owner that shares the folder."""
         part = groups._get_model_parallel_rank()
         for prefix, layer in self.layers.items():
-            if groups._get_expert_data_parallel_rank(layer.expert_group_name) > 0:
+            if not node.is_first(groups._get_expert_data_parallel_group_ranks(layer.expert_group_name)):
                 continue
             for local, number in enumerate(layer.global_expert_ids):
                 own = experts.of_expert(state, prefix, local)
                 renamed = {experts.renumbered(name, self.first): value for name, value in own.items()}
-                name = keys.expert_file(self.numbers[prefix], number, part)
-                write(os.path.join(folder, name), clone_tensors_for_torch_save(renamed))
+                put(keys.expert_file(self.numbers[prefix], number, part), renamed)
 
     def read(self, folder: str, read: Callable[[str], Any] = read_file) -> dict[str, Any]:
         """The weights of this rank's experts, named as in this rank's model, by `read(path)`."""
@@ -153,18 +155,19 @@ class ModelFiles:
         """The model as a pipeline's."""
         return cast(LayeredModule, self.module)
 
-    def write(self, folder: str, state: dict[str, Any], exclude_frozen: bool) -> None:
-        """Write what has files of its own: layers and experts. All ranks call it.
+    def put(self, put: Put, node: StorageNode, state: dict[str, Any], exclude_frozen: bool) -> None:
+        """Give `put` what has files of its own: layers and experts. All ranks call it.
 
         Args:
-            folder: An existing one.
+            put: Called with name and content of each file.
+            node: The ranks that share the folder.
             state: The model's state dict.
             exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out already).
         """
         if self.is_layered:
-            self.layered.save_state_dict(folder, exclude_frozen_params=exclude_frozen)
+            self.layered.put_layers(put, node, exclude_frozen)
         else:
-            self.experts.write(folder, state)
+            self.experts.put(put, node, state)
 
     def in_model_file(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """What of the state dict stands in the model file: all that has no file of its own."""
@@ -186,19 +189,19 @@ class ModelFiles:
             )
         state = {**model[keys.MODULE], **self.experts.read(folder)} if self.experts.layers else model[keys.MODULE]
         if strict:
-            self._check(state)
+            self.check(state)
         return ReadWeights(state, None)
 
     def load(self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None) -> None:
         """Change the model's weights to those read."""
-        if self.is_layered:
+        if read.state is None:
             self.layered.load_layers(read.layers, strict=strict)
         elif custom_load_fn is not None:
             custom_load_fn(src=read.state, dst=self.module)
         else:
-            self.module.load_state_dict(cast("dict[str, Any]", read.state), strict=strict)
+            self.module.load_state_dict(read.state, strict=strict)
 
-    def _check(self, saved: Mapping[str, Any]) -> None:
+    def check(self, saved: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict(strict=True)` would, before anything is changed."""
         own = self.module.state_dict()
         problems = [f"{name} is missing" for name in own if name not in saved]

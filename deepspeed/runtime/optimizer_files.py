@@ -18,7 +18,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.reshape import SavedOptimizer
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -28,6 +28,7 @@ from deepspeed.runtime.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.model_files import Cut, ModelExperts
 from deepspeed.runtime.recut import RecutState, recut_state
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
+from deepspeed.runtime.storage_nodes import StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 
@@ -71,25 +72,33 @@ class OptimizerFiles:
 
     # Writing
 
+    @property
+    def file(self) -> str | None:
+        """Name of the file of its own that this rank's state is in; None: it is in the model file."""
+        if isinstance(self.sequence, ZeROOptimizer):
+            return keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16)
+        return self._expert_file() if self.experts.layers else None
+
     def in_model_file(self) -> dict[str, Any] | None:
         """What stands in the model file."""
         return None if self.experts.layers else self._whole_state()
 
-    def own_files(self) -> dict[str, Any]:
-        """Name -> content of the files of their own that this rank writes."""
+    def own_files(self, node: StorageNode) -> dict[str, Any]:
+        """Name -> content of the files of their own that this rank writes; `node` are the ranks that share the folder."""
         if not isinstance(self.sequence, ZeROOptimizer):
-            return self._expert_files()
-        if self.sequence.instances.index > 0:
+            return self._expert_files(node)
+        others = self.sequence.instances.across
+        if others is not None and not node.is_first(dist.get_all_ranks_from_group(others)):
             # Other instances hold copies. The files are those of one instance alone, so offline tools read them as ever.
             return {}
         content = {
-            keys.OPTIMIZER_STATE_DICT: clone_tensors_for_torch_save(self.sequence.state_dict()),
+            keys.OPTIMIZER_STATE_DICT: self.sequence.state_dict(),
             keys.DS_CONFIG: self.config,
             keys.DS_VERSION: __version__,
         }
         return {keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16): content}
 
-    def _expert_files(self) -> dict[str, Any]:
+    def _expert_files(self, node: StorageNode) -> dict[str, Any]:
         if not self.experts.layers or self.optimizer is None:
             return {}
         writer = groups._get_expert_broadcast_src_rank(self.experts.largest_group)
@@ -98,7 +107,7 @@ class OptimizerFiles:
                 f"stage 0 with experts (groups {self.experts.largest_group!r}) shared with ranks of other slices: the "
                 "state of the slices here would be in no file; use zero_optimization.stage 1 or 2"
             )
-        if groups._get_expert_data_parallel_rank(self.experts.largest_group) > 0:
+        if not node.is_first(groups._get_expert_data_parallel_group_ranks(self.experts.largest_group)):
             return {}
         return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
 
@@ -109,8 +118,7 @@ class OptimizerFiles:
         """State of an optimizer that is not sharded; None if it is, or if there is none."""
         if isinstance(self.sequence, ZeROOptimizer) or self.optimizer is None:
             return None
-        state: dict[str, Any] = clone_tensors_for_torch_save(self.optimizer.state_dict())
-        return {**state, **self._numbering()}
+        return {**self.optimizer.state_dict(), **self._numbering()}
 
     def _numbering(self) -> dict[str, Any]:
         """What the numbers of parameters in whole state mean, for runs that number them otherwise."""
@@ -132,12 +140,13 @@ class OptimizerFiles:
 
     # Reading
 
-    def read(self, folder: str, model: Mapping[str, Any]) -> RecutState | None:
+    def read(self, folder: str, model: Mapping[str, Any], slices: OwnSlices | None = None) -> RecutState | None:
         """State as this rank would have saved it; None if the checkpoint, or this run, has no optimizer.
 
         Args:
             folder: The checkpoint.
             model: Content of its model file.
+            slices: This rank's share of whole parameters, where files cannot be read as they are.
 
         Raises:
             CheckpointError: A file is missing or damaged.
@@ -145,10 +154,10 @@ class OptimizerFiles:
         """
         if self.sequence is None:
             return None
-        state = self._read_own_cut(folder, model)
+        state = self._read_own_cut(folder, model) if slices is None else None
         if state is not None:
             return RecutState(state, has_masters=True)
-        saved = SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
+        saved = slices or SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
         if not saved.has_state:
             return None
         names = {param: renumbered(name, self.experts.first) for param, name in self.names.items()}

@@ -62,10 +62,6 @@ def _on(value: Any) -> bool:
     return bool(value)
 
 
-def _off(value: Any) -> bool:
-    return not value
-
-
 def _given(value: Any) -> bool:
     return value is not None
 
@@ -127,10 +123,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("graph_harvesting", _on, f"it {LATER}; use false"),
     Refusal("data_efficiency.enabled", _on, f"data efficiency {LATER}; use false"),
     Refusal("curriculum_learning.enabled", _on, f"curriculum learning {LATER}; use false"),
-    Refusal("checkpoint.load_universal", _on, f"universal checkpoints {LATER_MANY}; use false"),
-    Refusal("checkpoint.use_node_local_storage", _on, f"it {LATER}; use false and a shared folder"),
-    Refusal("checkpoint.checkpoint_serialization", _off, "torch's zip format is the only one; use true"),
-    Refusal("checkpoint.writer", _given, f"other checkpoint writers {LATER_MANY}; remove the key"),
+    Refusal(
+        "checkpoint.writer.type", lambda v: v == "MOCK", 'it writes nothing that could be loaded; use "torch", "fast" or "dcp"'
+    ),
+    Refusal(
+        "checkpoint.writer.data_parallel",
+        _given,
+        "every rank writes files of its own, and ranks of a pipeline stage share its layers by checkpoint.parallel_write; remove "
+        "the key",
+    ),
+    Refusal("checkpoint.writer.io_multiplier", _above_one, "a byte is written once; use 1"),
     Refusal("nebula.enabled", _on, "Nebula is not supported; use false and save to a file system"),
     Refusal("datastates_ckpt.enabled", _on, "DataStates is not supported; use false and save to a file system"),
     Refusal(

@@ -8,10 +8,11 @@ from pydantic import BeforeValidator, ConfigDict, field_validator
 from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models import features, observe, precision, zero
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Interval, Text, option
+from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Interval, Size, Text, option
 from deepspeed.utils.logging import log_levels
 
 TAG_VALIDATION_MODES = ("WARN", "IGNORE", "FAIL")
+WRITER_TYPES = ("TORCH", "PYTHON", "FAST", "DCP", "MOCK")
 
 
 def _tag_validation(value: Any) -> Any:
@@ -54,17 +55,48 @@ class ParallelWriteConfig(DeepSpeedConfigModel):
     pipeline_stage: Bool = option(False, "Let the data ranks of a pipeline stage share the writing.")
 
 
+def _writer_type(value: Any) -> Any:
+    if not isinstance(value, str) or value.upper() not in WRITER_TYPES:
+        raise PydanticCustomError("wrong_writer", '"torch" (or "python"), "fast" or "dcp"')
+    return {"PYTHON": "TORCH"}.get(value.upper(), value.upper())
+
+
+class CheckpointWriterConfig(DeepSpeedConfigModel):
+    """How checkpoint files are written."""
+
+    type: Annotated[str, BeforeValidator(_writer_type)] = option(
+        "FAST",
+        '"torch" (or "python"): torch.save; "fast": the same files, written past the page cache; "dcp": tensors in the format of '
+        "torch.distributed.checkpoint.",
+    )
+    decoupled: Bool = option(False, "Copy to host memory and write in the background while training goes on.")
+    io_buffer_size: Size = option(64 << 20, "Bytes of a buffer of a file being written.", ge=1)
+    io_buffer_double: Bool = option(True, "Fill one buffer while threads write and sum the other.")
+    show_statistics: Bool = option(False, "Log size and speed of each file.")
+    data_parallel: Text | None = option(None, "Ranks that share one file.")
+    io_multiplier: Int = option(1, "How often each byte is written.", ge=1)
+
+
 class CheckpointConfig(DeepSpeedConfigModel):
     """Checkpoints."""
 
     tag_validation: Annotated[str, BeforeValidator(_tag_validation)] = option(
         "WARN", 'What to do when ranks save under different tags: "Warn", "Ignore" or "Fail".'
     )
-    load_universal: Bool = option(False, "Load a universal checkpoint.")
-    use_node_local_storage: Bool = option(False, "Every node has its own checkpoint folder.")
+    load_universal: Bool = option(
+        False, "load_checkpoint reads universal checkpoints, which ds_to_universal makes, and takes its tag from latest_universal."
+    )
+    use_node_local_storage: Bool = option(False, "Every node has a checkpoint folder of its own, with what its ranks load.")
     parallel_write: ParallelWriteConfig = option(ParallelWriteConfig, "Writing checkpoints in parallel.")
-    checkpoint_serialization: Bool = option(True, "Write in torch's zip format.")
-    writer: dict[str, Any] | None = option(None, "Fast checkpoint writer.")
+    checkpoint_serialization: Bool = option(True, "Write in torch's zip format; false: in that before torch 1.6.")
+    verify: Literal["full", "sizes", "off"] = option(
+        "full",
+        'What loading checks against the manifest first: "full" reads every file for its checksum, "sizes" does not; "off": nothing.',
+    )
+    writer: CheckpointWriterConfig | None = option(None, 'How files are written; null: in the foreground, as with type "torch".')
+    keep_last: Int | None = option(
+        None, "Remove the oldest published checkpoints of the folder when there are more than so many; null keeps all.", ge=1
+    )
 
 
 class TrainingConfig(DeepSpeedConfigModel):

@@ -16,9 +16,10 @@ from torch import nn
 
 from deepspeed.checkpoint.experts import without_experts
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.utils import separate
 from deepspeed.runtime.model_files import ModelExperts
 from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
+from deepspeed.runtime.storage_nodes import Put, StorageNode, shared_storage
 from deepspeed.runtime.utils import partition_uniform
 
 SUFFIX = "-model_states.pt"
@@ -64,6 +65,10 @@ class LayerFiles:
         index = self._own_layers[local_layer_idx]
         return sorted(glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{index:02d}-*{SUFFIX[1:]}")))
 
+    def files_of_layers(self) -> dict[str, str]:
+        """Name of a layer's file -> its name as a submodule, of the own layers, whoever writes them."""
+        return {os.path.basename(self._layer_path("", index)): self._layer_name(index) for index in self._layer_modules()}
+
     def _layer_path(self, ckpt_dir: str, index: int) -> str:
         name = self.grid.topology().get_rank_repr(self.grid.global_rank)
         return os.path.join(ckpt_dir, f"layer_{index:02d}{'-' if name else ''}{name}{SUFFIX}")
@@ -77,25 +82,36 @@ class LayerFiles:
             exclude_frozen_params: Leave parameters that require no gradient out.
         """
 
-        def write(path: str, state: Any) -> None:
+        def put(name: str, state: Any) -> None:
+            path = os.path.join(save_dir, name)
             if checkpoint_engine is None:
                 write_file(path, state)
             else:
-                checkpoint_engine.save(state, path)
+                checkpoint_engine.save(separate(state), path)
 
-        for index, module in self._own_share():
-            state = without_experts(_state_of(module, exclude_frozen_params))
-            write(self._layer_path(save_dir, index), clone_tensors_for_torch_save(state))
+        self.put_layers(put, shared_storage(), exclude_frozen_params)
+
+    def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
+        """Give `put` name and content of the files of this rank's share of the stage's layers and experts. Collective-free.
+
+        Args:
+            put: Writes one.
+            node: The ranks that share the folder; they share the layers too.
+            exclude_frozen: Leave parameters that require no gradient out.
+        """
+        for index, module in self._own_share(node):
+            put(self._layer_path("", index), without_experts(_state_of(module, exclude_frozen)))
         stage = cast(nn.Module, self)
-        ModelExperts(stage).write(save_dir, _state_of(stage, exclude_frozen_params), write)
+        ModelExperts(stage).put(put, node, _state_of(stage, exclude_frozen))
 
-    def _own_share(self) -> Iterator[tuple[int, nn.Module]]:
+    def _own_share(self, node: StorageNode) -> Iterator[tuple[int, nn.Module]]:
         modules = list(self._layer_modules().items())
-        writers = self.grid.data_parallel_size if self.checkpoint_parallel_write_pipeline else 1
-        writer = self.grid.data_parallel_id
-        if writer < writers:
-            bounds = partition_uniform(len(modules), writers)
-            yield from modules[bounds[writer] : bounds[writer + 1]]
+        writer, writers = node.share(self.grid.get_data_parallel_group_ranks())
+        if not self.checkpoint_parallel_write_pipeline:
+            yield from modules if writer == 0 else ()
+            return
+        bounds = partition_uniform(len(modules), writers)
+        yield from modules[bounds[writer] : bounds[writer + 1]]
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
         """`read_state_dir` and `load_layers`. Collective-free."""

@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import files
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.runtime import checkpoint_saving
+from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 from unit.common import DistributedFixture, DistributedTest
 
 from .runs import config, differences, look, start, train
@@ -39,12 +39,13 @@ class TestFailedSaves(DistributedTest):
         train(engine, 1)
         write = files.write_file
 
-        def full(path: str, content: Any) -> None:
-            write(path, content)
+        def full(path: str, content: Any, options: Any) -> Any:
+            record = write(path, content, options)
             if dist.get_rank() == 1:
                 raise OSError(28, "No space left on device", path)
+            return record
 
-        monkeypatch.setattr(checkpoint_saving, "write_file", full)
+        monkeypatch.setattr(torch_checkpoint_engine, "write_file", full)
         with pytest.raises(CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"):
             engine.save_checkpoint(str(tmpdir), tag=tag)
         dist.barrier()
@@ -93,12 +94,13 @@ class Killed(DistributedFixture):
             files_written = iter(range(10))
             write = files.write_file
 
-            def dying(path: str, content: Any) -> None:
-                write(path, content)
+            def dying(path: str, content: Any, options: Any) -> Any:
+                record = write(path, content, options)
                 if next(files_written) == 1:
                     os._exit(9)
+                return record
 
-            checkpoint_saving.write_file = dying  # in the forked process only
+            torch_checkpoint_engine.write_file = dying  # in the forked process only
             engine.save_checkpoint(str(class_tmpdir))
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
@@ -125,7 +127,7 @@ class TestBadFiles(DistributedTest):
     world_size = 2
 
     def saved(self, folder: Any) -> Any:
-        engine = start(config(**KEYS))
+        engine = start(config(**KEYS, checkpoint={"verify": "off"}))  # what is found without a manifest, as of upstream's folders
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="good")
         return engine

@@ -144,7 +144,7 @@ class TestFiles(DistributedTest):
             states = [f"{prefix}_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
             hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
             names = sorted(path.name for path in folder.iterdir())
-            assert names == sorted(["mp_rank_00_model_states.pt", *weights, *states, *hosts])
+            assert names == sorted(["manifest.json", "mp_rank_00_model_states.pt", *weights, *states, *hosts])
             experts = "some.deepspeed_moe.experts.deepspeed_experts"
             assert list(torch.load(folder / weights[3], weights_only=True)) == [f"{experts}.3.weight", f"{experts}.3.bias"]
             model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)

@@ -60,6 +60,7 @@ MODEL_FILE = [
     "ds_config dict",
     "ds_version str",
     "note str",
+    "manifest_version int",  # not upstream's
 ]
 WEIGHTS = {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (16, 32), "2.bias": (16,)}
 SHARD = [
@@ -100,7 +101,7 @@ def save(folder: str, **keys: Any) -> dict[str, Any]:
         engine.step()
     engine.save_checkpoint(folder, tag="step1", client_state={"note": "ours"})
     assert Path(folder, "latest").read_text() == "step1"
-    read = {path.name: torch.load(path, weights_only=False) for path in Path(folder, "step1").iterdir()}
+    read = {path.name: torch.load(path, weights_only=False) for path in Path(folder, "step1").glob("*.pt")}
     dist.barrier()
     return read
 
@@ -181,7 +182,7 @@ class TestLayout(DistributedTest):
         engine = start(config(zero_optimization={"stage": stage}, **precision))
         train(engine, 2)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        for path in Path(str(tmpdir), "t").iterdir():
+        for path in Path(str(tmpdir), "t").glob("*.pt"):
             found = list(tensors(torch.load(path, weights_only=False)))
             assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found), path.name
             # Tied weights once, and a stage-2 file only this rank's part: a whole buffer per view would be many times this.

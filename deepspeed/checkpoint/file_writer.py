@@ -1,0 +1,180 @@
+"""One file being written: buffered, summed and flushed to disk, by threads of its own if asked.
+
+Knows nothing of what is in it: `files.write_file` gives it to `torch.save`. A large file goes through two buffers: while one is
+filled, two threads write and sum the other, so the checksum costs no time of its own where there are cores for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deepspeed.checkpoint.checksum import Checksum, FileRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+DEFAULT_BUFFER_BYTES = 64 << 20  # upstream's
+_PAGE = mmap.PAGESIZE
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on every system
+
+
+class WriteOptions(NamedTuple):
+    """How a file is written; what can be read from it is the same.
+
+    Attributes:
+        buffer_bytes: Size of a buffer.
+        num_buffers: 2: one is filled while the other is written and summed by threads. 1: the caller's thread does all, as it must
+            where no more threads can be started (the interpreter exits).
+        direct: Write past the page cache, where the file system can.
+        crc32: Put torch's sum into the file, which `unzip` needs and `torch.load` does not.
+        zip_format: torch's format of today; False is that before torch 1.6.
+    """
+
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    num_buffers: int = 2
+    direct: bool = False
+    crc32: bool = True
+    zip_format: bool = True
+
+
+DEFAULT_OPTIONS = WriteOptions()
+
+
+class FileWriter:
+    """A file-like object to write one new file with.
+
+    `write` never raises: torch's zip writer would replace an error of the disk by one of its own. `finish` raises the first error.
+
+    Args:
+        path: The file; an existing one is overwritten.
+        options: How.
+    """
+
+    def __init__(self, path: str, options: WriteOptions) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._file, self._direct = _open(path, flags, options.direct)
+        size = max(_PAGE, options.buffer_bytes // _PAGE * _PAGE)  # whole pages: what direct writes need
+        self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(options.num_buffers)]
+        self._pending: list[list[Future[None]]] = [[] for _ in self._buffers]
+        self._threads: list[ThreadPoolExecutor] = []
+        self._current = self._filled = self._bytes = 0
+        self._checksum = Checksum()
+        self._error: Exception | None = None
+
+    def write(self, data: Buffer) -> int:
+        """Take the next bytes; they may change when it has returned."""
+        source = memoryview(data).cast("B")
+        taken = 0
+        while taken < len(source) and self._error is None:
+            buffer = self._buffers[self._current]
+            if self._filled == 0:
+                self._wait(self._current)
+            count = min(len(buffer) - self._filled, len(source) - taken)
+            _copy(buffer[self._filled : self._filled + count], source[taken : taken + count])
+            taken += count
+            self._filled += count
+            if self._filled == len(buffer):
+                self._hand_over()
+        self._bytes += len(source)
+        return len(source)
+
+    def flush(self) -> None:
+        """Nothing: torch calls it; `finish` flushes to disk."""
+
+    def finish(self) -> FileRecord:
+        """Write the rest and return once all of it is on disk.
+
+        Raises:
+            OSError: The first error of any write.
+        """
+        for index in range(len(self._buffers)):
+            self._wait(index)
+        tail = self._buffers[self._current][: self._filled]
+        if self._error is None:
+            self._checksum.update(tail)
+            self._attempt(lambda: self._write_tail(tail))
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._file)
+        return FileRecord(self._bytes, self._checksum.value())
+
+    def __enter__(self) -> FileWriter:
+        """The writer."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the threads and close the file; unless `finish` has returned, it is not complete."""
+        for thread in self._threads:
+            thread.shutdown()
+        os.close(self._file)
+
+    def _hand_over(self) -> None:
+        full = self._buffers[self._current]
+        actions = (lambda: self._checksum.update(full)), (lambda: self._write_out(full))
+        if len(self._buffers) == 1:
+            for action in actions:
+                self._attempt(action)
+        else:
+            # A thread each, not a pool: the checksum of one buffer must not overtake that of the one before.
+            self._threads = self._threads or [ThreadPoolExecutor(1, "checkpoint-file") for _ in actions]
+            self._pending[self._current] = [thread.submit(action) for thread, action in zip(self._threads, actions, strict=True)]
+        self._current = (self._current + 1) % len(self._buffers)
+        self._filled = 0
+
+    def _wait(self, index: int) -> None:
+        for future in self._pending[index]:
+            self._attempt(future.result)
+        self._pending[index] = []
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # the disk's; the first is the reason
+            self._error = self._error or error
+
+    def _write_out(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                data = data[os.write(self._file, data) :]
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._leave_direct()
+
+    def _write_tail(self, tail: memoryview) -> None:
+        if self._direct:
+            self._leave_direct()
+        self._write_out(tail)
+
+    def _leave_direct(self) -> None:
+        """The rest is no whole number of blocks, or the disk's blocks are larger than pages."""
+        self._direct = False
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_O_DIRECT)
+
+
+def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:
+    if direct and _O_DIRECT:
+        try:
+            return os.open(path, flags | _O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # what file systems without direct writes answer
+                raise
+    return os.open(path, flags, 0o666), False
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(source) < _PAGE:
+        target[:] = source
+        return
+    import numpy  # startup: only needed here
+
+    # Unlike memoryviews, arrays let other threads run while they are copied.
+    numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))

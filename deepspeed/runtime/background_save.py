@@ -1,0 +1,173 @@
+"""A checkpoint that is written while training goes on: the thread, how ranks tell each other, and when an error is raised.
+
+Threads call no collectives, whose order is the training's. They meet in the store in which the ranks of the world met, by a
+connection of their own:
+
+1. Each rank's thread writes its files, then sets `written/R` to its error, or to nothing.
+2. Rank 0's waits for all of these and sets `all_written`, which all wait for.
+3. Each publisher's thread publishes (or, if any rank failed, removes the folder), and sets `published/R`.
+4. Rank 0's waits for these and sets `all_published`, which all wait for: they know the outcome.
+5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
+
+So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
+whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. A
+thread that waits for a rank that has died gives up after `WAIT_S`, or `EXIT_WAIT_S` if its own process has come to its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime.save_job import SaveJob
+from deepspeed.runtime.storage_nodes import Put
+from deepspeed.utils.logging import logger
+
+WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective
+EXIT_WAIT_S = 60.0
+PART_S = 10.0  # for the others to hear the outcome
+_POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
+
+in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
+_numbers = itertools.count()  # the same on all ranks, which start the same saves
+
+
+class BackgroundSave:
+    """One save in flight. All ranks start it together.
+
+    Args:
+        job: What is done.
+        fill: Gives the job its files; called in the thread, so what it gives is a copy.
+
+    Attributes:
+        job: What is done.
+    """
+
+    def __init__(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
+        self.job = job
+        self._fill = fill
+        self._store = dist.get_store().clone()
+        self._prefix = f"deepspeed/save/{next(_numbers)}"
+        self._ranks = range(dist.get_world_size())
+        self._error: str | None = None
+        # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
+        self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
+        in_flight.append(self)
+        self._thread.start()
+
+    def settle(self, device: torch.device, wait: bool) -> bool:
+        """Whether the save has ended on all ranks, which then forget it. All ranks call it, together.
+
+        Args:
+            device: Where the collective's tensor is.
+            wait: Until it has.
+
+        Raises:
+            CheckpointError: On every rank, if it has failed.
+        """
+        if self not in in_flight:
+            return True  # all ranks have settled it when another engine saved or loaded
+        if wait:
+            self._thread.join()
+        ended = not self._thread.is_alive()
+        seen = torch.tensor([int(ended), int(ended and self._error is None)], dtype=torch.int32, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+        all_ended, all_well = seen.tolist()
+        if not all_ended:
+            return False
+        in_flight.remove(self)
+        if not all_well:
+            raise CheckpointError(self._error or f"{self._what} failed: another rank has lost the connection to the others")
+        return True
+
+    def join(self) -> None:
+        """Wait until this rank knows the outcome, without the others. What has failed is logged now and raised by `settle`."""
+        self._thread.join()
+        if self._error is not None:
+            logger.error(self._error)
+
+    @property
+    def _what(self) -> str:
+        return f"saving {self.job.info.tag} in the background"
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            failure = self._attempt(lambda: self.job.write(self._fill))
+            self._fill = _nothing  # the copy is free
+            failed = self._agree("written", failure, self._ranks)
+            failure = self._attempt(self.job.abandon if failed else self.job.publish)
+            failed = failed or self._agree("published", failure, self.job.node.publishers)
+            if failed:
+                told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items(), key=lambda item: int(item[0])))
+                self._error = f"{self._what} failed. {told}"
+            self._part()
+        except Exception as error:  # the connection is lost, or a rank does not answer
+            self._error = f"{self._what} failed. {type(error).__name__}: {error}"
+        if self._error is not None and not threading.main_thread().is_alive():
+            logger.error(self._error)  # nobody is left to raise it
+
+    @staticmethod
+    def _attempt(action: Callable[[], None]) -> str:
+        try:
+            action()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _agree(self, phase: str, failure: str, ranks: Sequence[int]) -> dict[str, str]:
+        """Rank -> its failure, of those of `ranks` that failed; the same on all ranks."""
+        own, outcome = self.job.node.rank, f"{self._prefix}/all_{phase}"
+        if own in ranks:
+            self._store.set(f"{self._prefix}/{phase}/{own}", failure)
+        if own == 0:
+            told = {rank: self._get(f"{self._prefix}/{phase}/{rank}", f"rank {rank} has not {phase} its files") for rank in ranks}
+            self._store.set(outcome, json.dumps({rank: reason for rank, reason in told.items() if reason}))
+        agreed: dict[str, str] = json.loads(self._get(outcome, f"rank 0 has not told whether all ranks have {phase}"))
+        return agreed
+
+    def _part(self) -> None:
+        """Let rank 0, whose process may be the store, end after all others have heard the outcome."""
+        if self.job.node.rank > 0:
+            self._store.set(f"{self._prefix}/heard/{self.job.node.rank}", "")
+        elif not self._wait_for([f"{self._prefix}/heard/{rank}" for rank in self._ranks if rank > 0], PART_S):
+            logger.warning(f"{self._what}: a rank has not asked for the outcome; it may have been killed")
+
+    def _get(self, key: str, absent: str) -> str:
+        if not self._wait_for([key], WAIT_S):
+            raise CheckpointError(f"{absent} in time; it may have been killed")
+        value: bytes = self._store.get(key)
+        return value.decode()
+
+    def _wait_for(self, names: list[str], limit: float) -> bool:
+        """Whether all are in the store within `limit` seconds, fewer once the process ends. Looks: a client that waits is busy."""
+        start, pause = time.monotonic(), _POLL_S[0]
+        while names and not self._store.check(names):
+            if time.monotonic() - start > (limit if threading.main_thread().is_alive() else min(limit, EXIT_WAIT_S)):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+        return True
+
+
+def _nothing(put: Put) -> None:
+    """No files."""
+
+
+def finish_saves(device: torch.device) -> None:
+    """Wait for all saves of this process. All ranks call it, together.
+
+    Raises:
+        CheckpointError: On every rank, if one has failed.
+    """
+    while in_flight:
+        in_flight[0].settle(device, wait=True)

@@ -1,0 +1,97 @@
+"""The interface of what writes and reads checkpoint files. A client's own: `engine.checkpoint_engine = MyEngine()`.
+
+Who calls what, in this order, on every rank:
+
+1. `create(info)`, once per checkpoint. The folder is there.
+2. `save(state, path)`, for each file that this rank writes.
+3. `commit(info)`: when it returns, all of them are there, and another process can read them.
+4. `records_of(path)`, for each of them.
+
+When all ranks have done so, the engine that trains renames the folder: none of this is a checkpoint engine's. `load(path)` is
+called for each file that a rank needs. A decoupled engine of a client is waited for in `commit`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.checkpoint.checksum import FileRecord, file_checksum
+
+
+@dataclass
+class CheckpointCommitInfo:
+    """Which checkpoint is being written.
+
+    Attributes:
+        tag: Its name.
+        save_dir: The folder of all checkpoints.
+        save_latest: The `latest` file will name it.
+    """
+
+    tag: str
+    save_dir: str
+    save_latest: bool
+
+
+class CheckpointEngine(ABC):
+    """Writes and reads files; see the module's text for the order of calls.
+
+    Args:
+        config_params: What the engine is told; kept by no one but the implementation.
+    """
+
+    def __init__(self, config_params: Any = None) -> None:
+        self._commit_info: CheckpointCommitInfo | None = None
+
+    @abstractmethod
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """A checkpoint begins."""
+
+    @abstractmethod
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file. Its tensors are in host memory, and may change when this has returned."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        os.makedirs(path, exist_ok=exist_ok)
+
+    @abstractmethod
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read what `save` was given."""
+
+    @abstractmethod
+    def commit(self, info: CheckpointCommitInfo) -> bool | None:
+        """All files of the checkpoint were given. False: it failed."""
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Whether a data-parallel rank writes files of which all data-parallel ranks have the content."""
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """Whether `save` returns before the file is written."""
+        return False
+
+    def set_commit_info(self, info: CheckpointCommitInfo | None) -> None:
+        """Keep what `get_commit_info` returns."""
+        self._commit_info = info
+
+    def get_commit_info(self) -> CheckpointCommitInfo | None:
+        """The checkpoint that is not committed yet; None if there is none."""
+        return getattr(self, "_commit_info", None)
+
+    def cleanup(self) -> None:
+        """The training engine ends."""
+        self._commit_info = None
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether tensors that share their memory share it again when read."""
+        return True
+
+    def records_of(self, path: str) -> dict[str, FileRecord]:
+        """Path -> bytes of every file that `save(..., path)` made, flushed to disk. Not upstream's; as it stands it reads them."""
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        return {path: FileRecord(os.path.getsize(path), file_checksum(path))}

@@ -1,0 +1,57 @@
+"""Files of `torch.save`, each on disk when `save` returns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.file_writer import WriteOptions
+from deepspeed.checkpoint.files import read_file, write_file
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.config_models.training import CheckpointConfig, CheckpointWriterConfig
+from deepspeed.utils.logging import logger
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """Writes through the page cache.
+
+    Args:
+        config_params: The `checkpoint` block; None is its defaults.
+
+    Attributes:
+        options: How files are written.
+    """
+
+    def __init__(self, config_params: CheckpointConfig | None = None) -> None:
+        super().__init__(config_params)
+        config = config_params or CheckpointConfig()
+        self._writer = config.writer or CheckpointWriterConfig()
+        self.options = WriteOptions(
+            self._writer.io_buffer_size, 2 if self._writer.io_buffer_double else 1, zip_format=config.checkpoint_serialization
+        )
+        self._records: dict[str, FileRecord] = {}
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """See base class."""
+        self._records = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """See base class."""
+        start = time.perf_counter()
+        record = self._records[path] = write_file(path, state_dict, self.options)
+        if self._writer.show_statistics:
+            seconds = time.perf_counter() - start
+            logger.info(f"wrote {path}: {record.bytes} bytes in {seconds:.3f} s, {record.bytes / seconds / 1e9:.2f} GB/s")
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """See base class."""
+        return read_file(path, map_location=map_location)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """See base class."""
+        return True
+
+    def records_of(self, path: str) -> dict[str, FileRecord]:
+        """See base class; known from writing."""
+        return {path: self._records[path]}

@@ -1,0 +1,124 @@
+"""One checkpoint being written: its folder, from a temporary name to a published one. Knows no engine and does not communicate.
+
+[Note: sequence of a save]
+Publisher is the first rank of those that share the folder. `D` is the folder of all checkpoints, `T` the tag.
+
+1. The publisher removes `D/.T.saving` of an earlier save and makes it anew. All wait.
+2. Each rank writes its files into it, each flushed to disk, then what it knows of them as `.manifest_part_R.json`. All wait: when
+   one rank could not write, the publisher removes the folder and every rank raises.
+3. The publisher makes `manifest.json` of the parts, flushes it and the folder, and writes `D/zero_to_fp32.py`.
+4. The publisher renames: an existing `D/T` to `D/.T.replaced`, then `D/.T.saving` to `D/T`; flushes `D`; removes `D/.T.replaced`.
+5. The publisher writes `D/.latest.saving`, flushes it, renames it to `D/latest`, flushes `D`.
+6. With `keep_last`, the publisher renames the oldest to `D/.OLD.removed` and removes them.
+
+So `D/T` is whole whenever it is there, and `latest` names a whole one. After a kill between the two renames of 4 the older `T` is
+in `D/.T.replaced`; loading puts it back.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import utils
+from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.files import CheckpointError, replace_folder, sync_folder, write_latest
+from deepspeed.checkpoint.manifest import merge_parts, write_part
+from deepspeed.checkpoint.retention import remove_oldest
+from deepspeed.checkpoint.utils import separate
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.storage_nodes import Put, StorageNode
+from deepspeed.utils.logging import logger
+
+_CONVERTER = os.path.join(os.path.dirname(utils.__file__), "zero_to_fp32.py")
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """What one rank does for one checkpoint.
+
+    Attributes:
+        writer: Writes the files.
+        info: Which checkpoint.
+        node: Who shares its folder.
+        keep_last: How many published checkpoints stay; None: all.
+        description: What this rank's files hold, for the manifest.
+        head: What the publisher knows of all of it, for the manifest.
+    """
+
+    writer: CheckpointEngine
+    info: CheckpointCommitInfo
+    node: StorageNode
+    keep_last: int | None
+    description: Mapping[str, Any]
+    head: Mapping[str, Any]
+
+    @property
+    def folder(self) -> str:
+        """Where the files are until all are there."""
+        return os.path.join(self.info.save_dir, f".{self.info.tag}.saving")
+
+    def prepare(self) -> None:
+        """Make the folder; the publisher does."""
+        if self.node.publishes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.makedirs(self.folder)
+
+    def write(self, fill: Callable[[Put], None]) -> None:
+        """Write this rank's files and its part of the manifest.
+
+        Args:
+            fill: Calls what it is given with name and content of each file.
+        """
+        paths: list[str] = []
+
+        def put(name: str, content: Any) -> None:
+            paths.append(os.path.join(self.folder, name))
+            self.writer.save(separate(content), paths[-1])
+
+        self.writer.set_commit_info(self.info)
+        self.writer.create(self.info)
+        fill(put)
+        if self.writer.commit(self.info) is False:
+            raise CheckpointError(f"{type(self.writer).__name__}.commit() says that {self.folder} is not complete")
+        self.writer.set_commit_info(None)
+        records: dict[str, FileRecord] = {}
+        for path in paths:
+            found = self.writer.records_of(path)
+            records.update((os.path.relpath(name, self.folder), record) for name, record in found.items())
+        write_part(self.folder, self.node.rank, records, self.description)
+
+    def publish(self) -> None:
+        """Give the folder its name, when all ranks have written; the publisher does. See [Note: sequence of a save]."""
+        if not self.node.publishes:
+            return
+        save_dir, tag = self.info.save_dir, self.info.tag
+        merge_parts(self.folder, self.node.ranks, self.head)
+        sync_folder(self.folder)
+        _put_converter(save_dir)
+        replace_folder(self.folder, os.path.join(save_dir, tag))
+        if self.info.save_latest:
+            write_latest(save_dir, tag)
+        if self.keep_last is not None:
+            remove_oldest(save_dir, self.keep_last)
+        logger.info(f"saved checkpoint {os.path.join(save_dir, tag)}")
+
+    def abandon(self) -> None:
+        """Remove what was written, when not all ranks could: a full disk is why most saves fail. The publisher does."""
+        if self.node.publishes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _put_converter(save_dir: str) -> None:
+    """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this package."""
+    path = os.path.join(save_dir, os.path.basename(_CONVERTER))
+    if os.path.isfile(path) and filecmp.cmp(_CONVERTER, path, shallow=False):
+        return
+    temporary = os.path.join(save_dir, f".{os.path.basename(path)}.saving")
+    shutil.copyfile(_CONVERTER, temporary)
+    os.chmod(temporary, 0o755)
+    os.replace(temporary, path)
