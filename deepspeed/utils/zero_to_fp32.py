@@ -57,6 +57,7 @@ _ALLOWED: list[Any] = [
     (_Data, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Data, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Data, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     argparse.Namespace,
 ]
 

@@ -37,6 +37,11 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
     (style.test_type_ignores_name_their_code, "a.py", GOOD + "x = 1  # type: ignore\n"),
     (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", GOOD + "eval('1')\n"),
     (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", GOOD + "run('ls', shell=True)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import torch\ntorch.load(x)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import torch\ntorch.load(x, weights_only=False)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import pickle\npickle.loads(x)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "from pickle import Unpickler\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import numpy\nnumpy.load(x, allow_pickle=True)\n"),
 ]
 
 

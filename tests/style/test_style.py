@@ -299,3 +299,26 @@ def test_nothing_runs_text_as_code_or_through_a_shell() -> None:
                     yield node.lineno
 
     report(offences(find))
+
+
+RUNS_CODE_FROM_FILES = (
+    *(f"{module}.{name}" for module in ("pickle", "dill", "cloudpickle", "marshal") for name in ("load", "loads", "Unpickler")),
+    *("shelve", "joblib", "torch.jit.load", "torch.package", "yaml.load", "yaml.full_load", "yaml.unsafe_load"),
+)
+
+
+def test_what_is_unpickled_is_data() -> None:
+    """Checkpoints come from elsewhere: reading one must not run code from it."""
+
+    def find(source: Source) -> Iterator[int]:
+        yield from (line for line, name in imported(source) if within(name, RUNS_CODE_FROM_FILES))
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and within(dotted(node), RUNS_CODE_FROM_FILES):
+                yield node.lineno
+            elif isinstance(node, ast.Call):
+                given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+                loads_weights = dotted(node.func) == "torch.load" and given.get("weights_only") is not True
+                if loads_weights or given.get("allow_pickle", False) is not False:
+                    yield node.lineno
+
+    report(offences(find))

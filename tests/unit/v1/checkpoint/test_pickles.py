@@ -1,0 +1,283 @@
+"""No file of a checkpoint can run code: every reader refuses a pickle that tries to, and nothing has changed afterwards.
+
+Each planted file is the real one with one more object in it, or another file in its place. When code runs, a file appears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import io
+import json
+import os
+import pickle
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint.checksum import file_record
+from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.utils import zero_to_fp32
+from unit.common import DistributedTest
+
+from . import pipeline, test_experts
+from .runs import config, differences, look, start, train
+
+BF16 = {"bf16": {"enabled": True}}
+MODEL = "mp_rank_00_model_states.pt"
+
+
+class Call:
+    """Is pickled as the instruction to call `function` with `arguments`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.called = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.called
+
+
+class Stateful:
+    """Runs code when its state is restored."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        Path(state["marker"]).touch()
+
+
+def attacks(marker: str) -> dict[str, Any]:
+    """Objects that make the file `marker` when a plain unpickler reads them."""
+    inner = io.BytesIO()
+    torch.save(Call(os.system, f"touch {marker}"), inner)
+    return {
+        "system": Call(os.system, f"touch {marker}"),
+        "open": Call(open, marker, "w"),
+        "eval": Call(eval, f"open({marker!r}, 'w')"),
+        "exec": Call(exec, f"open({marker!r}, 'w')"),
+        "process": Call(subprocess.check_call, ["touch", marker]),
+        "state": Stateful(marker),
+        # What torch's own files call, given something else to call or to read.
+        "storage": Call(torch.storage._load_from_bytes, inner.getvalue()),  # type: ignore[no-untyped-call]
+        "rebuilt type": Call(torch._tensor._rebuild_from_type_v2, os.system, int, (f"touch {marker}",), {}),
+        "rebuilt parameter": Call(torch._utils._rebuild_parameter_with_state, Call(os.system, f"touch {marker}"), False, {}, {}),
+        "key": {Call(os.system, f"touch {marker}"): 1},
+    }
+
+
+ATTACKS = tuple(attacks("x"))
+
+
+def save_plain(content: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))  # torch reads no later one
+
+
+def save_legacy(content: Any, path: Path) -> None:
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+def save_beside(content: Any, path: Path) -> None:
+    """A harmless archive with a second pickle, under the first one's name and under that of a script."""
+    torch.save({"harmless": torch.ones(1)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        data = pickle.dumps(content)
+        root = archive.namelist()[0].split("/")[0]
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr(f"{root}/data.pkl", data)
+        archive.writestr(f"{root}/constants.pkl", data)
+
+
+FORMATS: dict[str, Callable[[Any, Path], None]] = {
+    "zip": torch.save,
+    "legacy": save_legacy,
+    "plain": save_plain,
+    "beside": save_beside,
+}
+ENGINES = "deepspeed.runtime.checkpoint_engine"
+READERS: dict[str, Callable[[str], Any]] = {
+    "read_file": read_file,
+    "read_file mapped": lambda path: read_file(path, mmap=True),
+    "zero_to_fp32": lambda path: zero_to_fp32._read(path),
+    "torch": lambda path: pytest.importorskip(f"{ENGINES}.torch_checkpoint_engine").TorchCheckpointEngine().load(path),
+    "fast": lambda path: pytest.importorskip(f"{ENGINES}.fast_checkpoint_engine").FastCheckpointEngine().load(path),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_one(tmp_path: Path, attack: str) -> None:
+    """Else everything below would pass with readers that allow everything."""
+    marker = tmp_path / "ran"
+    torch.save({"a": attacks(str(marker))[attack]}, tmp_path / "file.pt")
+    try:
+        torch.load(tmp_path / "file.pt", weights_only=False)
+    except (TypeError, AttributeError):
+        pass  # what came back is not what torch wanted, but the code has run
+    assert marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript archive")
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("reader", READERS)
+def test_readers(tmp_path: Path, reader: str, form: str) -> None:
+    """Kills: weights_only left out, or a second way to read tried when the first fails."""
+    marker, path = tmp_path / "ran", tmp_path / "file.pt"
+    for name, attack in attacks(str(marker)).items():
+        FORMATS[form]({"a": torch.ones(2), "b": [attack]}, path)
+        with pytest.raises((CheckpointError, ValueError), match=r"file\.pt.* cannot be read: "):
+            READERS[reader](str(path))
+        assert not marker.exists(), name
+
+
+def test_a_class_that_the_client_allows(tmp_path: Path) -> None:
+    """The list is explicit, and the client's own is added to it."""
+    torch.save({"a": Stateful(str(tmp_path / "ran"))}, tmp_path / "file.pt")
+    with torch.serialization.safe_globals([Stateful]):
+        read_file(str(tmp_path / "file.pt"))
+    assert (tmp_path / "ran").exists()
+
+
+@contextlib.contextmanager
+def planted(folder: Path, name: str, marker: str, attack: str = "system", form: str = "zip") -> Iterator[None]:
+    """Add an attack to file `name`, and let the folder's manifest say that this is the file; put both back in the end."""
+    path, listed = folder / name, folder / manifest.MANIFEST
+    kept = {file: file.read_bytes() for file in (path, listed) if file.is_file()}
+    content = torch.load(path, weights_only=False)
+    content = content if isinstance(content, dict) else {"real": content}
+    content["planted"] = attacks(marker)[attack]
+    FORMATS[form](content, path)
+    if listed in kept:
+        known = json.loads(kept[listed])
+        known.pop("checksum")
+        assert name in known["files"]
+        known["files"][name][:2] = file_record(str(path))
+        body = manifest._dumped(known)[1:]
+        listed.write_bytes(manifest._first_line(body) + body)
+    try:
+        yield
+    finally:
+        for file, real in kept.items():
+            file.write_bytes(real)
+
+
+def refuse(engine: Any, see: Callable[[Any], Any], load_dir: str, tag: str, names: Sequence[str], **options: Any) -> None:
+    """With an attack in one of the files no rank loads; with the real ones back, all do.
+
+    Args:
+        engine: Loads; all ranks call this.
+        see: Returns what must not change.
+        load_dir: Folder of the tags.
+        tag: Which.
+        names: The files.
+        options: Of `load_checkpoint`.
+    """
+    marker = os.path.join(load_dir, "ran")
+    for number, name in enumerate(names):
+        for form in ("zip", "legacy"):
+            attack = ATTACKS[(2 * number + len(form)) % len(ATTACKS)]
+            before = copy.deepcopy(see(engine))
+            dist.barrier()
+            with planted(Path(load_dir, tag), name, marker, attack, form) if dist.get_rank() == 0 else contextlib.nullcontext():
+                dist.barrier()
+                with pytest.raises(CheckpointError, match=f"{Path(name).name}.* cannot be read"):
+                    engine.load_checkpoint(load_dir, tag=tag, **options)
+                assert differences(before, see(engine)) == [], (name, attack, form)
+                dist.barrier()
+            assert not os.path.exists(marker), (name, attack, form)
+    dist.barrier()
+    engine.load_checkpoint(load_dir, tag=tag, **options)
+
+
+def weights(engine: Any) -> dict[str, Any]:
+    """The model's."""
+    return dict(engine.module.state_dict())
+
+
+class TestEngines(DistributedTest):
+    """Kills: a kind of file that is read otherwise, and a rank that has loaded before another one refuses."""
+
+    world_size = 2
+    exec_timeout = 120
+
+    def test_shards(self, tmpdir: Any) -> None:
+        engine = start(config(**BF16, zero_optimization={"stage": 2}))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        model, others = MODEL, ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "host_state_rank_1.pt"]
+        refuse(engine, look, str(tmpdir), "t", [model, *others])
+        refuse(engine, look, str(tmpdir), "t", [model], load_module_only=True)
+        refuse(engine, look, str(tmpdir), "t", [model, *others], load_module_strict=False, load_optimizer_states=True)
+
+    def test_layers(self, tmpdir: Any) -> None:
+        engine = pipeline.make(2, **BF16, zero_optimization={"stage": 1})
+        pipeline.train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        refuse(engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt", MODEL])
+        refuse(engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt"], load_module_only=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            folder, marker = Path(str(tmpdir), "t"), str(tmpdir.join("ran"))
+            with planted(folder, "layer_00-model_states.pt", marker, "eval"):
+                with pytest.raises(CheckpointError, match="layer_00"):
+                    engine.module.load_state_dir(str(folder))
+            assert not os.path.exists(marker)
+
+    def test_experts(self, tmpdir: Any) -> None:
+        engine = test_experts.make(2, 1)
+        test_experts.train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        names = ["layer_1_expert_3_mp_rank_00_model_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt"]
+        refuse(engine, weights, str(tmpdir), "t", names)
+
+
+class TestPrograms(DistributedTest):
+    """Commands and functions that read a folder without an engine, and what they write."""
+
+    world_size = 2
+    exec_timeout = 120
+
+    def test_zero_to_fp32(self, tmpdir: Any) -> None:
+        engine = start(config(**BF16, zero_optimization={"stage": 2}))
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        marker, out = str(tmpdir.join("ran")), str(tmpdir.join("out"))
+        dist.barrier()
+        for name in (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt") if dist.get_rank() == 0 else ():
+            with planted(Path(str(tmpdir), "t"), name, marker):
+                with pytest.raises(ValueError, match=f"{name} cannot be read"):
+                    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmpdir), out)
+                with pytest.raises(ValueError, match=f"{name} cannot be read"):
+                    zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmpdir))
+                with pytest.raises(SystemExit, match="1"):
+                    zero_to_fp32.main([str(tmpdir), out])
+            assert not os.path.exists(marker) and not os.path.exists(out)
+
+    @pytest.mark.skipif(importlib.util.find_spec("deepspeed.checkpoint.ds_to_universal") is None, reason="no ds_to_universal")
+    def test_universal(self, tmpdir: Any) -> None:
+        from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+
+        engine = start(config(**BF16, zero_optimization={"stage": 2}))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        marker, folder, universal = str(tmpdir.join("ran")), Path(str(tmpdir), "t"), Path(str(tmpdir), "u")
+        options = ["--input_folder", str(folder), "--output_folder", str(universal), "--inject_missing_state"]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for name in (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+                with planted(folder, name, marker):
+                    with pytest.raises(CheckpointError, match=f"{name}.* cannot be read"):
+                        main(parse_arguments(options))
+                assert not universal.exists() and not os.path.exists(marker)
+            main(parse_arguments(options))
+        loading = start(config(**BF16, zero_optimization={"stage": 1}, checkpoint={"load_universal": True}), seed=2)
+        train(loading, 1)
+        of_weight = ["zero/first.weight/fp32.pt", "zero/first.weight/exp_avg.pt"]
+        refuse(loading, look, str(tmpdir), "u", [*of_weight, "zero/optimizer_state.pt", MODEL])
+        assert differences(weights(engine)["first.weight"], weights(loading)["first.weight"]) == []
