@@ -16,9 +16,40 @@ TORCH_DISTRIBUTED_DEFAULT_PORT: int = 29500
 LOCAL_MASTER_ADDR: str = "127.0.0.1"
 PID_FILE_BASEPATH: str = tempfile.gettempdir()
 
+NODE_TIMEOUT_VARIABLE: str = "DS_LAUNCH_TIMEOUT"
+"""Seconds of silence after which a node counts as lost, and after which a node counts its job as lost."""
+
+START_TIMEOUT_VARIABLE: str = "DS_LAUNCH_START_TIMEOUT"
+"""Seconds in which all nodes of a job must have reported."""
+
+ADDRESS_VARIABLE: str = "DS_LAUNCH_ADDRESS"
+"""Address, or several with commas between, at which the nodes reach the machine of the `deepspeed` command."""
+
+SSH_LAUNCHER: str = "ssh"
 PDSH_LAUNCHER: str = "pdsh"
 OPENMPI_LAUNCHER: str = "openmpi"
 MPICH_LAUNCHER: str = "mpich"
 IMPI_LAUNCHER: str = "impi"
 SLURM_LAUNCHER: str = "slurm"
 MVAPICH_LAUNCHER: str = "mvapich"
+
+
+def node_timeout() -> float:
+    """Return the seconds that NODE_TIMEOUT_VARIABLE says."""
+    return _seconds(NODE_TIMEOUT_VARIABLE, 30.0)
+
+
+def start_timeout() -> float:
+    """Return the seconds that START_TIMEOUT_VARIABLE says."""
+    return _seconds(START_TIMEOUT_VARIABLE, 120.0)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"{variable}={text}: give a positive number of seconds")
+    return seconds

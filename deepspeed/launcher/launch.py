@@ -1,332 +1,182 @@
-"""Running one node's processes on torch.distributed.elastic and answering for their end.
+"""Running one launcher's processes and answering for their end, alone or as a part of a job over several nodes.
 
-Owns: the environment and command of each process, the agent's set-up, which failure is reported, and that no process
-survives a failed launch. Does not own: the choice of devices (`runner`, `resources`) nor log reading (`logs`).
+Owns: the order of things from the pipes to the exit code, and that no process survives a failed launch. Does not own:
+what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `hub`), the choice of devices (`resources`).
 Called by: `deepspeed.launcher.runner.main` in its own process, or as `python -m deepspeed.launcher.launch`.
 """
 
 import argparse
 import base64
 import contextlib
-import ctypes
 import json
-import logging
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
 
-from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.launcher.agent import run_with_agent
+from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH
 from deepspeed.launcher.devices import device_environment
-from deepspeed.launcher.resources import parse_core_list, split_cores
+from deepspeed.launcher.failures import Exit, Failure, describe_exit, make_failure, raised_before, write_failures
+from deepspeed.launcher.hub import HubAddress, Verdict
+from deepspeed.launcher.lifeline import Lifeline
+from deepspeed.launcher.logs import RankLogs
+from deepspeed.launcher.plan import LaunchPlan, Place, bound_cores, build_command, place_of_node, usable_port
+from deepspeed.launcher.process_tree import children_ended, terminate_process_tree
+from deepspeed.launcher.signals import Interrupted, raise_on_signals
 from deepspeed.utils.logging import get_log_level_from_string, logger
 
-if TYPE_CHECKING:
-    from deepspeed.launcher.logs import RankHistory, RankLogs
+__all__ = ["LaunchPlan", "decode_world_info", "main", "parse_args", "run", "terminate_process_tree"]
 
-PR_SET_CHILD_SUBREAPER = 36
-PORT_ATTEMPTS = 5
-TRACEBACK_WINDOW_SECONDS = 10.0
-KILL_WAIT_SECONDS = 5.0
+Start = Callable[[LaunchPlan, Path, RankLogs], dict[int, Exit]]
+"""Runs a plan's processes, as `agent.run_with_agent` describes it."""
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What to start on this node.
+class Outcome:
+    """How one launcher's processes ended: well, with a failure, or because this launcher got a signal."""
 
-    Attributes:
-        command: the program and its arguments, without --local_rank.
-        num_ranks: number of processes.
-        pass_local_rank: add `--local_rank=<n>` behind the program (upstream's habit).
-        local_rank_index: position in `command` at which that argument goes.
-        master_addr: address of the store that the processes meet at.
-        master_port: its port; 0 takes a free one, None takes 29500 or a free one when that is in use.
-        environment: variables for every process, over the launcher's own.
-        cores: one core list per rank to bind it to; empty for no binding.
-        log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's output.
-        save_pid: id under which a file with the launcher's process id is kept while it runs; None for no file.
-    """
-
-    command: list[str]
-    num_ranks: int
-    pass_local_rank: bool = True
-    local_rank_index: int = 1
-    master_addr: str = LOCAL_MASTER_ADDR
-    master_port: int | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    cores: list[list[int]] = field(default_factory=list)
-    log_dir: str | None = None
-    save_pid: int | None = None
-
-    def rank_command(self, local_rank: int) -> list[str]:
-        """Return the command of one process."""
-        if not self.pass_local_rank:
-            return self.command
-        head, tail = self.command[: self.local_rank_index], self.command[self.local_rank_index :]
-        return [*head, f"--local_rank={local_rank}", *tail]
-
-    def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """Return the variables of one process that the agent does not set itself."""
-        bound = self.cores[local_rank] if self.cores else None
-        threads = len(bound) if bound else max(1, num_available_cores() // self.num_ranks)
-        return {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            "LOCAL_SIZE": str(self.num_ranks),
-            "CROSS_RANK": "0",
-            "CROSS_SIZE": "1",
-            **self.environment,
-        }
+    failure: Failure | None = None
+    interrupted_by: int | None = None
 
 
-def num_available_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def run(plan: LaunchPlan, start: Start | None = None) -> int:
+    """Start the processes and wait for them, and for those of the other launchers of the job.
 
-
-def build_command(script: str, script_args: list[str], module: bool, no_python: bool) -> tuple[list[str], int]:
-    """Return the command that runs a user's script, and where in it --local_rank goes (right behind the script).
-
-    Raises:
-        ValueError: both `module` and `no_python` are set.
-    """
-    if module and no_python:
-        raise ValueError("Don't use both the '--no_python' flag and the '--module' flag at the same time.")
-    if no_python:
-        head = [script]
-    else:
-        # Unbuffered, so that a line is shown when it is printed and not lost when the process is killed.
-        head = [sys.executable, "-u", *(["-m"] if module else []), script]
-    return [*head, *script_args], len(head)
-
-
-def bound_cores(bind_cores_to_rank: bool, bind_core_list: str | None, num_ranks: int) -> list[list[int]]:
-    """Return each rank's cores, or an empty list when no binding was asked for.
-
-    Raises:
-        ValueError: the list does not parse, is given without --bind_cores_to_rank, or has too few or foreign cores.
-    """
-    if not bind_cores_to_rank:
-        if bind_core_list:
-            raise ValueError(f"--bind_core_list={bind_core_list} has no effect alone; add --bind_cores_to_rank")
-        return []
-    if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("--bind_cores_to_rank is not supported on this operating system; leave it out")
-    allowed = sorted(os.sched_getaffinity(0))
-    cores = parse_core_list(bind_core_list) if bind_core_list else allowed
-    foreign = sorted(set(cores) - set(allowed))
-    if foreign:
-        raise ValueError(f"--bind_core_list={bind_core_list}: cores {foreign} are not among this machine's {allowed}")
-    return split_cores(cores, num_ranks)
-
-
-def run(plan: LaunchPlan) -> int:
-    """Start the processes and wait for them.
+    Args:
+        plan: what to start.
+        start: runs the processes; None is torch's agent.
 
     Returns:
         0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when this process was
-        ended by signal n. Its traceback has then been written to stderr, last.
+        ended by signal n. Its traceback has then been written to stderr, last (by the command that the user started).
 
     Raises:
         RuntimeError: the port that the plan names is in use.
+        ConnectionError: the job's other launchers cannot be reached.
     """
-    with _pid_file(plan.save_pid), _children_ended() as success:
-        explicit = plan.master_port is not None
-        port = plan.master_port if plan.master_port is not None else TORCH_DISTRIBUTED_DEFAULT_PORT
-        if port == 0:
-            port = free_port()  # every rank must be told the same number, so it is chosen here and not by the first who binds
-        for attempt in range(PORT_ATTEMPTS):
-            try:
-                code = _run_on_port(plan, port)
-            except RuntimeError as error:
-                if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                    raise
-                if explicit:
-                    raise RuntimeError(
-                        f"--master_port={port}: the port is in use; name another one, or leave the flag out "
-                        "to have a free one chosen"
-                    ) from error
-                if attempt + 1 == PORT_ATTEMPTS:
-                    raise
-                logger.info("port %d is in use: taking a free one", port)
-                port = free_port()
-            else:
-                success[0] = code == 0
-                return code
-    raise AssertionError(f"{PORT_ATTEMPTS} attempts ended without a result or an error")
+    with pid_file(plan.save_pid), children_ended() as success:
+        code = _run_member(plan, plan.place, start) if plan.place else _run_alone(plan, start)
+        success[0] = code == 0
+        return code
 
 
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _run_alone(plan: LaunchPlan, start: Start | None) -> int:
+    outcome = _run_ranks(plan, start)
+    if outcome.failure is not None:
+        write_failures([("", outcome.failure)])
+        return outcome.failure.code
+    return 128 + outcome.interrupted_by if outcome.interrupted_by is not None else 0
 
 
-def _run_on_port(plan: LaunchPlan, port: int) -> int:
-    # startup: the agent is needed here only, and programs import this package for a constant
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+class _Stopper:
+    """Lets another thread interrupt the main thread while that runs processes, and neither before nor after."""
 
-    from deepspeed.launcher.logs import RankLogs
-    from deepspeed.launcher.signals import SecondInterrupt
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = False
 
+    def __enter__(self) -> "_Stopper":
+        with self._lock:
+            self._running = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._running = False
+        # torch's agent has put its own handlers in their place.
+        raise_on_signals()
+
+    def stop(self, signum: int | None) -> None:
+        """Interrupt the main thread; None is for a job that is lost."""
+        with self._lock:
+            if self._running:
+                os.kill(os.getpid(), signum if signum is not None else signal.SIGTERM)
+
+
+def _run_member(plan: LaunchPlan, place: Place, start: Start | None) -> int:
+    """Run this launcher's processes once all launchers have come, and end them when the job ends anywhere."""
+    port = usable_port(plan.master_port) if place.first_rank == 0 else 0
+    stopper = _Stopper()
+    raise_on_signals()
+    try:
+        with Lifeline(HubAddress.decode(place.hub), place.member, port, stopper.stop) as lifeline:
+            lifeline.report_end(_run_between(plan, start, lifeline, stopper))
+            verdict = lifeline.wait()
+    except Interrupted as error:
+        # Before all had come, or after this launcher's part was done: its connection says the rest.
+        return 128 + error.signum
+    if place.reports or lifeline.lost:
+        write_verdict(verdict)
+    return verdict.code
+
+
+def _run_between(plan: LaunchPlan, start: Start | None, lifeline: Lifeline, stopper: _Stopper) -> Failure | None:
+    """Run the processes between the job's go and its stop; return what is to be said of their end."""
+    meeting = lifeline.join()
+    if meeting is None:
+        return None
+    address, port = meeting
+    # Settings of the user come after and win.
+    environment = {**lifeline.interface_environment(), **plan.environment}
+    plan = replace(plan, master_addr=address, master_port=port, environment=environment)
+    outcome = Outcome()
+    try:
+        with stopper:
+            outcome = _run_ranks(plan, start, lambda: lifeline.stopped_at)
+    except Interrupted:
+        # A stop that arrived when the processes had just ended by themselves.
+        return outcome.failure
+    number = outcome.interrupted_by
+    if number is not None and lifeline.stopped_at is None:
+        return Failure(f"the launcher on {socket.gethostname()} (process {os.getpid()})", describe_exit(-number), 128 + number)
+    return outcome.failure
+
+
+def write_verdict(verdict: Verdict) -> None:
+    """Write how a job of several launchers failed; nothing if it did not."""
+    if verdict.failures:
+        # The one who would read it may be gone: the job's command, or the connection that started this launcher.
+        with contextlib.suppress(OSError):
+            write_failures(verdict.failures)
+
+
+def _run_ranks(plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], float | None] = lambda: None) -> Outcome:
+    """Run the processes with their output piped through this one.
+
+    Args:
+        plan, start: as for `run`.
+        stopped_at: the moment (monotonic seconds) at which the job told this launcher to stop, if it did.
+    """
+    start = start or run_with_agent
+    first = plan.first_rank
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_"))
     try:
-        logs = RankLogs(folder, list(range(plan.num_ranks)), plan.log_dir, _log_start)
+        logs = RankLogs(folder, [first + index for index in range(plan.num_ranks)], plan.log_dir, plan.log_start)
         logs.start()
         try:
-            with SecondInterrupt(lambda: _kill_ranks(logs.history)):
-                _run_agent(plan, port, folder, logs)
-        except ChildFailedError as error:
+            exits = start(plan, folder, logs)
+        except Interrupted as error:
             logs.stop()
-            return _report_failure(error.failures, logs.history)
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:
-            return 128 + int(signal.SIGINT)
+            moment = stopped_at()
+            return Outcome(raised_before(moment, logs.history, first) if moment is not None else None, error.signum)
         finally:
             logs.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
-
-
-def _run_agent(plan: LaunchPlan, port: int, folder: Path, logs: "RankLogs") -> None:
-    """Run torch's agent until every process ended well; raises what it raises otherwise."""
-    # startup: see _run_on_port
-    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    class PipedLogs(LogsSpecs):
-        """Sends each process's output into the pipes of `logs`."""
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            error_files = {local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs}
-            for local_rank, environment in envs.items():
-                environment["TORCHELASTIC_ERROR_FILE"] = error_files[local_rank]
-            return LogsDest(
-                stdouts={local_rank: str(logs.stdout_path(local_rank)) for local_rank in envs},
-                stderrs={local_rank: str(logs.stderr_path(local_rank)) for local_rank in envs},
-                error_files=error_files,
-            )
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(folder)
-
-    plan_file = folder / "plan.json"
-    plan_file.write_text(json.dumps(_worker_plan(plan, logs)), encoding="utf-8")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=plan.num_ranks,
-        run_id=f"deepspeed-{os.getpid()}",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{plan.master_addr}:{port}",
-        rdzv_configs={"rank": 0},
-        max_restarts=0,
-        start_method="spawn",
-        logs_specs=PipedLogs(),
-        local_addr=plan.master_addr,
-    )
-    _quiet_agent_logs()
-    worker = Path(__file__).with_name("worker_exec.py")
-    # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
-    elastic_launch(config, sys.executable)("-I", "-S", str(worker), str(plan_file), "${local_rank}")
-
-
-def _kill_ranks(history: "list[RankHistory]") -> None:
-    """Kill the processes of every rank that still runs; each rank leads a process group of its own."""
-    for seen in history:
-        if seen.pid is not None and seen.exited_at is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(seen.pid, signal.SIGKILL)
-
-
-def _worker_plan(plan: LaunchPlan, logs: "RankLogs") -> dict[str, Any]:
-    ranks = range(plan.num_ranks)
-    return {
-        "launcher_pid": os.getpid(),
-        "control": str(logs.control_path),
-        "cores": plan.cores,
-        "commands": [plan.rank_command(local_rank) for local_rank in ranks],
-        "environments": [plan.rank_environment(local_rank) for local_rank in ranks],
-    }
-
-
-def _log_start(local_rank: int, pid: int) -> None:
-    logger.info("rank %d is process %d", local_rank, pid)
-
-
-def _quiet_agent_logs() -> None:
-    """Keep the agent's own words for debugging: this module reports in its place."""
-    if logger.isEnabledFor(logging.DEBUG):
-        return
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _report_failure(failures: dict[int, Any], history: "list[RankHistory]") -> int:
-    """Write what happened, the first failing rank's traceback last, and return the code to exit with."""
-    first = first_failure({rank: failure.exitcode for rank, failure in failures.items()}, history)
-    code = failures[first].exitcode
-    lines = []
-    for rank, failure in sorted(failures.items()):
-        if rank != first:
-            lines.append(f"rank {rank} (process {failure.pid}) then ended with {describe_exit(failure.exitcode)}")
-    lines.append(f"rank {first} (process {failures[first].pid}) failed first, with {describe_exit(code)}")
-    tail = [line.decode(errors="replace") for line in history[first].last_traceback()]
-    lines.append(f"what rank {first} last wrote to stderr:" if tail else f"rank {first} wrote nothing to stderr")
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"[deepspeed] {line}\n" for line in lines) + "".join(f"{line}\n" for line in tail))
-    sys.stderr.flush()
-    if code == -signal.SIGTERM and history[first].traceback_at is not None:
-        # It raised, its peers noticed and ended, and the agent then ended it while it was still cleaning up.
-        return 1
-    return 128 - code if code < 0 else int(code)
-
-
-def first_failure(exit_codes: dict[int, int], history: "list[RankHistory]") -> int:
-    """Return the rank whose failure caused the others: the one that raised, or else ended, first.
-
-    Args:
-        exit_codes: codes of the failed ranks by rank; negative for a signal.
-        history: what was seen of every rank, by rank.
-    """
-    ends = [end for rank in exit_codes if (end := history[rank].exited_at) is not None]
-    first_end = min(ends, default=0.0)
-
-    def moment(rank: int) -> tuple[bool, float]:
-        seen = history[rank]
-        raised, ended = seen.traceback_at, seen.exited_at
-        # An old traceback was caught and logged; one from just before the first end is a cause.
-        if raised is not None and raised > first_end - TRACEBACK_WINDOW_SECONDS:
-            return False, min(raised, ended if ended is not None else raised)
-        # Without a time of its end (no pidfd), a rank that the agent ended cannot be the first.
-        return ended is None and exit_codes[rank] == -signal.SIGTERM, ended if ended is not None else first_end
-
-    return min(sorted(exit_codes), key=moment)
-
-
-def describe_exit(exit_code: int) -> str:
-    """Return `exit code 3`, or `signal SIGKILL (9)` for a negative code."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {signal.Signals(-exit_code).name} ({-exit_code})"
-    except ValueError:
-        return f"signal {-exit_code}"
+    return Outcome(make_failure(exits, logs.history, first) if exits else None)
 
 
 @contextlib.contextmanager
-def _pid_file(main_pid: int | None) -> Iterator[None]:
+def pid_file(main_pid: int | None) -> Iterator[None]:
+    """Keep this process's id in a file while it runs; None is for no file."""
     if main_pid is None:
         yield
         return
@@ -339,63 +189,22 @@ def _pid_file(main_pid: int | None) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _children_ended() -> Iterator[list[bool]]:
-    """Kill every descendant that is left at the end, unless the caller sets the yielded flag.
-
-    The agent ends the processes it started; those that *they* started (loader workers, compilers) are orphans by then
-    and would come to init. A subreaper (Linux) gets them instead, so that they can be found.
-    """
-    success = [False]
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield success
-    finally:
-        if not success[0]:
-            _kill_descendants(os.getpid())
-
-
-def _kill_descendants(pid: int) -> None:
-    # startup: psutil is needed only after a failure
-    import psutil
-
-    children = psutil.Process(pid).children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(children, timeout=KILL_WAIT_SECONDS)
-
-
-def terminate_process_tree(pid: int) -> None:
-    """End a process and all its descendants: SIGTERM to all, SIGKILL to those left after a few seconds."""
-    import psutil  # startup: see _kill_descendants
-
-    try:
-        process = psutil.Process(pid)
-        tree = [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=KILL_WAIT_SECONDS)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(alive, timeout=KILL_WAIT_SECONDS)
-
-
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     """Parse this node's command line; `args` defaults to the process's own."""
+    return make_parser().parse_args(args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of one launcher's command line."""
     parser = argparse.ArgumentParser(
         description="Start the training processes of one node. `deepspeed` is the command for users.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--node_rank", type=int, default=0, help="rank of this node; only 0 in this release")
+    parser.add_argument("--node_rank", type=int, default=0, help="rank of this node")
     parser.add_argument("--master_addr", default=LOCAL_MASTER_ADDR, help="address the processes meet at")
     parser.add_argument("--master_port", type=int, default=None, help="port they meet at")
     parser.add_argument("--world_info", default="None", help="base64 of the JSON object {host: slots}")
+    parser.add_argument("--hub", default=None, help="where the nodes of a job meet; the `deepspeed` command fills it in")
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
     parser.add_argument("--no_python", action="store_true", help="run the script without `python` before it")
     parser.add_argument("--enable_elastic_training", action="store_true", help="not in this release")
@@ -410,7 +219,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
     parser.add_argument("training_script", help="the script, followed by its arguments")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    return parser.parse_args(args)
+    return parser
 
 
 def decode_world_info(world_info: str) -> dict[str, list[int]]:
@@ -432,15 +241,45 @@ def main() -> None:
     """Start this node's processes as the command line says, and exit with their code."""
     args = parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
-    world = decode_world_info(args.world_info)
-    if len(world) != 1 or args.node_rank != 0:
-        raise ValueError(f"--world_info names {len(world)} hosts: launching over several nodes comes in a later release")
+    sys.exit(exit_code(lambda: run(make_node_plan(args))))
+
+
+def exit_code(launch: Callable[[], int]) -> int:
+    """Return the launch's exit code; a mistake of the user is one line on stderr and code 2."""
+    try:
+        return launch()
+    except (ValueError, RuntimeError, ConnectionError) as error:
+        sys.stderr.write(f"deepspeed: error: {error}\n")
+        return 2
+    except (KeyboardInterrupt, Interrupted) as error:
+        # Before the processes are there; afterwards `run` answers for it.
+        return 128 + (error.signum if isinstance(error, Interrupted) else int(signal.SIGINT))
+
+
+def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
+    """Turn one node's parsed flags into a plan.
+
+    Raises:
+        ValueError: the flags contradict each other or ask for what this node has not.
+    """
     for flag, unset in (("enable_elastic_training", False), ("min_elastic_nodes", -1), ("max_elastic_nodes", -1)):
         if getattr(args, flag) != unset:
             raise ValueError(f"--{flag}: elastic training comes in a later release; leave the flag out")
-    (slots,) = world.values()
+    world = decode_world_info(args.world_info)
+    if args.hub is None and (len(world) != 1 or args.node_rank != 0):
+        raise ValueError(
+            f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs --hub, where the nodes of a job meet; "
+            "start the job through the `deepspeed` command"
+        )
+    place = place_of_node(world, args.node_rank, args.hub) if args.hub is not None else None
+    slots = list(world.values())[args.node_rank]
+    return node_plan(args, slots, place)
+
+
+def node_plan(args: argparse.Namespace, slots: list[int], place: Place | None) -> LaunchPlan:
+    """Return the plan of one launcher for devices `slots`, from the flags that `launch` and `runner` share."""
     command, index = build_command(args.training_script, args.training_script_args, args.module, args.no_python)
-    plan = LaunchPlan(
+    return LaunchPlan(
         command=command,
         num_ranks=len(slots),
         pass_local_rank=not args.no_local_rank,
@@ -451,8 +290,8 @@ def main() -> None:
         cores=bound_cores(args.bind_cores_to_rank, args.bind_core_list, len(slots)),
         log_dir=None if args.enable_each_rank_log == "None" else args.enable_each_rank_log,
         save_pid=args.save_pid or None,
+        place=place,
     )
-    sys.exit(run(plan))
 
 
 if __name__ == "__main__":

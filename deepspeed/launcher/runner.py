@@ -1,8 +1,8 @@
-"""The `deepspeed` command: from the command line to a running, supervised set of processes on this machine.
+"""The `deepspeed` command: from the command line to a running, supervised set of processes on one or several machines.
 
-Owns: upstream's flags, the choice of slots from them, and the refusal of what this release cannot do. Does not own:
-the hostfile and filter language (`resources`) nor the processes (`launch`). The launch runs in this process: no
-second interpreter starts up first.
+Owns: upstream's flags, the choice of hosts and slots from them, and the refusal of what this release cannot do. Does
+not own: the hostfile and filter language (`resources`), the processes (`launch`), other machines (`nodes`). A launch on
+this machine runs in this process: no second interpreter starts up first.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import re
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -28,10 +27,12 @@ from deepspeed.launcher.constants import (
     PDSH_LAUNCHER,
     PID_FILE_BASEPATH,
     SLURM_LAUNCHER,
+    SSH_LAUNCHER,
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
 from deepspeed.launcher.devices import device_environment, visible_slots
-from deepspeed.launcher.launch import LaunchPlan, bound_cores, build_command, run
+from deepspeed.launcher.launch import exit_code, run
+from deepspeed.launcher.plan import LaunchPlan, bound_cores, build_command
 from deepspeed.launcher.resources import (
     fetch_hostfile,
     parse_inclusion_exclusion,
@@ -53,6 +54,7 @@ __all__ = [
     "PDSH_LAUNCHER",
     "SLURM_LAUNCHER",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "SSH_LAUNCHER",
     "encode_world_info",
     "fetch_hostfile",
     "main",
@@ -64,19 +66,27 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-_LATER = "comes in a later release"
-_NODE_FLAGS_REMEDY = f"launching over several nodes {_LATER}; until then run `torchrun` on each node"
+_ELASTIC_REMEDY = "elastic training comes in a later release; leave the flag out"
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("min_elastic_nodes", -1, f"elastic training {_LATER}; leave the flag out"),
-    ("max_elastic_nodes", -1, f"elastic training {_LATER}; leave the flag out"),
-    ("elastic_training", False, f"elastic training {_LATER}; leave the flag out"),
+    ("min_elastic_nodes", -1, _ELASTIC_REMEDY),
+    ("max_elastic_nodes", -1, _ELASTIC_REMEDY),
+    ("elastic_training", False, _ELASTIC_REMEDY),
     ("autotuning", "", "autotuning is not part of this project; leave the flag out"),
-    ("launcher_args", "", _NODE_FLAGS_REMEDY),
-    ("force_multi", False, _NODE_FLAGS_REMEDY),
-    ("ssh_port", None, _NODE_FLAGS_REMEDY),
-    ("venv_script", None, f"{_NODE_FLAGS_REMEDY}, or activate the environment before this command"),
 )
 """Flags that this release refuses: name, the value that asks for nothing, what to do instead."""
+
+_ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
+    ("launcher", PDSH_LAUNCHER),
+    ("launcher_args", ""),
+    ("ssh_port", None),
+    ("venv_script", None),
+)
+"""Flags that only an engine for several nodes honours, with the values that ask for nothing."""
+
+
+_ENGINES = ", ".join(
+    (PDSH_LAUNCHER, SSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER, MVAPICH_LAUNCHER, SLURM_LAUNCHER)
+)
 
 
 class _StoreGiven(argparse.Action):
@@ -97,7 +107,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of `deepspeed`; `args` defaults to the process's own."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
-        description="Start distributed training processes on this machine and answer for them: output prefixed by "
+        description="Start distributed training processes on one or several machines and answer for them: output prefixed by "
         "rank, the exit code and traceback of the rank that failed first, and no process left at the end.",
         epilog="Ctrl-C ends all processes, a second one kills them. Plain torchrun works as well.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -139,8 +149,8 @@ def _add_resource_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_node_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("nodes (this release launches on one)")
-    group.add_argument("--num_nodes", default="-1", help="number of nodes; 1, or -1 for as many as the hostfile leaves")
+    group = parser.add_argument_group("nodes")
+    group.add_argument("--num_nodes", default="-1", help="number of nodes: the first N hosts of the hostfile; -1 is all")
     group.add_argument("--min_elastic_nodes", type=int, default=-1, help="refused in this release")
     group.add_argument("--max_elastic_nodes", type=int, default=-1, help="refused in this release")
     group.add_argument("--elastic_training", action="store_true", help="refused in this release")
@@ -151,15 +161,19 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
         action=_StoreGiven,
         help="port the processes meet at; a free one is taken if the default is in use",
     )
-    group.add_argument("--master_addr", default="", help=f"address they meet at; empty is {LOCAL_MASTER_ADDR}")
-    group.add_argument("--node_rank", type=int, default=-1, help="rank of this node; 0 on one node")
-    group.add_argument("--launcher", default=PDSH_LAUNCHER, help="backend for several nodes; no other in this release")
-    group.add_argument("--launcher_args", default="", help="refused in this release")
-    group.add_argument("--no_ssh", action="store_true", help="launch without ssh, as this release always does")
-    group.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first, as this release never does")
-    group.add_argument("--force_multi", action="store_true", help="refused in this release")
-    group.add_argument("--ssh_port", type=int, default=None, help="refused in this release")
-    group.add_argument("--venv_script", default=None, help="refused in this release")
+    group.add_argument("--master_addr", default="", help="address they meet at; empty is where the nodes reach the first one")
+    group.add_argument("--node_rank", type=int, default=-1, help="position of this node, from 0; with --no_ssh")
+    group.add_argument("--launcher", default=PDSH_LAUNCHER, help=f"engine for several nodes: {_ENGINES}")
+    group.add_argument("--launcher_args", default="", help="flags for the engine, as one quoted argument")
+    group.add_argument(
+        "--no_ssh",
+        action="store_true",
+        help="launch this node's part only; run it on each node",
+    )
+    group.add_argument("--no_ssh_check", action="store_true", help="do not try ssh to each host first")
+    group.add_argument("--force_multi", action="store_true", help="use the engine also for one host")
+    group.add_argument("--ssh_port", type=int, default=None, help="port of ssh on the nodes")
+    group.add_argument("--venv_script", default=None, help="script to source on the nodes; its `python` is used")
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:
@@ -194,24 +208,19 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     """Refuse what this release cannot do.
 
     Raises:
-        ValueError: a flag asks for several nodes, elastic training or autotuning; the text names it and its value.
+        ValueError: a flag asks for elastic training or autotuning; the text names it and its value.
     """
     for name, neutral, remedy in _REFUSED:
         if getattr(args, name) != neutral:
             raise ValueError(f"--{name}={getattr(args, name)}: {remedy}")
-    if args.launcher.lower() != PDSH_LAUNCHER:
-        raise ValueError(f"--launcher={args.launcher}: {_NODE_FLAGS_REMEDY}")
-    if args.node_rank > 0:
-        raise ValueError(f"--node_rank={args.node_rank}: {_NODE_FLAGS_REMEDY}")
-    if parse_num_nodes(args.num_nodes, False)[0] not in (-1, 1):
-        raise ValueError(f"--num_nodes={args.num_nodes}: {_NODE_FLAGS_REMEDY}")
 
 
-def choose_slots(args: argparse.Namespace) -> list[int]:
-    """Return the local slots to start one process each for.
+def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
+    """Return the slots to start one process each for, by host.
 
-    Without a hostfile they come from this machine's devices; on the CPU, --include and --num_gpus are taken at their
-    word, and without them there is one process, as for a plain `python` run.
+    Without a hostfile they are this machine's devices; on the CPU, --include and --num_gpus are taken at their word, and
+    without them there is one process, as for a plain `python` run. --no_ssh --num_nodes N without a hostfile means N nodes
+    like this one.
 
     Raises:
         ValueError: flags contradict each other, or name hosts or slots that are not there.
@@ -221,22 +230,32 @@ def choose_slots(args: argparse.Namespace) -> list[int]:
         raise ValueError("Cannot specify num_nodes/gpus with include/exclude; --include already says which and how many")
     if args.num_gpus == 0 or args.num_gpus < -1:
         raise ValueError(f"--num_gpus={args.num_gpus}: give a positive number, or -1 for all devices")
-    pool = fetch_hostfile(args.hostfile)
-    if pool is None and args.hostfile_given:
-        raise ValueError(f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the flag out")
-    available = {host: list(range(count)) for host, count in pool.items()} if pool else {"localhost": _local_slots(args)}
-    chosen = parse_resource_filter(available, args.include, args.exclude)
-    if args.num_nodes != "-1":
-        chosen = dict(list(chosen.items())[:1])
+    num_nodes = parse_num_nodes(args.num_nodes, False)[0]
+    if num_nodes == 0 or num_nodes < -1:
+        raise ValueError(f"--num_nodes={args.num_nodes}: give a positive number, or -1 for all hosts of the hostfile")
+    chosen = parse_resource_filter(_available(args, num_nodes), args.include, args.exclude)
+    if num_nodes > len(chosen):
+        raise ValueError(
+            f"--num_nodes={args.num_nodes}: only {', '.join(chosen)} is there; name more hosts in --hostfile, or ask for fewer"
+        )
+    chosen = dict(list(chosen.items())[: num_nodes if num_nodes != -1 else None])
     if not chosen:
         raise ValueError(f"--exclude={args.exclude}: no slot is left; exclude fewer")
-    foreign = [host for host in chosen if not is_local(host)]
-    if foreign or len(chosen) > 1:
-        raise ValueError(f"--hostfile={args.hostfile} with hosts {', '.join(chosen)}: {_NODE_FLAGS_REMEDY}")
-    (slots,) = chosen.values()
-    if args.num_gpus > len(slots):
-        raise ValueError(f"--num_gpus={args.num_gpus}: only {len(slots)} slots are there; ask for at most as many")
-    return slots[: args.num_gpus] if args.num_gpus != -1 else slots
+    for host, slots in chosen.items():
+        if args.num_gpus > len(slots):
+            raise ValueError(f"--num_gpus={args.num_gpus}: only {len(slots)} slots are there on {host}; ask for at most as many")
+    return {host: slots[: args.num_gpus] if args.num_gpus != -1 else slots for host, slots in chosen.items()}
+
+
+def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]:
+    pool = fetch_hostfile(args.hostfile)
+    if pool is not None:
+        return {host: list(range(count)) for host, count in pool.items()}
+    if args.hostfile_given:
+        raise ValueError(f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the flag out")
+    if args.no_ssh and num_nodes > 1:
+        return {f"node-{node_rank}": _local_slots(args) for node_rank in range(num_nodes)}
+    return {"localhost": _local_slots(args)}
 
 
 def _local_slots(args: argparse.Namespace) -> list[int]:
@@ -260,28 +279,60 @@ def main(args: list[str] | None = None) -> None:
     """
     parsed = parse_args(args)
     logger.setLevel(get_log_level_from_string("error" if parsed.quiet else parsed.log_level))
-    try:
-        plan = make_plan(parsed)
-        logger.info("starting %d processes: %s", plan.num_ranks, " ".join(plan.command))
-        code = run(plan)
-    except (ValueError, RuntimeError) as error:
-        sys.stderr.write(f"deepspeed: error: {error}\n")
-        code = 2
-    except KeyboardInterrupt:
-        # Before the processes are there; afterwards `run` answers for it.
-        code = 128 + int(signal.SIGINT)
-    sys.exit(code)
+    sys.exit(exit_code(lambda: launch(parsed)))
 
 
-def make_plan(args: argparse.Namespace) -> LaunchPlan:
-    """Turn parsed flags into what `launch.run` starts.
+def launch(args: argparse.Namespace) -> int:
+    """Launch as the flags say: here, on several nodes over an engine, or this node's part of a job started by hand.
+
+    Returns:
+        The exit code, as `launch.run` and `nodes.run_nodes` describe it.
 
     Raises:
         ValueError: the flags ask for something this release, this machine or their combination does not allow.
-        RuntimeError: --num_nodes has a malformed range.
     """
     refuse_unsupported(args)
-    slots = choose_slots(args)
+    active = choose_resources(args)
+    several = len(active) > 1 or args.force_multi or not is_local(next(iter(active)))
+    if not several:
+        return _launch_here(args, next(iter(active.values())))
+    # startup: needed for several nodes only
+    from deepspeed.launcher.nodes import run_by_hand, run_nodes
+
+    world_info = encode_world_info(active)
+    if args.no_ssh:
+        _refuse_engine_flags(args, "--no_ssh uses no engine; leave the flag out")
+        if not 0 <= args.node_rank < len(active):
+            raise ValueError(f"--node_rank={args.node_rank}: --no_ssh needs this node's position among {', '.join(active)}, from 0")
+        plan = make_plan(args, list(active.values())[args.node_rank])
+        return run_by_hand(args, plan, active, world_info)
+    if args.node_rank != -1:
+        raise ValueError(f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or add --no_ssh")
+    return run_nodes(args, active, world_info)
+
+
+def _launch_here(args: argparse.Namespace, slots: list[int]) -> int:
+    plan = make_plan(args, slots)
+    logger.info("starting %d processes: %s", plan.num_ranks, " ".join(plan.command))
+    return run(plan)
+
+
+def _refuse_engine_flags(args: argparse.Namespace, remedy: str) -> None:
+    for name, neutral in _ENGINE_FLAGS:
+        if getattr(args, name) != neutral:
+            raise ValueError(f"--{name}={getattr(args, name)}: {remedy}")
+
+
+def make_plan(args: argparse.Namespace, slots: list[int]) -> LaunchPlan:
+    """Turn parsed flags into what `launch.run` starts on this machine.
+
+    Raises:
+        ValueError: this machine does not allow what the flags ask for.
+    """
+    if not args.no_ssh:
+        _refuse_engine_flags(args, "a launch on this machine alone uses no engine; leave the flag out, or add --force_multi")
+        if args.node_rank > 0:
+            raise ValueError(f"--node_rank={args.node_rank}: this machine is the only node; leave the flag out")
     command, local_rank_index = build_command(args.user_script, args.user_args, args.module, args.no_python)
     return LaunchPlan(
         command=command,

@@ -1,7 +1,8 @@
-"""The user's second Ctrl-C: end a graceful shutdown at once.
+"""Signals to a launcher: ending its wait by an exception, and the user's second Ctrl-C, which ends a graceful shutdown.
 
-Owns: noticing it. Does not own: the first one, which torch's agent turns into a signal to all processes and up to half
-a minute of patience; asked again it would start that half minute anew. Called by: `deepspeed.launcher.launch`.
+Owns: noticing them. Does not own: what is done about the first one while processes run, which torch's agent turns into
+a signal to all of them and up to half a minute of patience; asked again it would start that half minute anew. Called
+by: `agent`, `launch`, `launch_rank`.
 """
 
 import os
@@ -9,10 +10,31 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 MIN_APART_SECONDS = 0.3
 """Signals closer together are one: `timeout` and some terminals deliver theirs twice."""
+
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """This process got a signal that asks it to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"signal {signum}")
+        self.signum = int(signum)
+
+
+def raise_on_signals() -> None:
+    """Let signals that ask this process to end raise `Interrupted` on the main thread."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
 
 
 class SecondInterrupt:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from deepspeed.launcher.launch import describe_exit, first_failure
+from deepspeed.launcher.failures import describe_exit, first_failure
 from deepspeed.launcher.logs import RankHistory
 
 

@@ -6,10 +6,16 @@ import sys
 import pytest
 
 from deepspeed.launcher import devices, launch, runner
+from deepspeed.launcher import plan as plans
 
 
-def plan(*flags: str) -> launch.LaunchPlan:
-    return runner.make_plan(runner.parse_args([*flags, "train.py", "--lr", "1"]))
+def plan(*flags: str) -> plans.LaunchPlan:
+    """The plan of a launch on this machine; None of the flags may lead to other machines."""
+    plans_made: list[plans.LaunchPlan] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", lambda made: plans_made.append(made) or 0)
+        runner.launch(runner.parse_args([*flags, "train.py", "--lr", "1"]))
+    return plans_made[0]
 
 
 @pytest.fixture(autouse=True)
@@ -86,17 +92,24 @@ def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, v
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--num_nodes", "2"), "--num_nodes=2: .*later release"),
+        (("--num_nodes", "2"), "--num_nodes=2: only localhost is there"),
+        (("--num_nodes", "0"), "--num_nodes=0: give a positive number"),
         (("--elastic_training",), "--elastic_training=True: .*later release"),
         (("--min_elastic_nodes", "1"), "--min_elastic_nodes=1"),
         (("--max_elastic_nodes", "1"), "--max_elastic_nodes=1"),
         (("--autotuning", "run"), "--autotuning=run: .*not part of this project"),
-        (("--launcher", "slurm"), "--launcher=slurm"),
-        (("--launcher_args", "x"), "--launcher_args=x"),
-        (("--force_multi",), "--force_multi=True"),
-        (("--ssh_port", "22"), "--ssh_port=22"),
-        (("--venv_script", "v"), "--venv_script=v"),
-        (("--node_rank", "1"), "--node_rank=1"),
+        (("--launcher", "slurm"), "--launcher=slurm: .*--force_multi"),
+        (("--launcher_args", "x"), "--launcher_args=x: .*--force_multi"),
+        (("--ssh_port", "22"), "--ssh_port=22: .*--force_multi"),
+        (("--venv_script", "v"), "--venv_script=v: .*--force_multi"),
+        (("--node_rank", "1"), "--node_rank=1: this machine is the only node"),
+        (("--launcher", "rsh", "--force_multi"), "--launcher=rsh: there is no such engine; use one of pdsh, ssh"),
+        (("--no_ssh", "--num_nodes", "2"), "--node_rank=-1: --no_ssh needs"),
+        (("--no_ssh", "--num_nodes", "2", "--node_rank", "2"), "--node_rank=2: --no_ssh needs"),
+        (("--no_ssh", "--num_nodes", "2", "--node_rank", "1"), "--master_addr is missing"),
+        (("--no_ssh", "--num_nodes", "2", "--node_rank", "1", "--ssh_port", "22"), "--ssh_port=22: --no_ssh uses no engine"),
+        (("--force_multi", "--node_rank", "1"), "--node_rank=1: the engine numbers the nodes"),
+        (("--force_multi", "--launcher", "ssh", "--launcher_args", "'x"), "--launcher_args='x: .*quote it"),
         (("--hostfile", "/nonexistent/hosts"), "--hostfile=/nonexistent/hosts: there is no such file"),
         (("--num_gpus", "0"), "--num_gpus=0"),
         (("--num_gpus", "2", "--include", "localhost:0"), "include/exclude"),
@@ -112,13 +125,28 @@ def test_refusals_name_the_flag(flags: tuple[str, ...], message: str) -> None:
         plan(*flags)
 
 
-def test_hostfile_of_this_machine_is_used_and_others_are_refused(tmp_path) -> None:
+def resources(*flags: str) -> dict[str, list[int]]:
+    return runner.choose_resources(runner.parse_args([*flags, "train.py"]))
+
+
+def test_hosts_and_slots_of_a_hostfile(tmp_path) -> None:
     path = tmp_path / "hosts"
     path.write_text("localhost slots=3\nother slots=2\n")
-    assert plan("--hostfile", str(path), "--include", "localhost").num_ranks == 3
-    assert plan("--hostfile", str(path), "--num_nodes", "1").num_ranks == 3
-    with pytest.raises(ValueError, match="localhost, other"):
-        plan("--hostfile", str(path))
+    hosts = ("--hostfile", str(path))
+    assert plan(*hosts, "--include", "localhost").num_ranks == 3
+    assert plan(*hosts, "--num_nodes", "1").num_ranks == 3
+    assert resources(*hosts) == {"localhost": [0, 1, 2], "other": [0, 1]}
+    assert resources(*hosts, "--num_nodes", "2", "--num_gpus", "1") == {"localhost": [0], "other": [0]}
+    assert resources(*hosts, "--include", "other@localhost:0,2") == {"localhost": [0, 2], "other": [0, 1]}
+    assert resources(*hosts, "--exclude", "localhost") == {"other": [0, 1]}
+    with pytest.raises(ValueError, match="--num_gpus=3: only 2 slots are there on other"):
+        resources(*hosts, "--num_gpus", "3")
+    with pytest.raises(ValueError, match="--num_nodes=3: only localhost, other is there"):
+        resources(*hosts, "--num_nodes", "3")
+
+
+def test_nodes_like_this_one_need_no_hostfile_without_ssh() -> None:
+    assert resources("--no_ssh", "--num_nodes", "2", "--num_gpus", "2") == {"node-0": [0, 1], "node-1": [0, 1]}
 
 
 def test_commands() -> None:
@@ -131,7 +159,7 @@ def test_commands() -> None:
 
 def test_threads_are_shared_out_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "num_available_cores", lambda: 8)
+    monkeypatch.setattr(plans, "num_available_cores", lambda: 8)
     assert plan("--num_gpus", "2").rank_environment(0)["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert plan("--num_gpus", "2").rank_environment(0)["OMP_NUM_THREADS"] == "3"

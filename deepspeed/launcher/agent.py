@@ -1,0 +1,136 @@
+"""One node's processes under torch's elastic agent.
+
+Owns: the agent's set-up, and its findings in this package's terms. Does not own: which failure is reported
+(`failures`), nor the processes' output (`logs`). Called by: `launch`.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.launcher.failures import Exit
+from deepspeed.launcher.logs import RankHistory, RankLogs
+from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
+from deepspeed.launcher.signals import Interrupted, SecondInterrupt
+from deepspeed.utils.logging import logger
+
+PORT_ATTEMPTS = 5
+WORKER = Path(__file__).with_name("worker_exec.py")
+
+
+def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Exit]:
+    """Run the processes until all have ended well or one has not; then no process is left.
+
+    Args:
+        plan: what to run.
+        folder: existing folder for files that pass between agent and processes.
+        logs: readers of the processes' output, started.
+
+    Returns:
+        The processes that failed, by local rank.
+
+    Raises:
+        Interrupted: this process got a signal.
+        RuntimeError: the port that the plan names is in use.
+    """
+    # startup: the agent is needed here only, and programs import this package for a constant
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        with SecondInterrupt(lambda: kill_ranks(logs.history)):
+            _run_on_some_port(plan, folder, logs)
+    except ChildFailedError as error:
+        return {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+    except SignalException as error:
+        raise Interrupted(int(error.sigval)) from error
+    except KeyboardInterrupt as error:
+        raise Interrupted(signal.SIGINT) from error
+    return {}
+
+
+def _run_on_some_port(plan: LaunchPlan, folder: Path, logs: RankLogs) -> None:
+    """Run the agent on the plan's port, or on a free one where it names none."""
+    # In a larger job the agent's store is for this node alone, and the plan's port is rank 0's to open.
+    address, wanted = (plan.master_addr, plan.master_port) if plan.place is None else (LOCAL_MASTER_ADDR, 0)
+    port = TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
+    if port == 0:
+        port = free_port()  # every rank must be told the same number, so it is chosen here and not by the first who binds
+    for attempts_left in reversed(range(PORT_ATTEMPTS)):
+        try:
+            _run(plan, f"{address}:{port}", folder, logs)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            if wanted:
+                raise RuntimeError(port_in_use(port)) from error
+            if not attempts_left:
+                raise
+            logger.info("port %d is in use: taking a free one", port)
+            port = free_port()
+        else:
+            return
+
+
+def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
+    """Run torch's agent until every process ended well; raises what it raises otherwise."""
+    # startup: see run_with_agent
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    class PipedLogs(LogsSpecs):
+        """Sends each process's output into the pipes of `logs`."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            error_files = {local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs}
+            for local_rank, environment in envs.items():
+                environment["TORCHELASTIC_ERROR_FILE"] = error_files[local_rank]
+            return LogsDest(
+                stdouts={local_rank: str(logs.stdout_path(local_rank)) for local_rank in envs},
+                stderrs={local_rank: str(logs.stderr_path(local_rank)) for local_rank in envs},
+                error_files=error_files,
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(folder)
+
+    plan_file = folder / "plan.json"
+    plan.write_for_workers(plan_file, logs.control_path)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=plan.num_ranks,
+        run_id=f"deepspeed-{os.getpid()}",
+        rdzv_backend="static",
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": 0},
+        max_restarts=0,
+        start_method="spawn",
+        logs_specs=PipedLogs(),
+        local_addr=endpoint.rpartition(":")[0],
+    )
+    _quiet_agent_logs()
+    # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
+    elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
+
+
+def kill_ranks(history: list[RankHistory]) -> None:
+    """Kill the processes of every rank that still runs; each rank leads a process group of its own."""
+    for seen in history:
+        if seen.pid is not None and seen.exited_at is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(seen.pid, signal.SIGKILL)
+
+
+def _quiet_agent_logs() -> None:
+    """Keep the agent's own words for debugging: this package reports in its place."""
+    if logger.isEnabledFor(logging.DEBUG):
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

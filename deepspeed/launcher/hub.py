@@ -1,0 +1,356 @@
+"""Where the launchers of one job meet, so that the end of one is the end of all, and its cause is known.
+
+Owns: the listening side: who has come, who is alive, which failure was first, and when all may go. Does not own: the
+launchers' side (`lifeline`) nor processes. Called by: `nodes`, in the command that the user started, or on node 0
+where each node is started by hand.
+
+The protocol, one JSON object per line, over one TCP connection per launcher:
+
+1. `hello` (token, member, port) introduces a launcher; `go` (address, port) answers once all have come, with where the
+   ranks meet. `refused` (why) answers a stranger.
+2. `beat` goes both ways all the time. Silence for the timeout, or a closed connection, is the loss of the peer.
+3. `done`: all processes of a launcher ended well. `failed` (failure): one did not; the rest of its node has been ended.
+4. `stop` (signal) goes to all after the first failure, loss or signal; each ends its processes and answers `stopped`
+   (failure, or null where nothing had failed before).
+5. `end` (code, failures) goes to all when each is done, stopped or lost. Its code is that of the whole job.
+"""
+
+import asyncio
+import base64
+import contextlib
+import ipaddress
+import json
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, node_timeout, start_timeout
+from deepspeed.launcher.failures import Failure
+
+LOST_CODE = 1
+LINE_LIMIT = 1 << 22
+STOP_PATIENCE_SECONDS = 45.0
+"""For the answers to `stop`: half a minute of patience with the processes, and their cleaning up."""
+MAX_BEAT_SECONDS = 2.0
+
+
+def beat_interval(timeout: float) -> float:
+    """Return the seconds between signs of life: several fit into the timeout."""
+    return min(MAX_BEAT_SECONDS, timeout / 5)
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """How a launcher finds the hub: addresses to try in order, a port, and a word that tells jobs apart."""
+
+    addresses: list[str]
+    port: int
+    token: str
+
+    def encode(self) -> str:
+        """Return it as one shell-safe word."""
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> "HubAddress":
+        """Read what `encode` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            return cls(**json.loads(base64.urlsafe_b64decode(text)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--hub={text}: not the address of a launch; start this through the `deepspeed` command") from error
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ended: the code to exit with, and every failure with its launcher's name, the cause first."""
+
+    code: int
+    failures: list[tuple[str, Failure]]
+
+
+@dataclass
+class _Member:
+    """One launcher: its name, its connection once it has come, and whether it still has something to do."""
+
+    label: str
+    writer: asyncio.StreamWriter | None = None
+    port: int = 0
+    settled: bool = False
+
+
+@dataclass
+class _State:
+    """What the hub's thread alone touches."""
+
+    members: list[_Member]
+    failures: list[tuple[float, str, Failure]] = field(default_factory=list)
+    stopping: bool = False
+    interrupted_by: int | None = None
+
+
+class Hub:
+    """Serves the launchers of one job from a thread.
+
+    Call order: construct, `start()`, start the launchers with `address`, `wait()`, `close()`.
+
+    Args:
+        labels: one name per launcher, as error messages say it.
+        addresses: this machine's addresses as the launchers see them.
+        master_addr: address that the ranks shall meet at; "" finds out where rank 0 can be reached.
+        port: port to listen on; 0 is any.
+        token: the word that launchers must say; a random one if not given.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(
+        self,
+        labels: list[str],
+        addresses: list[str],
+        master_addr: str = "",
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
+        dual = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=len(labels) + 8
+        )
+        self._state = _State([_Member(label) for label in labels])
+        self._timeout, self._start_timeout = node_timeout(), start_timeout()
+        self._master_addr = master_addr
+        self.address = HubAddress(addresses, self._listener.getsockname()[1], token if token is not None else secrets.token_hex(8))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="deepspeed-hub", daemon=True)
+        self._finished = threading.Event()
+        self._verdict: Verdict | None = None
+        self._ending = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> Verdict | None:
+        """Return how the job ended, or None when it has not within `timeout` seconds."""
+        self._finished.wait(timeout)
+        return self._verdict
+
+    def stop(self, signum: int) -> None:
+        """End the job because this process got a signal; a second call cuts the processes' grace short. Returns at once."""
+        self._call(lambda: self._interrupt(signum))
+
+    def fail(self, member: int | None, subject: str, how: str, code: int) -> None:
+        """Report a failure that no launcher can report itself; ignored where that member has settled or spoken.
+
+        Args:
+            member: the launcher that is gone with it; None is all those that have not come.
+            subject: who failed.
+            how: behind "failed first, with".
+            code: the exit code that this stands for.
+        """
+        self._call(lambda: self._fail_from_outside(member, Failure(subject, how, code)))
+
+    def close(self) -> None:
+        """End the thread and the connections; the launchers take that as the loss of their job."""
+        self._call(self._ending.set)
+        self._thread.join()
+
+    def _call(self, action: Callable[[], None]) -> None:
+        # After the end there is no loop to call into, and nothing left to do.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve_all())
+        finally:
+            self._loop.close()
+            self._finished.set()
+
+    async def _serve_all(self) -> None:
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=LINE_LIMIT)
+        late = self._loop.call_later(self._start_timeout, self._miss_late_ones)
+        beats = self._loop.create_task(self._beat())
+        await self._ending.wait()
+        late.cancel()
+        beats.cancel()
+        for member in self._state.members:
+            if member.writer is not None:
+                member.writer.close()
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            self._broadcast({"type": "beat"})
+            await asyncio.sleep(beat_interval(self._timeout))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Talk with one launcher until it or the job is gone."""
+        member: _Member | None = None
+        why = "a lost connection: its launcher was killed, or its machine went down"
+        try:
+            member = self._welcome(await self._read(reader), writer)
+            while member is not None:
+                self._take(member, await self._read(reader))
+        except asyncio.TimeoutError:
+            why = f"no sign of life for {self._timeout:g} seconds: its network is cut, or its machine is down or stopped"
+        except (OSError, ValueError, EOFError):
+            # The connection broke, or a stranger speaks another protocol; `why` says it.
+            pass
+        finally:
+            writer.close()
+        if member is not None and not member.settled:
+            self._lose(member, why)
+
+    async def _read(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        line = await asyncio.wait_for(reader.readline(), self._timeout)
+        if not line.endswith(b"\n"):
+            raise EOFError
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"not a message: {message!r}")
+        return message
+
+    def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> _Member | None:
+        number, members = hello.get("member"), self._state.members
+        why = None
+        if hello.get("token") != self.address.token:
+            why = "it belongs to another job; start all nodes with the same hostfile and flags"
+        elif not isinstance(number, int) or not 0 <= number < len(members):
+            why = f"number {number} is not in 0..{len(members) - 1}"
+        elif members[number].writer is not None:
+            why = f"{members[number].label} has come already; give each node a --node_rank of its own"
+        elif self._state.stopping:
+            why = "it comes too late: the job has failed or was stopped"
+        if why is not None or not isinstance(number, int):
+            _send(writer, {"type": "refused", "why": why})
+            return None
+        member = members[number]
+        member.writer, member.port = writer, int(hello.get("port") or 0)
+        if all(other.writer is not None for other in members):
+            self._broadcast({"type": "go", "master_addr": self._find_master(), "master_port": members[0].port})
+        return member
+
+    def _find_master(self) -> str:
+        """Return the address at which the other nodes reach rank 0.
+
+        Each connection has shown an address that works. Where rank 0 came over the loopback, it runs on this machine,
+        and the others know this machine by the address that they came to.
+        """
+        if self._master_addr:
+            return self._master_addr
+        writers = [member.writer for member in self._state.members if member.writer is not None]
+        peer, own = (_host(writers[0].get_extra_info(side)) for side in ("peername", "sockname"))
+        # An address of this machine that it reaches itself at need not lead here from elsewhere.
+        candidates = [_host(writer.get_extra_info("sockname")) for writer in writers[1:]] if peer == own else []
+        candidates.append(peer)
+        return next((host for host in candidates if not ipaddress.ip_address(host).is_loopback), LOCAL_MASTER_ADDR)
+
+    def _take(self, member: _Member, message: dict[str, Any]) -> None:
+        kind = message.get("type")
+        if kind == "beat":
+            return
+        member.settled = True
+        if message.get("failure") is not None:
+            self._add_failure(member.label, Failure(**message["failure"]))
+        if kind == "failed":
+            self._stop_all()
+        self._end_if_settled()
+
+    def _add_failure(self, label: str, failure: Failure) -> None:
+        # Clocks of machines differ; the age by the sender's own clock gives the moment by ours.
+        self._state.failures.append((time.monotonic() - failure.age, label, failure))
+
+    def _lose(self, member: _Member, why: str) -> None:
+        member.settled = True
+        self._add_failure("", Failure(member.label, why, LOST_CODE))
+        self._stop_all()
+        self._end_if_settled()
+
+    def _fail_from_outside(self, number: int | None, failure: Failure) -> None:
+        members = self._state.members
+        gone = [members[number]] if number is not None else [member for member in members if member.writer is None]
+        if self._verdict is not None or not any(member.writer is None and not member.settled for member in gone):
+            return
+        for member in gone:
+            member.settled = True
+        self._add_failure("", failure)
+        self._stop_all()
+        self._end_if_settled()
+
+    def _miss_late_ones(self) -> None:
+        missing = [member for member in self._state.members if member.writer is None and not member.settled]
+        for member in missing:
+            self._lose(member, f"no word from its launcher within {self._start_timeout:g} seconds of the start")
+
+    def _interrupt(self, signum: int) -> None:
+        if self._state.stopping:
+            # The user is asking again: to launchers, SIGINT behind another signal means at once.
+            for member in self._state.members:
+                self._tell_to_stop(member, signal.SIGINT)
+            return
+        self._state.interrupted_by = signum
+        self._stop_all(signum)
+        self._end_if_settled()
+
+    def _stop_all(self, signum: int = signal.SIGTERM) -> None:
+        if self._state.stopping:
+            return
+        self._state.stopping = True
+        for member in self._state.members:
+            if member.writer is not None:
+                self._tell_to_stop(member, signum)
+            else:
+                # It has not come and is not waited for; if it does come, it is sent away.
+                member.settled = True
+        self._loop.call_later(STOP_PATIENCE_SECONDS, self._give_up)
+
+    def _tell_to_stop(self, member: _Member, signum: int = signal.SIGTERM) -> None:
+        if member.writer is not None and not member.settled:
+            _send(member.writer, {"type": "stop", "signal": int(signum)})
+
+    def _give_up(self) -> None:
+        for member in self._state.members:
+            if not member.settled:
+                self._lose(member, f"processes that did not stop within {STOP_PATIENCE_SECONDS:g} seconds")
+
+    def _end_if_settled(self) -> None:
+        if self._verdict is not None or not all(member.settled for member in self._state.members):
+            return
+        ordered = sorted(self._state.failures, key=lambda entry: entry[0])
+        failures = [(label, failure) for _, label, failure in ordered]
+        if self._state.interrupted_by is not None:
+            self._verdict = Verdict(128 + self._state.interrupted_by, failures)
+        else:
+            self._verdict = Verdict(failures[0][1].code if failures else 0, failures)
+        told = [(label, asdict(failure)) for label, failure in failures]
+        self._broadcast({"type": "end", "code": self._verdict.code, "failures": told})
+        self._finished.set()
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for member in self._state.members:
+            if member.writer is not None:
+                _send(member.writer, message)
+
+
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    # A connection that breaks is noticed by its reader. Messages are small: the buffer of a cut one grows by beats only.
+    if not writer.is_closing():
+        writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _host(endpoint: tuple[Any, ...]) -> str:
+    return str(endpoint[0]).removeprefix("::ffff:")

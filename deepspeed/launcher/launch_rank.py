@@ -1,0 +1,99 @@
+"""One process of a job whose engine starts every process itself (MPI, Slurm), run as `python -m` by that engine.
+
+Owns: supervising a single process that stays the engine's: it inherits the engine's variables and open descriptors, so
+that the user's script can be an MPI process. Does not own: the command's part (`nodes`), nor what `launch.run` does for
+every launcher. torch is not imported: there is one of these per process.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from deepspeed.launcher.agent import WORKER
+from deepspeed.launcher.failures import Exit
+from deepspeed.launcher.launch import decode_world_info, exit_code, make_parser, node_plan, run
+from deepspeed.launcher.logs import RankLogs
+from deepspeed.launcher.plan import LaunchPlan, place_of_rank
+from deepspeed.launcher.signals import Interrupted
+from deepspeed.utils.logging import get_log_level_from_string, logger
+
+TERMINATE_SECONDS = 30.0
+
+
+def run_directly(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Exit]:
+    """Run the plan's one process; see `agent.run_with_agent`, in whose place this stands."""
+    plan_file = folder / "plan.json"
+    plan.write_for_workers(plan_file, logs.control_path)
+    with open(logs.stdout_path(0), "wb") as out, open(logs.stderr_path(0), "wb") as err:
+        # Descriptors of the engine (MPICH's PMI_FD) go on to the process; Python's own are not inheritable.
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WORKER), str(plan_file), "0"],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            close_fds=False,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait()
+    except Interrupted as error:
+        _end(process, error.signum)
+        raise
+    return {0: Exit(process.pid, code)} if code else {}
+
+
+def _end(process: "subprocess.Popen[bytes]", signum: int) -> None:
+    """End the process and its group: gracefully, then for good. Another signal cuts the grace short."""
+    try:
+        os.killpg(process.pid, signum)
+        process.wait(TERMINATE_SECONDS)
+    except (Interrupted, subprocess.TimeoutExpired, ProcessLookupError):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
+    """Turn one process's parsed flags and the engine's variables into a plan.
+
+    Raises:
+        ValueError: the engine has placed the process elsewhere than the job's hostfile says, or set no rank.
+    """
+    world = decode_world_info(args.world_info)
+    missing = [name for name in (args.rank_variable, args.local_rank_variable) if not os.environ.get(name, "").isdigit()]
+    if missing:
+        raise ValueError(f"the engine has not set {', '.join(missing)}; start the job through the `deepspeed` command")
+    place = place_of_rank(world, int(os.environ[args.rank_variable]), args.hub)
+    local_rank = int(os.environ[args.local_rank_variable])
+    if local_rank != place.local_rank:
+        raise ValueError(
+            f"rank {place.first_rank} is local rank {local_rank} on {socket.gethostname()}, and should be {place.local_rank}: "
+            "ranks must fill the hosts one after the other; take out of --launcher_args what places them otherwise"
+        )
+    slots = list(world.values())[place.node_rank]
+    plan = node_plan(args, slots, place)
+    cores = [plan.cores[local_rank]] if plan.cores else []
+    # Upstream passes no --local_rank under these engines, and scripts for them do not expect it.
+    return replace(plan, num_ranks=1, cores=cores, pass_local_rank=False)
+
+
+def main() -> None:
+    """Start this process as the command line and the engine say, and exit with the job's code."""
+    parser = make_parser()
+    parser.add_argument("--rank_variable", required=True, help="variable that holds the rank")
+    parser.add_argument("--local_rank_variable", required=True, help="variable that holds the local rank")
+    args = parser.parse_args()
+    logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
+    sys.exit(exit_code(lambda: run(make_rank_plan(args), run_directly)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""The engines that start a job's launchers on several nodes: which program, with which command line.
+
+Owns: one class per engine, with upstream's names and interface. Each builds commands and starts nothing. Does not own:
+running them (`nodes`), what is forwarded (`environment`), nor what runs on the nodes: `launch`, one per node, under
+pdsh and ssh; `launch_rank`, one per process, under MPI and Slurm, whose processes must be theirs to be MPI processes.
+Called by: `nodes`.
+"""
+
+import abc
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from deepspeed.launcher.constants import (
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    PDSH_LAUNCHER,
+    SLURM_LAUNCHER,
+    SSH_LAUNCHER,
+)
+
+PDSH_MAX_FAN_OUT = 1024
+KEEPALIVE_SECONDS = 10
+"""ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as gone."""
+SSH_OPTIONS = (
+    *("-o", "BatchMode=yes"),  # A question for a password would wait for ever: the command has no terminal.
+    *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),
+    *("-o", "ServerAliveCountMax=3"),
+)
+
+
+class MultiNodeRunner(abc.ABC):
+    """Builds the command that starts a job's launchers over one engine.
+
+    Args:
+        args: parsed flags of `deepspeed`; `hub` holds where the launchers meet.
+        world_info_base64: `{host: slots}` of the job, as `runner.encode_world_info` wrote it.
+    """
+
+    rank_variables: tuple[str, str] | None = None
+    """Variables in which the engine tells a process its rank and local rank; None where it starts one launcher per node."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
+        self.args = args
+        self.world_info_base64 = world_info_base64
+        self.user_arguments = self.parse_user_args()
+        self.user_script = args.user_script
+        self.exports: dict[str, str] = {}
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The engine's name, as --launcher takes it."""
+
+    @abc.abstractmethod
+    def backend_exists(self) -> bool:
+        """Say whether the engine's program is there."""
+
+    @abc.abstractmethod
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """Return the command that starts the job.
+
+        Args:
+            environment: of the process that will run the command; what the engine takes from there is put into it.
+            active_resources: slots by host.
+
+        Raises:
+            ValueError: the engine cannot do what the flags ask for.
+        """
+
+    def get_cmds(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[list[str]]:
+        """Return the commands that start the job: one, or one per host in their order."""
+        return [self.get_cmd(environment, active_resources)]
+
+    def add_export(self, key: str, var: str) -> None:
+        """Set a variable for all processes of the job."""
+        self.exports[key.strip()] = var.strip()
+
+    def parse_user_args(self) -> list[str]:
+        """Return the arguments of the user's script."""
+        return list(self.args.user_args)
+
+    def validate_args(self) -> None:
+        """Refuse flags that this engine cannot honour.
+
+        Raises:
+            ValueError: with the flag and a remedy.
+        """
+        try:
+            self.launcher_args()
+        except ValueError as error:
+            raise ValueError(f"--launcher_args={self.args.launcher_args}: {error}; quote it as for a shell") from error
+
+    def launcher_command(self, node_rank: str | None) -> list[str]:
+        """Return the command of a launcher on a node: of the whole node `node_rank`, or of one process for None."""
+        args = self.args
+        module = "deepspeed.launcher.launch_rank" if self.rank_variables else "deepspeed.launcher.launch"
+        command = [*self._python(), "-u", "-m", module, f"--world_info={self.world_info_base64}", f"--hub={args.hub}"]
+        if self.rank_variables:
+            command += [f"--rank_variable={self.rank_variables[0]}", f"--local_rank_variable={self.rank_variables[1]}"]
+        else:
+            command.append(f"--node_rank={node_rank}")
+        if args.master_port_given:
+            command.append(f"--master_port={args.master_port}")
+        command += [f"--{flag}" for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank") if getattr(args, flag)]
+        if args.bind_core_list:
+            command.append(f"--bind_core_list={args.bind_core_list}")
+        if args.enable_each_rank_log:
+            command.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
+        command.append(f"--log_level={'error' if args.quiet else args.log_level}")
+        return [*command, self.user_script, *self.user_arguments]
+
+    def _python(self) -> list[str]:
+        """Return the interpreter; behind a script of --venv_script it is the one which that puts into PATH."""
+        if not self.args.venv_script:
+            return [sys.executable]
+        return ["bash", "-c", 'source "$0" && exec python "$@"', self.args.venv_script]
+
+    def launcher_args(self) -> list[str]:
+        """Return the words of --launcher_args."""
+        return shlex.split(self.args.launcher_args)
+
+
+class PDSHRunner(MultiNodeRunner):
+    """pdsh over ssh: one command for all hosts."""
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return PDSH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return shutil.which("pdsh") is not None
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """See the base class."""
+        environment["PDSH_RCMD_TYPE"] = "ssh"
+        ssh = [*SSH_OPTIONS, *(["-p", str(self.args.ssh_port)] if self.args.ssh_port is not None else [])]
+        environment["PDSH_SSH_ARGS_APPEND"] = " ".join([environment.get("PDSH_SSH_ARGS_APPEND", ""), *ssh]).strip()
+        # pdsh replaces %h, %u and %n in the command: the last is the host's position in the list, the others are the user's.
+        node, mark = "%n", "\0"
+        remote = shell_line(self.launcher_command(mark), self.exports).replace("%", "%%").replace(mark, node)
+        # -N: no host before each line, which names its rank; -S: the highest exit code of all hosts.
+        hosts = ",".join(active_resources)
+        return ["pdsh", "-S", "-N", "-f", str(PDSH_MAX_FAN_OUT), *self.launcher_args(), "-w", hosts, remote]
+
+
+class SSHRunner(MultiNodeRunner):
+    """Plain ssh: one command per host."""
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return SSH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return shutil.which("ssh") is not None
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """See the base class; `active_resources` holds one host."""
+        if len(active_resources) != 1:
+            raise ValueError(f"--launcher={self.name}: one command starts one host, not {len(active_resources)}; use get_cmds")
+        return self._host_command(next(iter(active_resources)), 0)
+
+    def get_cmds(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[list[str]]:
+        """See the base class."""
+        return [self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)]
+
+    def _host_command(self, host: str, node_rank: int) -> list[str]:
+        remote = shell_line(self.launcher_command(str(node_rank)), self.exports)
+        return [*ssh_command(self.args.ssh_port), *self.launcher_args(), host, remote]
+
+
+class _RankRunner(MultiNodeRunner):
+    """An engine that starts each process of the job itself, given how many the hosts hold."""
+
+    def __init__(
+        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]] | None = None
+    ) -> None:
+        super().__init__(args, world_info_base64)
+        self.resource_pool = resource_pool
+
+
+class OpenMPIRunner(_RankRunner):
+    """Open MPI's mpirun."""
+
+    rank_variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return OPENMPI_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") is not None
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """See the base class."""
+        program = find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") or "mpirun"
+        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
+        agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
+        settings = {
+            "plm_rsh_agent": agent,
+            # Its default leaves the daemon on a node that was cut off waiting for more than five minutes.
+            "oob_tcp_keepalive_time": str(KEEPALIVE_SECONDS),
+            "oob_tcp_keepalive_intvl": str(KEEPALIVE_SECONDS),
+            "oob_tcp_keepalive_probes": "2",
+            # Its words about the first failure would stand behind this project's.
+            "orte_abort_print_stack": "0",
+        }
+        command = [program, "-n", str(total(active_resources)), "--host", hosts, "--map-by", "slot", "--bind-to", "none", "--quiet"]
+        for key, value in settings.items():
+            command += ["--mca", key, value]
+        for key in self._give(environment):
+            command += ["-x", key]
+        return [*command, *self.launcher_args(), *self.launcher_command(None)]
+
+    def _give(self, environment: dict[str, str]) -> list[str]:
+        environment.update(self.exports)
+        return list(self.exports)
+
+
+class MPICHRunner(_RankRunner):
+    """MPICH's hydra."""
+
+    rank_variables = ("PMI_RANK", "MPI_LOCALRANKID")
+    programs: tuple[str, ...] = ("mpirun.mpich", "mpiexec.hydra", "mpirun", "mpiexec")
+    version_word = "HYDRA"
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return MPICH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return find_program(self.programs, self.version_word) is not None
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """See the base class."""
+        program = find_program(self.programs, self.version_word) or "mpiexec"
+        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
+        # hydra hands on the environment of its own process, whatever the values hold.
+        environment.update(self.exports)
+        extra = [environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", ""), *ssh_command(self.args.ssh_port)[1:]]
+        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(extra).strip()
+        command = [program, "-n", str(total(active_resources)), "-hosts", hosts, *self.launcher_args()]
+        return [*command, *self.launcher_command(None)]
+
+
+class IMPIRunner(MPICHRunner):
+    """Intel MPI, whose starter is a hydra too."""
+
+    programs = ("mpiexec.hydra", "mpirun", "mpiexec")
+    version_word = "Intel(R) MPI"
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return IMPI_LAUNCHER
+
+
+class MVAPICHRunner(MPICHRunner):
+    """MVAPICH, whose starter is a hydra too; it is told from MPICH's by `mpiname`, which it brings along."""
+
+    programs = ("mpiexec.hydra", "mpirun", "mpiexec")
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return MVAPICH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return find_program(("mpiname",), "MVAPICH") is not None and super().backend_exists()
+
+
+class SlurmRunner(_RankRunner):
+    """Slurm's srun, inside an allocation or making one."""
+
+    rank_variables = ("SLURM_PROCID", "SLURM_LOCALID")
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return SLURM_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """See the base class."""
+        return shutil.which("srun") is not None
+
+    def validate_args(self) -> None:
+        """See the base class."""
+        super().validate_args()
+        if self.args.ssh_port is not None:
+            raise ValueError(f"--ssh_port={self.args.ssh_port}: Slurm starts processes without ssh; leave the flag out")
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+        """See the base class."""
+        slots = {tuple(host_slots) for host_slots in active_resources.values()}
+        if len(slots) != 1:
+            raise ValueError(
+                f"--launcher=slurm needs the same slots on each host, not {dict(active_resources)}: Slurm orders the hosts "
+                "itself; change --include, --exclude or the hostfile"
+            )
+        # srun hands on the environment of its own process; a list on the command line could hold no commas in values.
+        environment.update(self.exports)
+        tasks = ["-n", str(total(active_resources)), "-N", str(len(active_resources)), f"--ntasks-per-node={len(slots.pop())}"]
+        # Blocks: ranks fill a node before the next one. No kill by srun: the launchers stop together, by themselves.
+        layout = ["--distribution=block:block", "--kill-on-bad-exit=0", "--export=ALL", f"--nodelist={','.join(active_resources)}"]
+        return ["srun", *tasks, *layout, *self.launcher_args(), *self.launcher_command(None)]
+
+
+RUNNERS: dict[str, type[MultiNodeRunner]] = {
+    PDSH_LAUNCHER: PDSHRunner,
+    SSH_LAUNCHER: SSHRunner,
+    OPENMPI_LAUNCHER: OpenMPIRunner,
+    MPICH_LAUNCHER: MPICHRunner,
+    IMPI_LAUNCHER: IMPIRunner,
+    MVAPICH_LAUNCHER: MVAPICHRunner,
+    SLURM_LAUNCHER: SlurmRunner,
+}
+
+
+def make_runner(
+    args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]]
+) -> MultiNodeRunner:
+    """Return the runner of --launcher.
+
+    Raises:
+        ValueError: there is no such engine, it is not installed, or it cannot honour a flag.
+    """
+    kind = RUNNERS.get(args.launcher.lower())
+    if kind is None:
+        raise ValueError(f"--launcher={args.launcher}: there is no such engine; use one of {', '.join(RUNNERS)}")
+    runner = kind(args, world_info_base64, resource_pool) if issubclass(kind, _RankRunner) else kind(args, world_info_base64)
+    runner.validate_args()
+    if not runner.backend_exists():
+        raise ValueError(f"--launcher={args.launcher}: its program is not installed here; install it or use another --launcher")
+    return runner
+
+
+def total(active_resources: Mapping[str, Sequence[int]]) -> int:
+    """Return the number of processes of the job."""
+    return sum(len(slots) for slots in active_resources.values())
+
+
+def ssh_command(port: int | None) -> list[str]:
+    """Return ssh with this project's options, without host and command."""
+    return ["ssh", *SSH_OPTIONS, *(["-p", str(port)] if port is not None else [])]
+
+
+def shell_line(command: Sequence[str], exports: Mapping[str, str]) -> str:
+    """Return what a login shell on a node shall do: set variables, go to this folder, become the command."""
+    variables = "".join(f"export {key}={shlex.quote(value)}; " for key, value in exports.items())
+    return f"{variables}cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+
+
+def find_program(names: Sequence[str], version_word: str) -> str | None:
+    """Return the first of the programs that is there and says `version_word` of itself; several bear the name mpirun."""
+    for name in names:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if version_word in said.stdout + said.stderr:
+            return path
+    return None

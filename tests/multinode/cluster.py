@@ -1,0 +1,189 @@
+"""Hosts for tests of the launcher: network namespaces on one bridge, each with its own address, name and ssh server.
+
+Owns: making and removing them, running commands on them, cutting them off, and finding what is left running on them.
+Everything lives in namespaces and in one temporary folder: keys, known hosts and servers are this cluster's own.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("ip", "nsenter", "unshare", "mount", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+NETWORK = "10.77.0"
+READY_SECONDS = 30.0
+
+
+def why_impossible() -> str | None:
+    """Say why this machine can make no cluster, or None."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+class Node:
+    """One host: a namespace of network, mounts and host name, held by its ssh server."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.name = f"node{number}"
+        self.address = f"{NETWORK}.{number}"
+        self.namespace = f"{cluster.prefix}n{number}"
+        self.cable = f"{cluster.prefix}v{number}"
+        self._cluster = cluster
+        self.server: subprocess.Popen[bytes] | None = None
+
+    def boot(self) -> None:
+        """Bring the network up and start the ssh server."""
+        run("ip", "netns", "add", self.namespace)
+        run("ip", "-n", self._cluster.switch, "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "master", "bridge", "up")
+        run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
+        run("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        folder = self._cluster.folder
+        # /run is the host's own, as are its name, its known names, and what ssh keeps for the user.
+        script = f"""
+            set -e
+            hostname {self.name}
+            mount -t tmpfs none /run
+            mkdir -p /run/sshd /root/.ssh
+            mount --bind {folder}/ssh /root/.ssh
+            mount --bind {folder}/hosts /etc/hosts
+            exec /usr/sbin/sshd -D -e -f {folder}/sshd_config -o ListenAddress={self.address}
+            """
+        log = open(folder / f"{self.name}.log", "wb")  # noqa: SIM115 the server writes on
+        self.server = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "bash", "-c", textwrap.dedent(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        log.close()
+
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs `command` on this host."""
+        if self.server is None:
+            raise AssertionError(f"{self.name} is not booted")
+        return ["nsenter", "-t", str(self.server.pid), "--net", "--mount", "--uts", "--", *command]
+
+    def cut(self) -> None:
+        """Pull the cable: nothing comes or goes, and nobody is told."""
+        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "down")
+
+    def processes(self) -> dict[int, str]:
+        """What runs on this host, by process id, without its ssh server."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
+        own = self.server.pid if self.server else -1
+        found = {int(word): command_line(int(word)) for word in listed.split() if int(word) != own}
+        return {pid: line for pid, line in found.items() if line}
+
+    def shut_down(self) -> None:
+        """End everything that runs on this host, and remove it."""
+        for pid in [*self.processes(), *([self.server.pid] if self.server else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.server:
+            self.server.wait()
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True, check=False)
+
+
+class Cluster:
+    """`size` hosts that reach each other over ssh as the same user; a context manager."""
+
+    def __init__(self, size: int, folder: Path, ssh_port: int = 22) -> None:
+        self.folder = folder
+        self.prefix = f"ds{os.getpid() % 100000}"
+        self.switch = f"{self.prefix}sw"
+        self.ssh_port = ssh_port
+        self.nodes = [Node(self, number) for number in range(1, size + 1)]
+
+    def __enter__(self) -> "Cluster":
+        self._write_files()
+        try:
+            run("ip", "netns", "add", self.switch)
+            run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            run("ip", "-n", self.switch, "link", "set", "bridge", "up")
+            for node in self.nodes:
+                node.boot()
+            for node in self.nodes:
+                self._await(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.shut_down()
+        subprocess.run(["ip", "netns", "delete", self.switch], capture_output=True, check=False)
+
+    def _write_files(self) -> None:
+        ssh = self.folder / "ssh"
+        ssh.mkdir(mode=0o700)
+        for key in (ssh / "id_ed25519", self.folder / "host_key"):
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
+        host_key = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
+        names = [name for node in self.nodes for name in (node.name, node.address)]
+        (ssh / "known_hosts").write_text("".join(f"{self._known(name)} {host_key}\n" for name in names))
+        (self.folder / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in self.nodes)
+        )
+        (self.folder / "sshd_config").write_text(
+            textwrap.dedent(f"""
+            Port {self.ssh_port}
+            HostKey {self.folder}/host_key
+            AuthorizedKeysFile /root/.ssh/authorized_keys
+            PermitRootLogin yes
+            PasswordAuthentication no
+            StrictModes no
+            UsePAM no
+            PidFile none
+            """)
+        )
+
+    def _known(self, name: str) -> str:
+        return name if self.ssh_port == 22 else f"[{name}]:{self.ssh_port}"
+
+    def _await(self, node: Node) -> None:
+        """Wait until the host answers over ssh."""
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            log = (self.folder / f"{node.name}.log").read_text()
+            if "Server listening" in log:
+                return
+            if node.server is None or node.server.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{node.name} did not come up: {log}")
+            time.sleep(0.05)
+
+    def hostfile(self, slots: int = 2) -> str:
+        """Write a hostfile of all hosts; returns its path."""
+        path = self.folder / "hostfile"
+        path.write_text("".join(f"{node.name} slots={slots}\n" for node in self.nodes))
+        return str(path)
+
+
+def run(*command: str) -> None:
+    """Run a command that must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(command)}: {done.stderr}")
+
+
+def command_line(pid: int) -> str:
+    """A process's command line; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
