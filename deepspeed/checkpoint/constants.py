@@ -26,6 +26,8 @@ NUM_EXPERTS = "num_experts"  # of each layer with experts, where there are any
 AUTOEP_LAYERS = "ds_autoep_layers"  # upstream's, in its files of models with experts
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
+# Not upstream's: version of the manifest that stands beside the file, so that a lost manifest is not taken for one that never was.
+MANIFEST_VERSION = "manifest_version"
 
 MODEL_STATE_KEYS = frozenset(
     {
@@ -50,6 +52,7 @@ MODEL_STATE_KEYS = frozenset(
         AUTOEP_LAYERS,
         DS_CONFIG,
         DS_VERSION,
+        MANIFEST_VERSION,
     }
 )
 
@@ -83,6 +86,7 @@ ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 EXPERT_FILE_PREFIX = "expp_rank_"
+LAYER_FILE_PREFIX = "layer_"
 # Not upstream's: what each process needs to go on bit-equal (random states, position in the data).
 HOST_FILE_PREFIX = "host_state_rank_"
 
@@ -111,3 +115,30 @@ def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:
 def host_file(global_rank: int) -> str:
     """Name of a process's own file."""
     return f"{HOST_FILE_PREFIX}{global_rank}.pt"
+
+# Universal checkpoints: a folder per parameter, a file per kind of its state
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
+UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
+LATEST_UNIVERSAL = "latest_universal"
+UNIVERSAL_FOLDER = "zero"
+UNIVERSAL_OPTIMIZER_FILE = "optimizer_state.pt"
+FP32_WEIGHT_KEY = "fp32"
+PARAM = "param"
+CAT_DIM = "cat_dim"
+VOCAB_TENSOR = "vocab_tensor"
+PARAM_N_SUB_PARAMS = "param_n_sub_params"
+SUB_PARAM_SHAPE = "sub_param_shape"
+PARAM_GROUPS = "param_groups"
+# Not upstream's, beside PARAM_GROUPS: the names of the parameters in each.
+PARAM_NAMES = "param_names"
+# What the client says of its slices, in UNIVERSAL_CHECKPOINT_INFO
+ORIGINAL_VOCAB_SIZE = "original_vocab_size"
+PADDED_VOCAB_SIZE = "padded_vocab_size"
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
+PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"

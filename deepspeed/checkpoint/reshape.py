@@ -32,6 +32,13 @@ _SHARD_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_sta
 _EXPERT_FILE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 
+def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) -> bool:
+    """Whether optimizer state has an element for each of a tensor's (of one of `sizes`, without dimensions if `is_scalar`)."""
+    if key == STEP or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
+        return False
+    return value.dim() > 0 or is_scalar
+
+
 class SavedPiece(NamedTuple):
     """Elements `start` to `start + numel` of parameter `name`.
 
@@ -80,9 +87,7 @@ class _Tensor(NamedTuple):
 
     def is_per_element(self, key: str, value: Any) -> bool:
         """Whether `value` has an element for each of the tensor's; a step count never has."""
-        if key == STEP or not isinstance(value, torch.Tensor) or value.numel() not in self.sizes:
-            return False
-        return value.dim() > 0 or self.is_scalar
+        return is_per_element(key, value, self.sizes, self.is_scalar)
 
 
 class SavedOptimizer:
@@ -93,6 +98,7 @@ class SavedOptimizer:
         tensor_rank: Whose slices to read, where the model is tensor parallel.
 
     Attributes:
+        tensor_size: Tensor-parallel ranks of the run that saved the folder.
         model_parts: Model-parallel ranks that hold the stages of that tensor-parallel rank, first stage first.
         has_state: Whether the run that saved the folder had an optimizer.
         scaler: State of the loss scale; empty if there is none. Known once `pieces` has ended, as is
@@ -105,8 +111,8 @@ class SavedOptimizer:
     def __init__(self, folder: str, tensor_rank: int = 0) -> None:
         self.folder = folder
         first = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
-        tensor_size = _degree(first, keys.CHECKPOINT_TP_DEGREE)
-        self.model_parts = range(tensor_rank, first.get(keys.MP_WORLD_SIZE, 1), tensor_size)
+        self.tensor_size = tensor_degree(first)
+        self.model_parts = range(tensor_rank, first.get(keys.MP_WORLD_SIZE, 1), self.tensor_size)
         listing = sorted(os.listdir(folder))
         self._shards = _by_part(folder, listing, _SHARD_FILE)
         self._expert_ranks = _by_part(folder, listing, _EXPERT_FILE)
@@ -216,13 +222,18 @@ class SavedOptimizer:
                 yield from _cut(tensor._replace(is_scalar=is_scalar[position]))
 
     def _keep_scaler(self, state: Mapping[str, Any]) -> None:
-        scaler = state.get(keys.LOSS_SCALER)
-        found = vars(scaler) if scaler is not None else {key: state[key] for key in keys.SCALER_KEYS if key in state}
-        self.scaler = self.scaler or dict(found)
+        self.scaler = self.scaler or scaler_state(state)
 
 
-def _degree(model: Mapping[str, Any], key: str) -> int:
-    return int((model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}).get(key, 1))
+def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of the loss scale in saved optimizer state, where it is an object or stands beside the rest; empty if there is none."""
+    scaler = state.get(keys.LOSS_SCALER)
+    return dict(vars(scaler)) if scaler is not None else {key: state[key] for key in keys.SCALER_KEYS if key in state}
+
+
+def tensor_degree(model: Mapping[str, Any]) -> int:
+    """Tensor-parallel ranks of the run that wrote a model file."""
+    return int((model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}).get(keys.CHECKPOINT_TP_DEGREE, 1))
 
 
 def _by_part(folder: str, listing: Sequence[str], pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:

@@ -317,3 +317,7 @@ class EngineSettings:
     def checkpoint_tag_validation_fail(self) -> bool:
         """Whether differing tags are an error."""
         return self._config.checkpoint_tag_validation_fail
+
+    def load_universal_checkpoint(self) -> bool:
+        """`checkpoint.load_universal`."""
+        return self._config.load_universal_checkpoint

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.reshape import FP32, SavedOptimizer, SavedPiece
+from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -128,14 +129,14 @@ class _Recut:
         self.places: dict[str, list[_Place]] = {}
         self.options: dict[int, dict[str, Any]] = {}
         self._from: dict[int, str] = {}
-        for tensor, runs in _own_tensors(optimizer):
+        for tensor, runs in own_tensors(optimizer):
             self.tensors.append(tensor)
             for param, start, at, numel in runs:
                 name = name_of(param)
                 tensor.names.append(name)
                 self.places.setdefault(name, []).append(_Place(tensor, start, at, numel, param.numel()))
 
-    def fill(self, saved: SavedOptimizer) -> None:
+    def fill(self, saved: SavedOptimizer | OwnSlices) -> None:
         """Take everything that is this rank's."""
         first: SavedPiece | None = None
         for piece in saved.pieces():
@@ -196,7 +197,7 @@ class _Recut:
 _ParamRun = tuple[nn.Parameter, int, int, int]
 
 
-def _own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]:
+def own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]:
     """Every tensor that the wrapped optimizer updates, in its order, with parts of parameters as (param, start, at, numel)."""
     if not isinstance(optimizer, MasterWeightOptimizer):
         for index, param_group in enumerate(optimizer.param_groups):
@@ -217,7 +218,7 @@ def _own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]
         yield _OwnTensor(index, numel, used, (numel,)), runs
 
 
-def recut_state(sequence: StepSequence, saved: SavedOptimizer, name_of: NameOf) -> RecutState:
+def recut_state(sequence: StepSequence, saved: SavedOptimizer | OwnSlices, name_of: NameOf) -> RecutState:
     """What `sequence` (or the client's optimizer, where that has the state) would have saved on this rank.
 
     Args:

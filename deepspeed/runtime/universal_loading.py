@@ -1,0 +1,98 @@
+"""This rank's share of whole parameters: of a universal checkpoint, or of one saved by another number of tensor-parallel ranks.
+
+Which slice of a parameter is whose is `checkpoint.universal_checkpoint`'s; here the names and shapes of the model at hand are put
+to it. Nothing here communicates or changes the model; who calls it when is `checkpoint_loading`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.experts import renumbered
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.whole_state import OwnSlices, Parameters, UniversalState, WholeState
+from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
+from deepspeed.utils import groups
+
+
+def own_slices(module: nn.Module, folder: str, model: Mapping[str, Any], universal: bool) -> OwnSlices | None:
+    """This rank's share of whole parameters; None for a folder whose files can be read as they are.
+
+    Args:
+        module: The model.
+        folder: The checkpoint.
+        model: Content of one of its model files.
+        universal: It is to be a universal checkpoint.
+
+    Raises:
+        CheckpointError: It is none, or was sliced otherwise and nothing in it says how.
+    """
+    saved, own = Cut.of_file(model).tensor, Cut.of_this_run().tensor
+    if saved == own and not universal:
+        return None
+    if saved != own and model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None:
+        raise CheckpointError(
+            f"{folder} was saved with {saved} tensor-parallel ranks, this run has {own}: only the model knows how its weights are "
+            f"sliced, and {keys.UNIVERSAL_CHECKPOINT_INFO} is not in the checkpoint. Run with as many, or save with "
+            f"client_state={{{keys.UNIVERSAL_CHECKPOINT_INFO!r}: {{...}}}}"
+        )
+    parameters: Parameters = UniversalState(folder) if universal else WholeState(folder)
+    names = file_names(module)
+    shapes = {names[name]: param.shape for name, param in module.named_parameters()}
+    return OwnSlices(parameters, shapes, groups.get_tensor_model_parallel_rank(), own)
+
+
+def file_names(module: nn.Module) -> dict[str, str]:
+    """Name of each parameter in the model -> that in files: of tied weights the first, and experts numbered over all ranks."""
+    first = ModelFiles(module).experts.first
+    names: dict[int, str] = {}
+    return {
+        name: names.setdefault(id(param), renumbered(name, first))
+        for name, param in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> ReadWeights:
+    """The model's weights: parameters rounded from what is whole, the rest from the files of weights.
+
+    Raises:
+        CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of another model.
+    """
+    names, own = file_names(files.module), files.module.state_dict(keep_vars=True)
+    of_layers = dict(_in_layers(files, slices)) if files.is_layered else {}
+    state: dict[str, Any] = {}
+    for name, tensor in own.items():
+        value = slices.weight(names[name]) if name in names else None
+        if value is None:
+            value = of_layers.get(id(tensor), slices.parameters.weight(names.get(name, name)))
+        if value is not None:
+            state[name] = value.to(tensor.dtype) if isinstance(tensor, torch.Tensor) else value
+    if strict is not None:
+        files.check(state | _foreign(files, slices, set(names.values())), strict)
+    return ReadWeights(state, None)
+
+
+def _in_layers(files: ModelFiles, slices: OwnSlices) -> Iterator[tuple[int, torch.Tensor]]:
+    """What the layers' files have for each tensor of this stage, by identity: a tied weight's file has another name for it."""
+    if slices.is_cut_anew:
+        return
+    for layer, state in files.layered.read_state_dir(slices.parameters.folder, strict=False):
+        own = layer.state_dict(keep_vars=True)
+        yield from ((id(own[name]), value) for name, value in state.items() if name in own)
+
+
+def _foreign(files: ModelFiles, slices: OwnSlices, own: set[str]) -> dict[str, Any]:
+    """Parameters that are not this model's; another stage or expert rank may have them where there are any."""
+    if files.is_layered or files.experts.layers:
+        return {}
+    parameters = slices.parameters
+    return {name: torch.empty(0) for name in parameters.names() if name not in own and _is_trained(parameters, name)}
+
+
+def _is_trained(parameters: Parameters, name: str) -> bool:
+    return len(parameters.slots(name)) > 1
