@@ -93,8 +93,10 @@ setup(
         "console_scripts": [
             "deepspeed = deepspeed.launcher.runner:main",
             "ds = deepspeed.launcher.runner:main",
+            "ds_checkpoint = deepspeed.checkpoint.cli:main",
             "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_report = deepspeed.env_report:cli_main",
+            "ds_to_universal = deepspeed.checkpoint.ds_to_universal:command",
             "ds_verify = deepspeed.verify.oracle.cli:command",
         ]
     },

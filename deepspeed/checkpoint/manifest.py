@@ -39,6 +39,11 @@ class Manifest(NamedTuple):
     writers: Mapping[str, int]
     parts: Mapping[int, Mapping[str, Any]]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the run wrote into this folder; with node-local storage those of one node did."""
+        return len(self.parts) == self.head["world_size"]
+
 
 def write_part(folder: str, rank: int, files: Mapping[str, FileRecord], description: Mapping[str, Any]) -> None:
     """Leave what a rank knows of its files in the folder, atomically.
@@ -47,9 +52,13 @@ def write_part(folder: str, rank: int, files: Mapping[str, FileRecord], descript
         folder: The unfinished checkpoint.
         rank: The global rank.
         files: Name, relative to the folder -> record, of every file that it wrote.
-        description: What is in them; JSON.
+        description: What is in them; JSON. Under "files", what is said of files that it did not write is left out: a rank describes
+            all that it has, and what several have is written by one.
     """
-    content = {"files": {name: list(record) for name, record in files.items()}, "description": description}
+    # A writer may make a folder of a file.
+    written = {name.split("/")[0] for name in files}
+    own = {name: content for name, content in description.get("files", {}).items() if name in written}
+    content = {"files": {name: list(record) for name, record in files.items()}, "description": {**description, "files": own}}
     _replace(os.path.join(folder, _part(rank)), _dumped(content))
 
 

@@ -6,18 +6,33 @@ What is in the files is `model_files`', `optimizer_files`' and `host_state`'s; s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import CheckpointError, read_file, read_latest, recover_folder, together
+from deepspeed.checkpoint.manifest import MANIFEST, read_manifest
+from deepspeed.checkpoint.retention import newest_common_tag, published_tags
+from deepspeed.checkpoint.verification import (
+    FULL,
+    OFF,
+    check_coverage,
+    check_folder,
+    existing_tags,
+    latest_tag,
+    newest_published,
+    raise_problems,
+)
+from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import restore_host_state, restore_position
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
 from deepspeed.runtime.recut import RecutState
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
+from deepspeed.runtime.storage_nodes import StorageNode
+from deepspeed.runtime.universal_loading import own_slices, read_slices
 from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
@@ -70,48 +85,110 @@ class LoadingMixin(CheckpointParts):
         Raises:
             CheckpointError: On every rank if any could not read its files or they don't fit; nothing was changed then.
         """
+        self._finish_saves()
         load_dir = os.path.abspath(load_dir)
-        if tag is None:
-            tag = read_latest(load_dir)
-            if tag is None:
-                logger.warning(f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one")
-                return None, None
-        folder = os.path.join(load_dir, str(tag))
-        together(lambda: recover_folder(folder) if dist.get_rank() == 0 else None, self.device, f"looking for {folder}")
+        node = self._storage_node()
+        named = str(tag) if tag is not None else self._latest_tag(load_dir, node)
+        if named is None:
+            logger.warning(f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one")
+            return None, None
+        folder = os.path.join(load_dir, named)
+        together(lambda: recover_folder(folder) if node.publishes else None, self.device, f"looking for {folder}")
         if custom_load_fn is not None and ModelFiles(self.module).is_layered:
             raise ValueError(
                 "custom_load_fn: a PipelineModule's weights are in a file per layer; load them with its load_state_dir()"
             )
-        strict = load_module_strict and custom_load_fn is None
-        loaded: LoadedFiles = together(
-            lambda: self._read(load_dir, folder, load_module_only, strict, load_optimizer_states), self.device, f"loading {folder}"
-        )
+        self._verify_newest(folder, node) if tag is None else self._verify(folder, node)
+        strict = load_module_strict if custom_load_fn is None else None
+        with self._reading():
+            loaded: LoadedFiles = together(
+                lambda: self._read(folder, load_module_only, strict, load_optimizer_states), self.device, f"loading {folder}"
+            )
         ModelFiles(self.module).load(loaded.weights, load_module_strict, custom_load_fn)
         self._refresh_masters()
         if not load_module_only:
             self._restore_training(loaded, load_optimizer_states, load_lr_scheduler_states)
-        self.loaded_checkpoint_tag = str(tag)
+        self.loaded_checkpoint_tag = named
         client_keys = set(loaded.model) - (keys.MODEL_STATE_KEYS - {keys.DS_VERSION})
         return folder, {key: loaded.model[key] for key in loaded.model if key in client_keys}
 
-    def _read(self, load_dir: str, folder: str, module_only: bool, strict: bool, load_optimizer_states: bool) -> LoadedFiles:
-        if not os.path.isdir(folder):
-            tags = (
-                sorted(n for n in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, n)) and not n.startswith("."))
-                if os.path.isdir(load_dir)
-                else []
+    def _latest_tag(self, load_dir: str, node: StorageNode) -> str | None:
+        """What to load when no tag is given: the same on all ranks."""
+        universal = self.load_universal_checkpoint()  # type: ignore[attr-defined]  # from EngineSettings
+        what = f"looking for the newest checkpoint in {load_dir}"
+        known = together(lambda: self._known_tags(load_dir, node, universal), self.device, what)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, known)
+        return newest_common_tag([everywhere[publisher] for publisher in node.publishers])
+
+    @staticmethod
+    def _known_tags(load_dir: str, node: StorageNode, universal: bool) -> tuple[str | None, list[str]]:
+        if not node.publishes:
+            return None, []
+        if universal:
+            tag = read_latest(load_dir, keys.LATEST_UNIVERSAL)
+            return tag, [] if tag is None else [tag]
+        named, newest = latest_tag(load_dir), newest_published(load_dir)
+        if newest is not None and named != newest:
+            logger.warning(
+                f"{os.path.join(load_dir, keys.LATEST)} {'is missing' if named is None else f'names {named!r}'}, but the newest "
+                f"checkpoint that it was to name is {newest!r}: a save was killed before it wrote the file, or the file was lost "
+                f"or changed since. Loading {named or newest!r}; give a tag for another"
             )
-            raise CheckpointError(f"tag {os.path.basename(folder)!r} is not in {load_dir}; there are: {', '.join(tags) or 'none'}")
+        return named or newest, published_tags(load_dir)
+
+    def _verify_newest(self, folder: str, node: StorageNode) -> None:
+        """`_verify`, and if it fails tell which older checkpoint could be loaded: no other is loaded unasked."""
+        try:
+            return self._verify(folder, node)
+        except CheckpointError as error:
+            load_dir, tag = os.path.split(folder)
+            candidates: list[Any] = [[name for name in reversed(published_tags(load_dir)) if name != tag]]
+            dist.broadcast_object_list(candidates, src=0)
+            for name in candidates[0]:
+                if self._is_valid(os.path.join(load_dir, name), node):
+                    raise CheckpointError(
+                        f"{error}. The newest other checkpoint that is as it was written has tag={name!r}"
+                    ) from error
+            raise
+
+    def _is_valid(self, folder: str, node: StorageNode) -> bool:
+        try:
+            self._verify(folder, node)
+        except CheckpointError:
+            return False
+        return True
+
+    def _verify(self, folder: str, node: StorageNode) -> None:
+        """Hold the folder against its manifest, if it has one. All ranks call it, each reads a share of the files.
+
+        Raises:
+            CheckpointError: On every rank, naming what is wrong.
+        """
+        level = self._config.tree.checkpoint.verify  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        parts = together(lambda: _check_share(folder, node, level), self.device, f"checking {folder}")
+        if len(node.publishers) > 1:
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, parts)
+            parts = {rank: part for found in everywhere for rank, part in found.items()}
+        # Of one folder its first rank has them all; of folders of several nodes now every rank has.
+        together(lambda: raise_problems(folder, check_coverage(parts.values())), self.device, f"checking {folder}")
+
+    def _read(self, folder: str, module_only: bool, strict: bool | None, load_optimizer_states: bool) -> LoadedFiles:
         model = self._read_model_file(folder)
-        weights = ModelFiles(self.module).read(folder, model, strict)
+        slices = own_slices(self.module, folder, model, self.load_universal_checkpoint())  # type: ignore[attr-defined]  # from EngineSettings
+        files = ModelFiles(self.module)
+        weights = files.read(folder, model, strict) if slices is None else read_slices(files, slices, strict)
         if module_only:
             return LoadedFiles(model, weights)
         host, position = self._read_host(folder)
-        return LoadedFiles(model, weights, self._read_optimizer(folder, model, load_optimizer_states), host, position)
+        return LoadedFiles(model, weights, self._read_optimizer(folder, model, slices, load_optimizer_states), host, position)
 
-    def _read_optimizer(self, folder: str, model: dict[str, Any], load_optimizer_states: bool) -> RecutState | None:
+    def _read_optimizer(
+        self, folder: str, model: dict[str, Any], slices: OwnSlices | None, load_optimizer_states: bool
+    ) -> RecutState | None:
         try:
-            return self._optimizer_files().read(folder, model)
+            return self._optimizer_files().read(folder, model, slices)
         except (CheckpointError, CheckpointMismatchError):
             if load_optimizer_states:
                 raise
@@ -120,15 +197,23 @@ class LoadingMixin(CheckpointParts):
     def _read_model_file(self, folder: str) -> dict[str, Any]:
         """This rank's, or with other pipeline stages that of the first: what they have in common is the same."""
         own, path = Cut.of_this_run(), os.path.join(folder, keys.model_file(groups._get_model_parallel_rank()))
-        first: dict[str, Any] = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
-        saved = Cut.of_file(first)
-        if saved.tensor != own.tensor:
+        if os.path.isfile(os.path.join(folder, f"{keys.ZERO_FILE_PREFIX}0_{keys.model_file(0)}")):
             raise CheckpointError(
-                f"{folder} was saved with {saved.tensor} tensor-parallel ranks, this run has {own.tensor}: only the model "
-                "knows how its weights are sliced, so run with as many"
+                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 and 2 can be loaded. Make its "
+                "weights whole with zero_to_fp32 and load those into the model"
             )
-        model: dict[str, Any] = read_file(path) if saved == own else first
+        first: dict[str, Any] = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        self._check_manifest_is_there(folder, first)
+        model: dict[str, Any] = read_file(path) if Cut.of_file(first) == own else first
         return model
+
+    def _check_manifest_is_there(self, folder: str, model: dict[str, Any]) -> None:
+        is_checked = self._config.tree.checkpoint.verify != OFF  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        if is_checked and keys.MANIFEST_VERSION in model and not os.path.isfile(os.path.join(folder, MANIFEST)):
+            raise CheckpointError(
+                f"{os.path.join(folder, MANIFEST)} is missing, so the folder cannot be checked. Restore it, load another tag "
+                f"({', '.join(existing_tags(os.path.dirname(folder)))}), or load without checks by checkpoint.verify 'off'"
+            )
 
     def _read_host(self, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         path = os.path.join(folder, keys.host_file(dist.get_rank()))
@@ -168,3 +253,23 @@ class LoadingMixin(CheckpointParts):
             restore_host_state(loaded.host, self.training_dataloader)
         elif loaded.position is not None:
             restore_position(loaded.position, self.training_dataloader)
+
+
+def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:
+    """Check what is this rank's share of a folder.
+
+    Returns:
+        What the ranks that wrote the folder describe, for the first of those that share it; nothing for others.
+
+    Raises:
+        CheckpointError: Something is wrong with it.
+    """
+    load_dir, tag = os.path.split(folder)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"tag {tag!r} is not in {load_dir}; there are: {', '.join(existing_tags(load_dir)) or 'none'}")
+    manifest = read_manifest(folder) if level != OFF else None
+    if manifest is None:
+        return {}
+    share = node.share(node.ranks)
+    raise_problems(folder, check_folder(folder, manifest, share, level == FULL))
+    return manifest.parts if share[0] == 0 else {}

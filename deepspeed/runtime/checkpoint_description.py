@@ -1,0 +1,163 @@
+"""What the manifest of a checkpoint says is in the files: every weight, every fragment of the optimizer's state, random states.
+
+Made from the engine, not from the files, so that the two can be held against each other. Which ranks write which file is not known
+here: each rank describes all files whose content it has, and `checkpoint.manifest.write_part` keeps those that the rank did write.
+What must be true of descriptions is `checkpoint.verification`'s.
+
+A rank's description is JSON:
+
+    {"part": 0,                                       the model-parallel rank
+     "files": {
+       "mp_rank_00_model_states.pt": {
+         "weights": {"a.weight": [[4, 3], "bfloat16", "trained"],          kind: trained, unused, frozen or buffer
+                     "b.weight": [[4, 3], "bfloat16", "trained", "a.weight"]},           the weight that it is tied to
+         "scheduler": "WarmupLR"},
+       "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {
+         "slots": [{"fp32": "float32", "exp_avg": "float32"}],              per-element state and its dtype
+         "fragments": [["a.weight", 0, 12, 0]],                             parameter, first element, elements, which of the slots
+         "whole": false,                                                    true: what an earlier file has too is a copy
+         "loss_scale": 1.0},
+       "host_state_rank_0.pt": {"random": ["python", "numpy", "torch"], "dataloader": true}}}
+
+Experts are numbered over all ranks. "unused" requires gradients, but the optimizer has not got it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
+from deepspeed.checkpoint.reshape import FP32, is_per_element
+from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.checkpoint_parts import CheckpointParts
+from deepspeed.runtime.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.model_files import Cut, ModelFiles
+from deepspeed.runtime.optimizer_files import OptimizerFiles
+from deepspeed.runtime.recut import own_tensors
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.utils import groups
+
+TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
+
+
+def describe(engine: CheckpointParts, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    """What this rank knows of the files that are written for it, as in the module's text. Collective-free.
+
+    Args:
+        engine: The engine.
+        exclude_frozen_parameters: Frozen parameters are left out of the files.
+    """
+    part, optimizer = groups._get_model_parallel_rank(), engine._optimizer_files()
+    model_file = keys.model_file(part)
+    weights = _weights(engine, optimizer, model_file, exclude_frozen_parameters)
+    files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
+    if optimizer.optimizer is not None:
+        files.setdefault(optimizer.file or model_file, {}).update(_state(optimizer))
+    scheduler = engine.lr_scheduler
+    files.setdefault(model_file, {})["scheduler"] = None if scheduler is None else type(scheduler).__name__
+    random = ["python", "numpy", "torch", *([] if get_accelerator().device_name() == "cpu" else ["device"])]
+    has_position = hasattr(engine.training_dataloader, "state_dict")
+    files[keys.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
+    return {"part": part, "files": files}
+
+
+def describe_whole(engine: CheckpointParts, tag: str, client_state: Iterable[str], save_latest: bool) -> dict[str, Any]:
+    """What all ranks know alike, for the head of the manifest.
+
+    Args:
+        engine: The engine.
+        tag: Name of the checkpoint.
+        client_state: Names of what the client has added.
+        save_latest: The `latest` file will name it.
+    """
+    sequence = engine._sequence
+    return {
+        "tag": tag,
+        "ds_version": __version__,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "world_size": dist.get_world_size(),
+        "cut": Cut.of_this_run()._asdict(),
+        "shards": sequence.num_shards if isinstance(sequence, ZeROOptimizer) else 1,
+        "client_state": sorted(map(str, client_state)),
+        "latest": save_latest,
+    }
+
+
+def _weights(engine: CheckpointParts, optimizer: OptimizerFiles, model_file: str, without_frozen: bool) -> dict[str, Any]:
+    """Name of a file -> name of a weight -> shape, dtype, kind and, if it is tied, to which."""
+    trained = {param for group in _param_groups(optimizer) for param in group}
+    files = ModelFiles(engine.module)
+    layers = files.layered.files_of_layers() if files.is_layered else {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in layers} if files.is_layered else {model_file: {}}
+    names: dict[int, str] = {}
+    for local, tensor in engine.module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # what a module keeps by get_extra_state()
+        name = renumbered(local, files.experts.first)
+        kind = _kind(tensor, tensor in trained)
+        if kind == FROZEN and without_frozen:
+            continue
+        entry = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), kind]
+        first = names.setdefault(id(tensor), name)
+        for file in _files_of(name, files, layers, model_file):
+            found.setdefault(file, {})[name] = entry if first == name else [*entry, first]
+    return found
+
+
+def _kind(tensor: torch.Tensor, is_trained: bool) -> str:
+    if not isinstance(tensor, torch.nn.Parameter):
+        return BUFFER
+    if not tensor.requires_grad:
+        return FROZEN
+    return TRAINED if is_trained else UNUSED
+
+
+def _files_of(name: str, files: ModelFiles, layers: Mapping[str, str], model_file: str) -> list[str]:
+    prefix, number = expert_prefix(name), expert_number(name)
+    if prefix in files.experts.numbers and number is not None:
+        return [keys.expert_file(files.experts.numbers[prefix], number, groups._get_model_parallel_rank())]
+    if not files.is_layered:
+        return [model_file]
+    return [file for file, layer in layers.items() if name.startswith(f"{layer}.")]
+
+
+def _param_groups(optimizer: OptimizerFiles) -> Iterator[Sequence[torch.Tensor]]:
+    """The model's parameters that the optimizer updates."""
+    if isinstance(optimizer.sequence, MasterWeightOptimizer):
+        yield from (group.params for group in optimizer.sequence.groups)
+    elif optimizer.optimizer is not None:
+        yield from (group["params"] for group in optimizer.optimizer.param_groups)
+
+
+def _state(optimizer: OptimizerFiles) -> dict[str, Any]:
+    """Slots and fragments of one optimizer file."""
+    sequence = optimizer.sequence
+    owner = sequence if isinstance(sequence, MasterWeightOptimizer) else optimizer.optimizer
+    params = [iter(group["params"]) for group in owner.param_groups]
+    slots: list[dict[str, str]] = []
+    fragments = []
+    for tensor, runs in own_tensors(owner):
+        held = next(params[tensor.group], None)
+        state = owner.state.get(held, {}) if held is not None else {}
+        sizes, is_scalar = (tensor.numel, tensor.used), len(tensor.shape) == 0
+        found = {FP32: "float32"} if isinstance(owner, MasterWeightOptimizer) else {}
+        for key, value in state.items():
+            if is_per_element(key, value, sizes, is_scalar):
+                found[key] = str(value.dtype).removeprefix("torch.")
+        if found not in slots:
+            slots.append(found)
+        for param, start, _, numel in runs:
+            name = renumbered(optimizer.names.get(param, ""), optimizer.experts.first)
+            if name:
+                fragments.append([name, start, numel, slots.index(found)])
+    scale = getattr(getattr(sequence, "loss_scaler", None), "cur_scale", None)
+    is_whole = not isinstance(sequence, ZeROOptimizer)
+    return {"slots": slots, "fragments": fragments, "whole": is_whole, "loss_scale": None if scale is None else float(scale)}
