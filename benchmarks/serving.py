@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-Step = Callable[[], None]
+Step = Callable[[], float | None]
 # A message of at most so many elements is a norm, a flag or a loss.
 SCALAR_ELEMENTS = 16
 
@@ -46,14 +46,17 @@ def start_distributed(with_deepspeed: bool) -> dict[str, Any]:
 
 
 def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
-    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within."""
+    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within.
+
+    A step that is about a part of what it does returns the seconds of that part.
+    """
     gc.collect()
     dist.barrier()
     times = []
     for _ in range(count):
         start, cpu_start = time.perf_counter(), time.process_time()
-        step()
-        times.append((time.perf_counter() - start, time.process_time() - cpu_start))
+        part = step()
+        times.append((time.perf_counter() - start if part is None else part, time.process_time() - cpu_start))
     return times
 
 

@@ -7,6 +7,7 @@ Each `build_*` takes the same model, batch and settings and returns a function t
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Workload:
         accumulation: Micro-batches per step.
         clip: Largest gradient norm; 0 for no clipping.
         wide_products: The GPT multiplies in fp32 though its weights are bf16 (see examples/gpt.py).
+        width: Features per position of the GPT.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Workload:
     accumulation: int
     clip: float
     wide_products: bool
+    width: int = 256
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +81,7 @@ def build_model(work: Workload) -> nn.Module:
     torch.manual_seed(0)
     if work.model == "tiny":
         return TinyLayers(work.layers)
-    return GPT(GPTConfig(work.layers, 256, 4, work.context, wide_products=work.wide_products))
+    return GPT(GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products))
 
 
 def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
@@ -192,14 +195,18 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
     return config
 
 
-def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
-    """An engine trained by forward, backward, step. `torch_adam` as in `deepspeed_config`."""
+def build_engine(work: Workload, variant: str, torch_adam: bool) -> Any:
+    """The engine of the system named `variant`. `torch_adam` as in `deepspeed_config`."""
     import deepspeed  # optional: torch's own systems are built without it
 
     model = build_model(work)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=deepspeed_config(work, variant, torch_adam)
-    )
+    config = deepspeed_config(work, variant, torch_adam)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
+    """An engine trained by forward, backward, step. `torch_adam` as in `deepspeed_config`."""
+    engine = build_engine(work, variant, torch_adam)
     batches = _inputs(work, dist.get_rank(), work.dtype)
 
     def step() -> None:
@@ -208,6 +215,27 @@ def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
             engine.step()
 
     return step
+
+
+def build_offload(work: Workload) -> dict[str, Callable[[], float | None]]:
+    """ZeRO-2 with offload, in two cases: the whole training step, and the time of `engine.step()` at the boundary alone.
+
+    Systems differ in what of a gradient's way they leave to that call, so the second says less.
+    """
+    engine = build_engine(work, "zero2-offload", torch_adam=False)
+    batches = _inputs(work, dist.get_rank(), work.dtype)
+
+    def update() -> float:
+        for batch in batches:
+            engine.backward(engine(batch))
+            start = time.perf_counter()
+            engine.step()
+        return time.perf_counter() - start
+
+    def step() -> None:
+        update()
+
+    return {"step": step, "update": update}
 
 
 def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:

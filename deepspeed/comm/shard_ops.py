@@ -1,7 +1,8 @@
-"""Two collectives that sharding needs and no backend offers for uneven shards.
+"""Collectives that sharding needs and no backend offers for uneven shards.
 
 `reduce_to_owners` sums each owner's slice of a bucket onto that owner (a reduce-scatter with uneven splits);
-`gather_from_owners` fills every rank's copy of a buffer from the slices' owners (an all-gather with uneven splits). Device
+`gather_from_owners` fills every rank's copy of a buffer from the slices' owners (an all-gather with uneven splits), `gather_slices`
+the same for slices that are not neighbours in memory. Device
 backends run them as their own reduce-scatter and all-gather, or one operation per owner where the splits are uneven. Host
 backends (gloo, mpi) exchange the slices pairwise: every byte crosses once, no rank reduces what it doesn't own, and the owner can
 sum the pieces in a wider dtype and in rank order.
@@ -60,14 +61,16 @@ def _slices(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
     return [tensor[end - numel : end] for end, numel in zip(accumulate(splits), splits, strict=True)]
 
 
-def _pairwise(tensor: torch.Tensor, group: Any) -> bool:
+def is_pairwise(tensor: torch.Tensor, group: Any) -> bool:
     """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take host tensors only."""
     if get_accelerator().defers_collectives:
         return False  # a simulated device: what is checked is the path that devices take
     return tensor.device.type == "cpu" and dist.get_backend_name(group) in HOST_BACKENDS
 
 
-def _exchange(slices: list[torch.Tensor], into: list[torch.Tensor], sending: Sequence[int], rank: int, group: Any) -> list[Any]:
+def _exchange(
+    slices: Sequence[torch.Tensor], into: Sequence[torch.Tensor], sending: Sequence[int], rank: int, group: Any
+) -> list[Any]:
     """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it.
 
     Nearest peer first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so empty messages are left out.
@@ -97,7 +100,7 @@ def reduce_to_owners(bucket: torch.Tensor, splits: Sequence[int], group: Any = N
     slices = _slices(bucket, splits)
     works: list[Any] = []
     pieces = [slices[rank]]
-    if world > 1 and _pairwise(bucket, group):
+    if world > 1 and is_pairwise(bucket, group):
         pieces = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(world)]
         works = _exchange(slices, pieces, range(world), rank, group)
     elif world > 1 and len(set(splits)) == 1:
@@ -126,6 +129,25 @@ def gather_from_owners(
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     slices = _slices(flat, splits)
+    evenly = world > 1 and len(set(splits)) == 1
+    if evenly and not by_broadcast and not is_pairwise(flat, group):
+        works = [dist.all_gather_into_tensor(flat, slices[rank], group=group, async_op=True)]
+        return _started(PendingShards(works, [], keep=flat), async_op)
+    return gather_slices(slices, group, by_broadcast, async_op)
+
+
+def gather_slices(
+    slices: Sequence[torch.Tensor], group: Any = None, by_broadcast: bool = False, async_op: bool = False
+) -> PendingShards:
+    """Fill `slices` on every rank: slice `i` comes from rank `i` of `group`. Devices need a buffer for it, host backends none.
+
+    Args:
+        slices: Contiguous, 1-D, as long on every rank; this rank's own is already right.
+        group: Process group; None is the world.
+        by_broadcast: One broadcast per owner instead of an all-gather.
+        async_op: Return at once; `wait()` completes it.
+    """
+    rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
     if world > 1 and by_broadcast:
         works = [
@@ -133,13 +155,11 @@ def gather_from_owners(
             for owner, piece in enumerate(slices)
             if piece.numel()
         ]
-    elif world > 1 and _pairwise(flat, group):
+    elif world > 1 and is_pairwise(slices[rank], group):
         works = _exchange(slices, slices, [rank] * world, rank, group)
-    elif world > 1 and len(set(splits)) == 1:
-        works = [dist.all_gather_into_tensor(flat, slices[rank], group=group, async_op=True)]
     elif world > 1:
-        works = [dist.all_gather(slices, slices[rank], group=group, async_op=True)]
-    return _started(PendingShards(works, [], keep=flat), async_op)
+        works = [dist.all_gather(list(slices), slices[rank], group=group, async_op=True)]
+    return _started(PendingShards(works, [], keep=slices[rank]), async_op)
 
 
 def _started(pending: PendingShards, async_op: bool) -> PendingShards:

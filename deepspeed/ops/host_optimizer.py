@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import ALL_OPS, OpBuildError
 from deepspeed.utils.logging import logger
 
@@ -42,6 +43,24 @@ class FlatUpdate(NamedTuple):
     states: list[torch.Tensor]
     out: torch.Tensor | None
     scalars: tuple[float, ...]
+
+    def piece(self, start: int, end: int, out: torch.Tensor | None) -> FlatUpdate:
+        """The update of elements `start` to `end` alone, whose new values go to `out`."""
+        flats = [tensor.view(-1)[start:end] for tensor in (self.param, self.grad, *self.states)]
+        return FlatUpdate(flats[0], flats[1], flats[2:], out, self.scalars)
+
+
+class Delivery(Protocol):
+    """Takes the new values of a parameter piece by piece, while the optimizer goes on with the next."""
+
+    def pieces(self) -> Iterable[tuple[int, int]]:
+        """First and last+1 element of each piece, in the order in which they are updated; together they are the whole parameter."""
+
+    def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
+        """Where the piece goes in low precision (bf16 or fp16, contiguous, on the host); asked for before it is updated."""
+
+    def updated(self, start: int, end: int) -> None:
+        """The piece is updated and rounded."""
 
 
 TorchRule = Callable[[Sequence[float], torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
@@ -119,7 +138,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def __init__(self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
         self._grad_factor = 1.0
-        self._outs: Mapping[torch.Tensor, torch.Tensor] = {}
+        self._deliveries: Mapping[torch.Tensor, Delivery] = {}
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,22 +185,33 @@ class HostOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     grad = param.grad if param.grad.is_sparse else param.grad.contiguous()
-                    self._update(group, param, grad, self._grad_factor, self._outs.get(param))
+                    self._deliver(self._prepare(group, param, grad, self._grad_factor), self._deliveries.get(param))
         return loss
 
+    def _deliver(self, update: FlatUpdate, delivery: Delivery | None) -> None:
+        if delivery is None:
+            self._run(update)
+            return
+        for start, end in delivery.pieces():
+            out = delivery.low_precision_out(start, end)
+            if out is not None:
+                self._check_out(out, update.param[start:end])
+            self._run(update.piece(start, end, out))
+            delivery.updated(start, end)
+
     @contextmanager
-    def fused(self, grad_factor: float, outs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    def fused(self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]) -> Iterator[None]:
         """Within it, `step` does in its one pass what its caller would do before and after in passes of their own.
 
         Args:
             grad_factor: What gradients are multiplied by: clip factor / loss scale.
-            outs: For a parameter, where its new value goes in low precision; bf16 or fp16, contiguous, on the host.
+            deliveries: For a parameter (flat), who takes its new values while the rest is updated.
         """
-        self._grad_factor, self._outs = grad_factor, outs
+        self._grad_factor, self._deliveries = grad_factor, deliveries
         try:
             yield
         finally:
-            self._grad_factor, self._outs = 1.0, {}
+            self._grad_factor, self._deliveries = 1.0, {}
 
     @torch.no_grad()
     def step_flat(
@@ -201,17 +231,14 @@ class HostOptimizer(torch.optim.Optimizer):
         group = next((group for group in self.param_groups if any(param is one for one in group["params"])), None)
         if group is None:
             raise ValueError(f"{type(self).__name__}.step_flat: param of shape {tuple(param.shape)} is in no parameter group")
-        self._update(group, param, grad, grad_factor, low_precision_out)
+        if low_precision_out is not None:
+            self._check_out(low_precision_out, param)
+        self._run(self._prepare(group, param, grad, grad_factor)._replace(out=low_precision_out))
 
-    def _update(
-        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float, out: torch.Tensor | None
-    ) -> None:
+    def _prepare(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float) -> FlatUpdate:
+        """Check, make the state at first, count the step; returns what is to be done."""
         self._check("parameter", param, param)
         self._check("gradient", grad, param)
-        if out is not None:
-            self._check("low_precision_out", out, param)
-            if out.dtype == torch.float32:
-                raise ValueError(f"{type(self).__name__}: low_precision_out is torch.float32; use torch.bfloat16 or torch.float16")
         state = self.state[param]
         missing = [slot for slot in self._slots(group) if "step" in state and slot not in state]
         if missing:
@@ -221,8 +248,11 @@ class HostOptimizer(torch.optim.Optimizer):
             )
         states = [self._state_tensor(state, slot, param) for slot in self._slots(group)]
         state["step"] = int(state.get("step", 0)) + 1
-        update = FlatUpdate(param.data, grad, states, out, self._scalars(group, state["step"], grad_factor))
-        op = native_op(self.op_name)
+        return FlatUpdate(param.data, grad, states, None, self._scalars(group, state["step"], grad_factor))
+
+    def _run(self, update: FlatUpdate) -> None:
+        # A simulated device defers, orders and checks torch's operators; the native op would read and write past it.
+        op = None if get_accelerator().defers_collectives else native_op(self.op_name)
         if op is None:
             update_torch(self._rule, update)
         else:
@@ -237,6 +267,11 @@ class HostOptimizer(torch.optim.Optimizer):
         state[slot] = tensor.to(device=param.device, dtype=dtype).contiguous()
         self._check(slot, state[slot], param)
         return state[slot]
+
+    def _check_out(self, out: torch.Tensor, param: torch.Tensor) -> None:
+        self._check("low_precision_out", out, param)
+        if out.dtype == torch.float32:
+            raise ValueError(f"{type(self).__name__}: low_precision_out is torch.float32; use torch.bfloat16 or torch.float16")
 
     def _check(self, what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
         problem = None

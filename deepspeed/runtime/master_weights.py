@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.shard_ops import gather_from_owners
-from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.ops.host_optimizer import Delivery, HostOptimizer
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
+from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 
 if TYPE_CHECKING:
@@ -105,6 +104,7 @@ class MasterWeightOptimizer(StepSequence):
         self.cpu_offload = offload is not None
         self._round_robin = round_robin
         self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
+        self._made_publishers: list[Publisher] = []
         registration = {param: position for position, param in enumerate(self.param_names)}
         self.groups: list[ShardedGroup] = []
         self.registration: list[list[int]] = []
@@ -219,55 +219,35 @@ class MasterWeightOptimizer(StepSequence):
             views = group.param_views(grad) if self._per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        outs = {} if fused is None else self._low_precision_outs()
-        with nullcontext() if fused is None else fused.fused(factor, outs):
+        deliveries: dict[torch.Tensor, Delivery] = {}
+        if fused is not None:
+            deliveries.update(zip((group.masters[0] for group in self.groups), self._publishers(), strict=True))
+        with nullcontext() if fused is None else fused.fused(factor, deliveries):
             self.optimizer.step()
         for group in self.groups:
             for master in group.masters:
                 master.grad = None
-        self._publish(written=outs)
-
-    def _low_precision_outs(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Master -> the shard of the model's parameters that it is rounded to, where an optimizer on the host can write that."""
-        if not get_accelerator().is_synchronized_device():
-            return {}  # a device's memory is written by its streams
-        shards = ((group.masters[0], group.shard) for group in self.groups)
-        return {master: shard for master, shard in shards if shard.dtype in (torch.bfloat16, torch.float16)}
+        self._publish(delivered=fused is not None)
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Model-precision parameters <- masters, on every rank."""
-        self._publish(written={})
+        self._publish(delivered=False)
 
-    def _publish(self, written: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Give every rank all shards, after rounding the masters that are not in `written`."""
-        pending = []
-        for group in self.groups:
-            if not any(master in written for master in group.masters):
-                group.write_back()
-            pending += self._gather(group)
-        for gather in pending:
-            gather.wait()
+    def _publish(self, delivered: bool) -> None:
+        """Give every rank all shards; `delivered`: all pieces have been sent already."""
+        publishers = self._publishers()
+        for publisher in publishers if not delivered else ():
+            publisher.publish()
+        for publisher in publishers:
+            publisher.finish()
 
-    def _gather(self, group: ShardedGroup) -> list[Any]:
-        """Start filling the flat buffer from all owners, in pieces of at most `allgather_bucket_size` elements."""
-        num_shards = group.table.num_shards
-        if num_shards == 1 or group.flat.numel() == 0:
-            return []
-        shard_numel = group.table.shard_numel
-        splits = [shard_numel] * num_shards
-        by_broadcast = not self.allgather_partitions
-        if group.flat.numel() <= self.allgather_bucket_size:
-            return [gather_from_owners(group.flat, splits, group.process_group, by_broadcast, async_op=True)]
-        # A piece of every shard is not contiguous in `flat`, so it travels through a buffer of the bucket's size.
-        piece_numel = max(1, self.allgather_bucket_size // num_shards)
-        rows = group.flat.view(num_shards, shard_numel)
-        for start in range(0, shard_numel, piece_numel):
-            columns = rows[:, start : start + piece_numel]
-            buffer = columns.contiguous().view(-1)
-            gather_from_owners(buffer, [columns.shape[1]] * num_shards, group.process_group, by_broadcast)
-            columns.copy_(buffer.view_as(columns))
-        return []
+    def _publishers(self) -> list[Publisher]:
+        """Of each group; made late, when the groups have their final buffers."""
+        if len(self._made_publishers) != len(self.groups):
+            by_broadcast = not self.allgather_partitions
+            self._made_publishers = [Publisher(group, self.allgather_bucket_size, by_broadcast) for group in self.groups]
+        return self._made_publishers
 
     # Reading
 
@@ -364,3 +344,4 @@ class MasterWeightOptimizer(StepSequence):
                     del param._hp_mapping
             group.release()
         self.groups = []
+        self._made_publishers = []

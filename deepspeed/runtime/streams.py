@@ -96,3 +96,32 @@ class CommContext:
         if self.reduction_stream is not None:
             self.reduction_stream.synchronize()
         self._alive.clear()
+
+
+class StagingBuffers:
+    """Page-locked host memory between the host and a device, used again and again: locking pages takes longer than copying them.
+
+    Args:
+        count: How many buffers that are still being copied there may be before `take` waits for the oldest.
+        pin: Whether to lock the pages; otherwise copies are synchronous, and need no events.
+    """
+
+    def __init__(self, count: int, pin: bool = True) -> None:
+        self._count = count
+        self._pin = pin
+        self._free: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of at least `numel` elements that no copy uses any more; its content is undefined."""
+        if self._free and (self._free[0][1] is None or len(self._free) >= self._count):
+            memory, event = self._free.popleft()
+            if event is not None:
+                event.synchronize()
+            if memory.dtype == dtype and memory.numel() >= numel:
+                return memory
+        memory = torch.empty(numel, dtype=dtype, device="cpu")
+        return get_accelerator().pin_memory(memory) if self._pin else memory
+
+    def give_back(self, buffer: torch.Tensor, event: Any = None) -> None:
+        """A tensor from `take` may be used again, after `event` if there is one."""
+        self._free.append((buffer, event))

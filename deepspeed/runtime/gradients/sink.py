@@ -7,13 +7,47 @@ pass over memory is spent on zeroing.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.streams import CommContext, StagingBuffers
+
+# Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice would cost memory of its own,
+# and adding a narrow tensor to a wide one directly takes torch several times as long.
+HOST_CHUNK = 1 << 17
+# Elements of one staged copy: bounds page-locked memory, and lets the host add while the rest of a large slice is still on its way.
+STAGE_NUMEL = 1 << 22
+
+
+def accumulate(target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool) -> None:
+    """`target` += factor * sum of `parts`, in the dtype of `target` and in their order.
+
+    Args:
+        target: 1-D; parts have as many elements.
+        parts: Summands, of any floating dtype.
+        factor: What each is multiplied by.
+        first: Replace what is in `target`.
+    """
+    if target.device.type == "cpu" and any(part.dtype != target.dtype for part in parts):
+        for start in range(0, target.numel(), HOST_CHUNK):
+            chunk = slice(start, start + HOST_CHUNK)
+            _accumulate_all(target[chunk], [part[chunk].to(target.dtype) for part in parts], factor, first)
+    else:
+        _accumulate_all(target, parts, factor, first)
+
+
+def _accumulate_all(target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool) -> None:
+    if first:
+        target.copy_(parts[0])
+        target.mul_(factor)
+        parts = parts[1:]
+    for part in parts:
+        target.add_(part, alpha=factor)
 
 
 class DeviceSink:
@@ -30,7 +64,7 @@ class DeviceSink:
     @torch.no_grad()
     def add(
         self, bucket: int, group: ShardedGroup, segments: tuple[Segment, ...], pieces: list[torch.Tensor], factor: float
-    ) -> None:
+    ) -> Any:
         """Gradient of the shard += factor * sum of `pieces`.
 
         Args:
@@ -39,23 +73,25 @@ class DeviceSink:
             segments: Where the piece's elements lie in the shard, in piece order.
             pieces: Tensors of as many elements as the segments hold together.
             factor: From the reduce rule.
+
+        Returns:
+            None if the pieces have been read by what is issued on the current stream; otherwise an event: who overwrites their
+            memory waits for it.
         """
         first = bucket not in self._written
         self._written.add(bucket)
+        return self._add(group.grad, segments, pieces, factor, first)
+
+    def _add(self, grad: torch.Tensor, segments: Sequence[Segment], pieces: list[torch.Tensor], factor: float, first: bool) -> Any:
         start = 0
         for segment in segments:
-            target = group.grad[segment.shard_start : segment.shard_start + segment.numel]
-            parts = [piece[start : start + segment.numel] for piece in pieces]
-            self._accumulate(target, parts, factor, first)
+            target = grad[segment.shard_start : segment.shard_start + segment.numel]
+            self._accumulate(target, [piece[start : start + segment.numel] for piece in pieces], factor, first)
             start += segment.numel
+        return None
 
     def _accumulate(self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
-        if first:
-            target.copy_(parts[0])
-            target.mul_(factor)
-            parts = parts[1:]
-        for part in parts:
-            target.add_(part, alpha=factor)
+        accumulate(target, parts, factor, first)
 
     def finish(self) -> None:
         """Return when `group.grad` is complete."""
@@ -65,45 +101,93 @@ class DeviceSink:
         self._written.clear()
 
 
+class _Staged(NamedTuple):
+    """A part of reduced pieces on its way to the host: what `DeviceSink._add` takes, in buffers that `event` completes."""
+
+    grad: torch.Tensor
+    segments: Sequence[Segment]
+    buffers: list[torch.Tensor]
+    factor: float
+    first: bool
+    event: Any
+
+
 class HostSink(DeviceSink):
-    """The same for gradients offloaded to the host: device slices are staged in page-locked buffers and added by the host.
+    """The same for gradients offloaded to the host: pieces are copied to page-locked buffers and added by the host.
+
+    Copies go on a stream of their own, so neither backward nor the next reduction waits for them. The host adds what has arrived
+    when it comes by with the next bucket, and waits only where all buffers are on their way.
 
     Args:
-        buffer_count: How many staged slices may be in flight; bounds page-locked memory (`offload_optimizer.buffer_count`).
+        buffer_count: How many staged parts may be on their way; bounds page-locked memory (`offload_optimizer.buffer_count`).
     """
 
     def __init__(self, buffer_count: int) -> None:
         super().__init__()
         self._buffer_count = max(1, buffer_count)
-        self._in_flight: deque[tuple[torch.Tensor, list[torch.Tensor], float, bool, Any]] = deque()
+        self._buffers = StagingBuffers(self._buffer_count)
+        self._copies = CommContext(overlap=True, name="gradient offload stream")
+        self._in_flight: deque[_Staged] = deque()
 
-    def _accumulate(self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
-        accelerator = get_accelerator()
-        if accelerator.on_accelerator(target):
-            super()._accumulate(target, parts, factor, first)
-            return
-        while len(self._in_flight) >= self._buffer_count:
-            self._land()
-        staged = [accelerator.pin_memory(torch.empty(part.shape, dtype=part.dtype)) for part in parts]
-        for host, part in zip(staged, parts, strict=True):
-            host.copy_(part, non_blocking=True)
-        # The copies are only ordered on the device; the host may read `staged` once this event has passed.
-        event = accelerator.Event()
-        event.record(accelerator.current_stream())
-        self._in_flight.append((target, staged, factor, first, event))
+    def _add(self, grad: torch.Tensor, segments: Sequence[Segment], pieces: list[torch.Tensor], factor: float, first: bool) -> Any:
+        if get_accelerator().on_accelerator(grad):
+            return super()._add(grad, segments, pieces, factor, first)
+        # The pieces are complete after what is issued on the stream that adds them.
+        self._copies.wait_for([self._copies.current_stream()])
+        event = None
+        for start in range(0, pieces[0].numel(), STAGE_NUMEL):
+            while self._in_flight and (len(self._in_flight) >= self._buffer_count or self._in_flight[0].event.query()):
+                self._land()
+            parts = [piece[start : start + STAGE_NUMEL] for piece in pieces]
+            buffers, event = self._stage(parts)
+            within = _cut(segments, start, start + STAGE_NUMEL)
+            self._in_flight.append(_Staged(grad, within, buffers, factor, first, event))
+        return event
+
+    def _stage(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Start copying `parts` to the host; returns the copies and the event after which they are there."""
+        buffers = [self._buffers.take(part.numel(), part.dtype) for part in parts]
+        with self._copies.on_reduction_stream():
+            for host, part in zip(buffers, parts, strict=True):
+                host[: part.numel()].copy_(part, non_blocking=True)
+            # The copies are only ordered on the device; the host may read `buffers` once this event has passed.
+            event = get_accelerator().Event()
+            event.record(get_accelerator().current_stream())
+        self._copies.keep_alive(parts)
+        return buffers, event
 
     def _land(self) -> None:
-        target, staged, factor, first, event = self._in_flight.popleft()
+        grad, segments, buffers, factor, first, event = self._in_flight.popleft()
         event.synchronize()
-        super()._accumulate(target, staged, factor, first)
+        super()._add(grad, segments, buffers, factor, first)
+        for buffer in buffers:
+            self._buffers.give_back(buffer)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all copies and add them."""
         while self._in_flight:
             self._land()
+        self._copies.join()
 
     def clear(self) -> None:
         """Forget all contributions, those in flight too."""
-        self._in_flight.clear()
+        while self._in_flight:
+            staged = self._in_flight.popleft()
+            for buffer in staged.buffers:
+                # What still arrives in it comes before whatever is copied to it next, on the same stream.
+                self._buffers.give_back(buffer)
         super().clear()
+
+
+def _cut(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """The parts of `segments` that elements `begin` to `end` of a piece belong to."""
+    found = []
+    position = 0
+    for segment in segments:
+        first, last = max(begin, position), min(end, position + segment.numel)
+        if first < last:
+            skipped = first - position
+            found.append(Segment(segment.bucket_start + skipped, segment.shard_start + skipped, last - first))
+        position += segment.numel
+    return found

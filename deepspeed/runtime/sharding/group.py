@@ -157,12 +157,6 @@ class ShardedGroup:
             yield f"{label} (padding)", buffer
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Model-precision shard <- master shard."""
-        if not self.aliased:
-            self.shard.copy_(self.master, non_blocking=self.pin)
-
-    @torch.no_grad()
     def refresh_master(self) -> None:
         """Master shard <- model-precision shard (after weights were loaded or edited)."""
         if not self.aliased:

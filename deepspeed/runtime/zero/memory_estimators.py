@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.master_weights import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
@@ -126,6 +127,7 @@ def plan_model_states(
     # Model and masters in one precision on one device share their memory.
     aliased = model_bytes == FP32_BYTES and not offload
     shard = table.shard_numel * FP32_BYTES
+    whole = num_ranks == 1 or table.padded_numel <= allgather_bucket_size  # gathered at once, into the flat buffer
     params = table.padded_numel * model_bytes
     return ModelStates(
         params=params,
@@ -135,7 +137,7 @@ def plan_model_states(
         frozen=frozen_numel * model_bytes,
         buffers=model_bytes * _buffers_numel(plans, overlap_comm),
         reduction=_reduction_bytes(table, plans, settings, rank),
-        gathering=0 if table.padded_numel <= allgather_bucket_size or num_ranks == 1 else allgather_bucket_size * model_bytes,
+        gathering=0 if whole or on_host else allgather_bucket_size * model_bytes,  # the host exchanges slices where they lie
         building=table.numel * model_bytes,
         offload=offload,
     )
@@ -180,13 +182,12 @@ class _Backward:
         self.live -= plan.numel
 
     def land(self, limit: int) -> None:
-        """Add what was received, oldest first; see `gradients.sink`. The host converts it first, devices do as they add."""
+        """Add what was received, oldest first; see `gradients.sink`. The host widens chunks of it first, devices do as they add."""
         while len(self._in_flight) > limit:
             settings, plan = self._settings, self._in_flight[0]
-            adds = len(plan.splits) > 1 or (settings.stage == 2 and settings.accumulates)
-            converts = settings.on_host and adds and settings.model_bytes != FP32_BYTES
-            largest = max((segment.numel for segment in plan.segments[self._rank]), default=0)
-            self.note(FP32_BYTES * largest if converts else 0)
+            converts = settings.on_host and settings.model_bytes != FP32_BYTES
+            widened = max((min(segment.numel, HOST_CHUNK) for segment in plan.segments[self._rank]), default=0)
+            self.note(FP32_BYTES * widened * len(plan.splits) if converts else 0)
             self._in_flight.popleft()
 
     def _received_bytes(self, plan: BucketPlan) -> int:

@@ -53,6 +53,7 @@ class BucketBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.last_read: Any = None  # event after which it may be filled again, if that is not in stream order anyway
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views(self, bucket: IPGBucket, starts: tuple[int, ...]) -> list[torch.Tensor]:
@@ -405,14 +406,19 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             plan = self.plans[reduction.index]
             pieces = reduction.pending.wait()
             group = self.groups[plan.group]
-            self.sink.add(reduction.index, group, plan.segments[group.shard_rank], pieces, reduction.factors.post)
+            segments = plan.segments[group.shard_rank]
+            read = self.sink.add(reduction.index, group, segments, pieces, reduction.factors.post)
             if self.contiguous_gradients:
+                reduction.buffer.last_read = read
                 self._free_buffers.append(reduction.buffer)
 
     def _acquire_buffer(self, plan: BucketPlan) -> BucketBuffer:
         dtype = plan.kind
         for position, buffer in enumerate(self._free_buffers):
             if buffer.tensor.dtype == dtype and buffer.tensor.numel() >= plan.numel:
+                if buffer.last_read is not None:
+                    # Its owned part may still be on its way to the host, on another stream.
+                    self.comm_context.current_stream().wait_event(buffer.last_read)
                 return self._free_buffers.pop(position)
         numel = plan.numel
         if self.contiguous_gradients:

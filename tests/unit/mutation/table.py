@@ -21,7 +21,6 @@ ACCELERATOR_IMPORT = "from deepspeed.accelerator import get_accelerator\n"
 BF16 = "deepspeed/runtime/bf16_optimizer.py"
 ENGINE = "deepspeed/runtime/engine.py"
 SEQUENCE = "deepspeed/runtime/base_optimizer.py"
-MASTERS = "deepspeed/runtime/master_weights.py"
 SINK = "deepspeed/runtime/gradients/sink.py"
 READINESS = "deepspeed/runtime/gradients/readiness.py"
 

@@ -15,7 +15,6 @@ from unit.mutation.table import (
     ENGINE,
     EPILOGUE,
     EPILOGUE_REDUCES_FIRST,
-    MASTERS,
     READINESS,
     RECORD_AND_COMMENT,
     SEQUENCE,
@@ -30,7 +29,7 @@ STREAMS = "deepspeed/runtime/streams.py"
 SHARD_OPS = "deepspeed/comm/shard_ops.py"
 REPLICATED = "deepspeed/runtime/gradients/replicated.py"
 REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
-GROUP = "deepspeed/runtime/sharding/group.py"
+PUBLISHER = "deepspeed/runtime/sharding/publisher.py"
 
 
 JOIN = """\
@@ -128,8 +127,8 @@ CHECKER = (
     ),
     Mutation(
         "gathered parameters are not awaited",
-        MASTERS,
-        (("        for gather in pending:\n            gather.wait()\n", ""),),
+        PUBLISHER,
+        (("        while self._gathers:\n            self._gathers.popleft().wait()\n", ""),),
         "streams: stage 2",
         r"never waits for <nccl stream.*flat parameters",
     ),
@@ -182,10 +181,9 @@ LEDGER = (
         ZERO,
         (
             (
-                "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
-                "            segments = plan.segments[group.shard_rank]\n"
+                "            if self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
                 "            self.sink.add(reduction.index, group, segments, pieces, reduction.factors.post)\n"
-                "            if self.contiguous_gradients:\n                self._free_buffers.append(reduction.buffer)\n",
+                "            if self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
             ),
         ),
         "ledger: stage 1",
@@ -301,20 +299,15 @@ ORACLE = (
     ),
     Mutation(
         "parameters are not gathered",
-        MASTERS,
-        (("        if num_shards == 1 or group.flat.numel() == 0:\n", "        if True:\n"),),
+        PUBLISHER,
+        (("        if group.num_shards == 1:\n", "        if True:\n"),),
         "oracle: stage 1",
         r"weight is off",
     ),
     Mutation(
         "masters are not written back",
-        GROUP,
-        (
-            (
-                "        if not self.aliased:\n            self.shard.copy_(self.master",
-                "        if False:\n            self.shard.copy_(self.master",
-            ),
-        ),
+        PUBLISHER,
+        (("        elif not self._rounded and not group.aliased:\n", "        elif False:\n"),),
         "oracle: BF16_Optimizer",
         r"weight is off",
     ),

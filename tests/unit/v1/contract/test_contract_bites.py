@@ -16,6 +16,7 @@ from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from deepspeed.runtime.gradients.replicated import FlatGradients
+from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.zero import stage_1_and_2, zero_optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from unit.common import DistributedTest
@@ -155,7 +156,7 @@ def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 def gather_nothing(patch: pytest.MonkeyPatch) -> None:
     """Ranks keep their own view of the others' shards."""
-    patch.setattr(master_weights.MasterWeightOptimizer, "_gather", lambda self, group: [])
+    patch.setattr(Publisher, "_gather", lambda self, start, end: None)
 
 
 def send_what_is_ready_only(patch: pytest.MonkeyPatch) -> None:

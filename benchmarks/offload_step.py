@@ -1,0 +1,186 @@
+"""Time of a ZeRO-2 step whose optimizer is on the host: this project and upstream DeepSpeed, interleaved in one run.
+
+    TORCH_EXTENSIONS_DIR=/an/empty/folder python benchmarks/offload_step.py --upstream-python /path/to/python
+
+Both train the same GPT with bf16 weights, accumulation, `zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}` and their
+own DeepSpeedCPUAdam, in processes of one thread each over gloo, on the CPU: there "offloaded" state lies beside the model, no byte
+crosses a bus, and what is compared is the work that the step does. Systems take turns as in `train_step.py`, and a ratio is taken
+within a round. `step` is the whole training step; `update` is the part of it in `engine.step()` at the boundary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from turns import UPSTREAM_PREFIX, Ranks, Rounds, median_ms, middle_half, paired_ratios, print_log
+
+OURS, UPSTREAM = "ours", f"{UPSTREAM_PREFIX}deepspeed"
+CASES = ("step", "update")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        ranks, case: What was measured.
+        ours_ms, upstream_ms: Median times; upstream's is None if it was not run.
+        ratio: Median over rounds of upstream's time over ours.
+        low, high: What the middle half of the rounds' ratios lies between.
+        cpu_ratio: As `ratio`, of processor time of the whole step.
+    """
+
+    ranks: int
+    case: str
+    ours_ms: float
+    upstream_ms: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    cpu_ratio: float | None = None
+
+
+# For each case and system: rounds of wall times, and of processor times.
+Times = dict[str, dict[str, tuple[Rounds, Rounds]]]
+
+
+def measure(systems: dict[str, str], num_ranks: int, options: argparse.Namespace, stderr: IO[str]) -> Times:
+    """Let the systems (name -> interpreter) take turns; their processes have ended when this returns."""
+    times: Times = {case: {name: ([], []) for name in systems} for case in CASES}
+    running: dict[str, Ranks] = {}
+    try:
+        for name, python in systems.items():
+            command = [python, "offload_worker.py", "--workload", json.dumps(workload(options))]
+            running[name] = Ranks(name, command, num_ranks, stderr)
+            running[name].wait_until_ready()
+            print(f"ready: {name} {running[name].versions}", file=sys.stderr)
+        names = list(systems)
+        for number in range(options.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                for case in CASES:
+                    wall, cpu = running[name].timed(case, options.steps, options.warmup)
+                    times[case][name][0].append(wall)
+                    times[case][name][1].append(cpu)
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
+    finally:
+        for ranks in running.values():
+            ranks.close()
+    return times
+
+
+def summarize(times: Times, num_ranks: int) -> list[Result]:
+    """A result per case."""
+    results = []
+    for case, systems in times.items():
+        ours, ours_cpu = systems[OURS]
+        if UPSTREAM not in systems:
+            results.append(Result(num_ranks, case, median_ms(ours)))
+            continue
+        theirs, theirs_cpu = systems[UPSTREAM]
+        ratios = paired_ratios(theirs, ours)
+        cpu = statistics.median(paired_ratios(theirs_cpu, ours_cpu))
+        results.append(
+            Result(num_ranks, case, median_ms(ours), median_ms(theirs), statistics.median(ratios), *middle_half(ratios), cpu)
+        )
+    return results
+
+
+def table(results: list[Result]) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        "| ranks | part | ours (ms) | upstream (ms) | upstream / ours | middle half | processor, upstream / ours |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        cells = [str(result.ranks), result.case, f"{result.ours_ms:.1f}"]
+        if result.upstream_ms is None:
+            cells += ["-"] * 4
+        else:
+            cells += [f"{result.upstream_ms:.1f}", f"{result.ratio:.2f}", f"{result.low:.2f}-{result.high:.2f}"]
+            cells.append(f"{result.cpu_ratio:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def workload(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `systems.Workload`."""
+    return {
+        "model": "gpt",
+        "precision": "bf16",
+        "layers": options.layers,
+        "micro_batch": options.micro_batch,
+        "context": options.context,
+        "accumulation": options.accumulation,
+        "clip": options.clip,
+        "wide_products": not options.narrow_products,
+        "width": options.width,
+    }
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks, separated by commas")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and micro-batch")
+    parser.add_argument("--context", type=int, default=32, help="bytes per sequence")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
+    parser.add_argument("--narrow-products", action="store_true", help="multiply in bf16, for processors that can")
+    parser.add_argument("--upstream-python", help="interpreter with upstream DeepSpeed installed")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per block")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed steps at the start of each block")
+    parser.add_argument("--profile", choices=(OURS, UPSTREAM), help="profile this system alone instead")
+    parser.add_argument("--json", help="file for all times")
+    return parser.parse_args(argv)
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Print where one system's host time goes."""
+    python = sys.executable if options.profile == OURS else options.upstream_python
+    num_ranks = int(options.ranks.split(",")[0])
+    command = [python, "offload_worker.py", "--workload", json.dumps(workload(options))]
+    ranks = Ranks(options.profile, command, num_ranks, sys.stderr)
+    try:
+        ranks.wait_until_ready()
+        ranks.tell(f"profile step {options.steps * options.rounds}")
+    finally:
+        ranks.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    options = parse_arguments(argv)
+    if options.profile:
+        profile(options)
+        return 0
+    systems = {OURS: sys.executable, **({UPSTREAM: options.upstream_python} if options.upstream_python else {})}
+    record: dict[str, Any] = {"workload": workload(options), "seconds": {}}
+    results: list[Result] = []
+    for num_ranks in map(int, options.ranks.split(",")):
+        with tempfile.TemporaryFile("w+") as stderr:
+            try:
+                times = measure(systems, num_ranks, options, stderr)
+            except RuntimeError as error:
+                print_log(stderr, error)
+                return 1
+        record["seconds"][num_ranks] = times
+        results += summarize(times, num_ranks)
+    print(f"{json.dumps(workload(options))}, {options.rounds} rounds of {options.steps} steps\n")
+    print(table(results))
+    if options.json:
+        Path(options.json).write_text(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
