@@ -175,21 +175,26 @@ class ModelFiles:
             return None
         return experts.without_experts(state) if self.experts.layers else state
 
-    def read(self, folder: str, model: Mapping[str, Any], strict: bool) -> ReadWeights:
+    def read(self, folder: str, model: Mapping[str, Any], strict: bool | None) -> ReadWeights:
         """Read this rank's weights and check them.
 
+        Args:
+            folder: The tag's.
+            model: Content of the model file.
+            strict: All names must be this model's; None: a function of the client's knows what to do with any names and shapes.
+
         Raises:
-            CheckpointError: A file is missing or damaged, or (`strict`) its names and shapes are not this model's.
+            CheckpointError: A file is missing or damaged, shapes are not this model's, or (`strict`) names aren't.
         """
         if self.is_layered:
-            return ReadWeights(None, self.layered.read_state_dir(folder, strict=strict))
+            return ReadWeights(None, self.layered.read_state_dir(folder, strict=bool(strict)))
         if model[keys.MODULE] is None:
             raise CheckpointError(
                 f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 runs on ranks without a pipeline"
             )
         state = {**model[keys.MODULE], **self.experts.read(folder)} if self.experts.layers else model[keys.MODULE]
-        if strict:
-            self.check(state)
+        if strict is not None:
+            self.check(state, strict)
         return ReadWeights(state, None)
 
     def load(self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None) -> None:
@@ -201,11 +206,11 @@ class ModelFiles:
         else:
             self.module.load_state_dict(read.state, strict=strict)
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise what `load_state_dict(strict=True)` would, before anything is changed."""
+    def check(self, saved: Mapping[str, Any], strict: bool = True) -> None:
+        """Raise what `load_state_dict` would, before anything is changed: it finds another shape when others are loaded."""
         own = self.module.state_dict()
-        problems = [f"{name} is missing" for name in own if name not in saved]
-        problems += [f"{name} is not in this model" for name in saved if name not in own]
+        problems = [f"{name} is missing" for name in own if strict and name not in saved]
+        problems += [f"{name} is not in this model" for name in saved if strict and name not in own]
         problems += [
             f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
             for name in own
@@ -215,5 +220,5 @@ class ModelFiles:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(
                 f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was saved without frozen parameters, "
-                "or only some of it is wanted, give load_module_strict=False"
+                "or only some names are wanted, give load_module_strict=False; custom_load_fn may load weights of other shapes"
             )
