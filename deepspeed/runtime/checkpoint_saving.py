@@ -22,9 +22,8 @@ from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.background_save import BackgroundSave
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_description import describe, describe_whole
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import host_state
 from deepspeed.runtime.model_files import Cut, ModelFiles
@@ -32,29 +31,13 @@ from deepspeed.runtime.save_job import SaveJob
 from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
+from deepspeed.utils.logging import logger
 
 
 class SavingMixin(CheckpointParts):
     """`save_checkpoint` of `DeepSpeedEngine`."""
 
-    _checkpoint_engine: CheckpointEngine | None = None
     _background_save: BackgroundSave | None = None
-
-    @property
-    def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set here before saving."""
-        if self._checkpoint_engine is None:
-            self._checkpoint_engine = make_checkpoint_engine(self._config.tree.checkpoint)  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        return self._checkpoint_engine
-
-    @checkpoint_engine.setter
-    def checkpoint_engine(self, engine: CheckpointEngine) -> None:
-        if not isinstance(engine, CheckpointEngine):
-            raise TypeError(
-                f"checkpoint_engine: {type(engine).__name__} is no "
-                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it from that"
-            )
-        self._checkpoint_engine = engine
 
     def save_checkpoint(
         self,
@@ -72,7 +55,7 @@ class SavingMixin(CheckpointParts):
         Args:
             save_dir: Folder of all checkpoints of a run, shared by all ranks, or by those of a node
                 (`checkpoint.use_node_local_storage`).
-            tag: Name of this one; None is `global_step{N}`.
+            tag: Name of this one, the same on all ranks (see `checkpoint.tag_validation`); None is `global_step{N}`.
             client_state: Returned by `load_checkpoint`.
             save_latest: Let the `latest` file name it.
             exclude_frozen_parameters: Leave frozen parameters out of the weights.
@@ -85,8 +68,7 @@ class SavingMixin(CheckpointParts):
                 checkpoint of that tag is untouched.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
-        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self._check_tag(tag)
+        tag = self._agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
         client_state = dict(client_state or {})
         taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
         if taken:
@@ -156,17 +138,25 @@ class SavingMixin(CheckpointParts):
         if self._checkpoint_engine is not None:
             self._checkpoint_engine.cleanup()
 
-    def _check_tag(self, tag: str) -> None:
+    def _agreed_tag(self, tag: str) -> str:
+        """The tag under which all ranks save. Files of one checkpoint under several tags could never be loaded.
+
+        Raises:
+            CheckpointError: Ranks gave different tags, and `checkpoint.tag_validation` is "Fail"; "Warn" takes rank 0's.
+            ValueError: It is no folder name.
+        """
+        if self.checkpoint_tag_validation_enabled() and dist.get_world_size() > 1:  # type: ignore[attr-defined]  # from EngineSettings
+            tags: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tags, tag)
+            if len(set(tags)) > 1:
+                message = f"tag: ranks save under different tags {sorted(set(tags))}"
+                if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]  # from EngineSettings
+                    raise CheckpointError(f'{message}; every rank must give the same (checkpoint.tag_validation is "Fail")')
+                logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
+                tag = tags[0]
         if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
             raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
-        if not self.checkpoint_tag_validation_enabled() or dist.get_world_size() == 1:  # type: ignore[attr-defined]  # from EngineSettings
-            return
-        tags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tags, tag)
-        if len(set(tags)) > 1:
-            message = f"tag: ranks save under different tags {sorted(set(tags))}; every rank must give the same"
-            # Files of one checkpoint in different folders can never be loaded, so a warning (upstream's default) would hide a loss.
-            raise CheckpointError(message)
+        return tag
 
     def _put_files(self, put: Put, node: StorageNode, client_state: dict[str, Any], exclude_frozen_parameters: bool) -> None:
         files, optimizer = ModelFiles(self.module), self._optimizer_files()

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 
 from .runs import config, differences, look, start, train
@@ -122,10 +123,27 @@ class TestOptions(DistributedTest):
         with pytest.raises(ValueError, match=r"tag: 'a/b' is no name of a folder"):
             engine.save_checkpoint(str(tmpdir), tag="a/b")
 
-    def test_ranks_must_agree_on_the_tag(self, tmpdir: Any) -> None:
-        engine = start(config(**ZERO2))
-        with pytest.raises(CheckpointError, match=r"tag: ranks save under different tags \['r0', 'r1'\]"):
-            engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
+    def test_ranks_agree_on_the_tag(self, tmpdir: Any) -> None:
+        """Kills: files of one checkpoint in two folders; a mode that nobody looks at."""
+        told: list[str] = []
+        logger.addFilter(lambda record: bool(told.append(record.getMessage()) or True))
+        names = set()
+        for mode in ("Warn", "Fail", "Ignore"):
+            engine = start(config(**ZERO2, checkpoint={"tag_validation": mode}))
+            if mode == "Fail":
+                with pytest.raises(CheckpointError, match=r"tag: ranks save under different tags \['r0', 'r1'\].*\"Fail\""):
+                    engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
+            elif mode == "Warn":
+                engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
+                assert "different tags ['r0', 'r1']; this one uses rank 0's, 'r0'" in "".join(told)
+                names = {path.name for path in Path(str(tmpdir)).iterdir() if not path.name.startswith(".")}
+                assert engine.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("r0"))
+            else:  # nothing is compared: the files of the others have no folder
+                with pytest.raises(CheckpointError, match="saving r[01] failed. rank 1: "):
+                    engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
+                assert engine.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("r0"))
+            dist.barrier()
+        assert {"r0", "latest"} <= names and "r1" not in names
 
     def test_nothing_there_to_load(self, tmpdir: Any) -> None:
         engine = start(config(**ZERO2))
