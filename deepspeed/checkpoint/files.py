@@ -14,6 +14,7 @@ import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import IO, Any, cast
 
 import torch
@@ -24,6 +25,8 @@ from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.constants import LATEST
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
 from deepspeed.checkpoint.utils import separate
+
+DCP_FOLDER = "torch.distributed.checkpoint folder"  # key of files whose tensors are elsewhere; see `dcp_files`
 
 
 class CheckpointError(RuntimeError):
@@ -73,6 +76,19 @@ def _without_crc32() -> Iterator[None]:
                 torch.serialization.set_crc32_options(True)
 
 
+_load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default=None)
+
+
+@contextlib.contextmanager
+def read_by(load: Callable[[str, Any], Any] | None) -> Iterator[None]:
+    """Let `read_file` use `load(path, map_location)` in this block, of a client's checkpoint engine; None: no longer."""
+    before = _load.set(load)
+    try:
+        yield
+    finally:
+        _load.reset(before)
+
+
 def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Load a file written by `torch.save`.
 
@@ -89,9 +105,18 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
         raise CheckpointError(f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}")
     try:
+        load = _load.get()
+        if load is not None:
+            with read_by(None):  # it may call this function
+                return load(path, map_location)
         with torch.serialization.safe_globals(safe_classes()):
             mapped = mmap and zipfile.is_zipfile(path)  # torch's older format has no place of its own for a tensor
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+            content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+        if isinstance(content, dict) and DCP_FOLDER in content:
+            from deepspeed.checkpoint.dcp_files import read_dcp  # optional: rarely there, and it loads much of torch
+
+            content = read_dcp(path, content)
+        return content
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(

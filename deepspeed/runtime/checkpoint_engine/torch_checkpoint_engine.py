@@ -30,7 +30,7 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.options = WriteOptions(
             self._writer.io_buffer_size, 2 if self._writer.io_buffer_double else 1, zip_format=config.checkpoint_serialization
         )
-        self._records: dict[str, FileRecord] = {}
+        self._records: dict[str, dict[str, FileRecord]] = {}
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """See base class."""
@@ -39,10 +39,10 @@ class TorchCheckpointEngine(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """See base class."""
         start = time.perf_counter()
-        record = self._records[path] = write_file(path, state_dict, self.options)
+        records = self._records[path] = self._write(path, state_dict)
         if self._writer.show_statistics:
-            seconds = time.perf_counter() - start
-            logger.info(f"wrote {path}: {record.bytes} bytes in {seconds:.3f} s, {record.bytes / seconds / 1e9:.2f} GB/s")
+            seconds, count = time.perf_counter() - start, sum(record.bytes for record in records.values())
+            logger.info(f"wrote {path}: {count} bytes in {seconds:.3f} s, {count / seconds / 1e9:.2f} GB/s")
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """See base class."""
@@ -54,4 +54,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 
     def records_of(self, path: str) -> dict[str, FileRecord]:
         """See base class; known from writing."""
-        return {path: self._records[path]}
+        return self._records[path]
+
+    def _write(self, path: str, state_dict: Any) -> dict[str, FileRecord]:
+        return {path: write_file(path, state_dict, self.options)}

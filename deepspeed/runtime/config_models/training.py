@@ -91,7 +91,7 @@ class CheckpointConfig(DeepSpeedConfigModel):
     checkpoint_serialization: Bool = option(True, "Write in torch's zip format; false: in that before torch 1.6.")
     verify: Literal["full", "sizes", "off"] = option(
         "full",
-        'What loading checks against the manifest first: "full" reads every file for its checksum, "sizes" does not; "off": nothing.',
+        'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": all but those, "off": nothing.',
     )
     writer: CheckpointWriterConfig | None = option(None, 'How files are written; null: in the foreground, as with type "torch".')
     keep_last: Int | None = option(

@@ -1,0 +1,146 @@
+"""Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP), and reading them without running code.
+
+A file `NAME.pt` becomes an index, in torch's format, with everything but the tensors, and a folder `NAME.dcp` that any tool for DCP
+reads; names of tensors are their places in the file. DCP keeps its `.metadata` as a pickle: it is read with a list of classes, and
+nothing but tensors is read by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.utils import _pytree as pytree
+
+from deepspeed.checkpoint.checksum import FileRecord, file_checksum
+from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
+from deepspeed.checkpoint.files import DCP_FOLDER, write_file
+
+_TENSOR = "torch.distributed.checkpoint tensor"  # first item of a pair that stands for a tensor; the second is its name
+_METADATA = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+}
+
+
+def write_dcp(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> dict[str, FileRecord]:
+    """Write an index and its folder, and return once they are on disk.
+
+    Args:
+        path: The index.
+        content: Nested dicts, lists and tuples with tensors in host memory.
+        options: How the index is written.
+
+    Returns:
+        Path -> record of all files.
+    """
+    folder = f"{os.path.splitext(path)[0]}.dcp"
+    tensors: dict[str, torch.Tensor] = {}
+    seen: dict[int, str] = {}  # tied weights are one tensor, and stay one
+
+    def replace(place: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        name = seen.setdefault(id(leaf), pytree.keystr(place))
+        tensors[name] = leaf
+        return (_TENSOR, name)
+
+    index = pytree.tree_map_with_path(replace, content)
+    records = {path: write_file(path, {DCP_FOLDER: os.path.basename(folder), "content": index}, options)}
+    if tensors:
+        with _plain_errors():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True)
+        for name in sorted(os.listdir(folder)):
+            part = os.path.join(folder, name)
+            records[part] = FileRecord(os.path.getsize(part), file_checksum(part))
+    return records
+
+
+def read_dcp(path: str, index: dict[str, Any]) -> Any:
+    """What `write_dcp` was given.
+
+    Args:
+        path: The index.
+        index: What is in it.
+
+    Raises:
+        ValueError: Tensors are missing.
+        pickle.UnpicklingError: The folder's pickle holds other classes than DCP's.
+    """
+    folder = os.path.join(os.path.dirname(path), os.path.basename(index[DCP_FOLDER]))
+    names: list[str] = []
+    pytree.tree_map(lambda leaf: names.append(leaf[1]) if _is_reference(leaf) else None, index["content"], is_leaf=_is_reference)
+    tensors = _read_tensors(folder, set(names)) if names else {}
+    return pytree.tree_map(lambda leaf: tensors[leaf[1]] if _is_reference(leaf) else leaf, index["content"], is_leaf=_is_reference)
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] == _TENSOR
+
+
+def _read_tensors(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
+    reader = _Reader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {}
+    for name in names:
+        described = known.get(name)
+        if not isinstance(described, TensorStorageMetadata):  # anything else DCP would unpickle
+            raise ValueError(f"{folder} has no tensor {name}")
+        tensors[name] = torch.empty(described.size, dtype=described.properties.dtype)
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong itself: DCP's own exception is no `Exception`, so nobody who reports errors would see it."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a folder of DCP whose metadata hold only what they should."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See base class."""
+        metadata = _Unpickler(io.BytesIO(Path(self.path, _METADATA).read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{os.path.join(self.path, _METADATA)} holds {type(metadata).__name__}, no metadata")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of DCP's metadata, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See base class."""
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is no class of DCP's metadata")
+        return super().find_class(module, name)

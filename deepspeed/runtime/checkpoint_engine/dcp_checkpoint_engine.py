@@ -1,0 +1,16 @@
+"""Files whose tensors are in the format of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.dcp_files import write_dcp
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+
+class DcpCheckpointEngine(TorchCheckpointEngine):
+    """Writes `NAME.pt`, with everything but the tensors, and `NAME.dcp`, a folder for each file; see `checkpoint/dcp_files`."""
+
+    def _write(self, path: str, state_dict: Any) -> dict[str, FileRecord]:
+        return write_dcp(path, state_dict, self.options)

@@ -1,0 +1,86 @@
+"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them where both can be had for real.
+
+Run as ``python disk_run.py FOLDER``: FOLDER is a small mounted file system of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime.background_save import in_flight
+from unit.v1.checkpoint.runs import config, differences, look, start, train
+
+ROOM_BYTES = 16384  # less than a rank's files
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def on_first(action: Any) -> None:
+    """Do it on rank 0, between two barriers."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def fill(path: Path) -> None:
+    """Leave `ROOM_BYTES` of the disk."""
+    disk = os.statvfs(path.parent)
+    path.write_bytes(bytes(disk.f_bavail * disk.f_frsize - ROOM_BYTES))
+
+
+def refused(engine: Any, folder: Path, reason: str) -> list[dict[str, Any]]:
+    """Save, which must fail with `reason` on every rank; returns what was seen of the steps that were needed for that."""
+    seen: list[dict[str, Any]] = []
+    try:
+        engine.save_checkpoint(str(folder), tag="next")
+        for save in in_flight:
+            save.join()
+        seen = train(engine, 1)
+    except CheckpointError as error:
+        assert reason in str(error), error
+        return seen or [look(engine)]
+    raise AssertionError("the save has not failed")
+
+
+def main(folder: Path) -> None:
+    deepspeed.init_distributed()
+    for writer in ({"type": "torch"}, {"type": "fast", "decoupled": True}, {"type": "dcp"}):
+        keys = {"zero_optimization": {"stage": 1}, "checkpoint": {"writer": writer}}
+        unbroken = train(start(config(**keys)), 4)
+        engine = start(config(**keys))
+        train(engine, 1)
+        engine.save_checkpoint(str(folder), tag="good")
+        engine._finish_saves()
+        dist.barrier()
+        before = contents(folder)
+        on_first(lambda: fill(folder / "filler"))
+        refused(engine, folder, "No space left on device")
+        on_first((folder / "filler").unlink)
+        assert contents(folder) == before, writer
+        on_first(lambda: subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True))
+        refused(engine, folder, "Read-only file system")
+        on_first(lambda: subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True))
+        assert contents(folder) == before, writer
+        train(engine, 4 - engine.global_steps)
+        last = {key: value for key, value in unbroken[-1].items() if key not in ("losses", "norm", "lr")}
+        assert differences(last, look(engine)) == [], writer
+        engine.save_checkpoint(str(folder), tag="next")
+        other = start(config(**keys), seed=2)
+        other.load_checkpoint(str(folder), tag="good")
+        assert differences(unbroken[1:2], train(other, 1)) == [], writer
+        on_first(lambda: [subprocess.run(["rm", "-r", str(folder / name)], check=True) for name in os.listdir(folder)])
+    print("all held")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

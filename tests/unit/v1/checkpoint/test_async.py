@@ -1,0 +1,277 @@
+"""Saving in the background: the state at the call is saved, errors come on all ranks at one step, nothing is lost or hangs.
+
+No test waits for time to pass: writers stand at a gate that the test opens.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.runtime import background_save
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from unit.common import DistributedTest, get_master_port
+
+from . import pipeline
+from .runs import config, differences, look, start, train
+
+KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "checkpoint": {"writer": {"decoupled": True}}}
+
+
+class Gate(FastCheckpointEngine):
+    """Waits before its first file until it is opened, then fails if it was told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.error: Exception | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        assert self.opened.wait(50)
+        if self.error is not None:
+            raise self.error
+        super().save(state_dict, path)
+
+
+def gated(engine: Any) -> Gate:
+    gate = Gate()
+    engine.checkpoint_engine = DecoupledCheckpointEngine(gate)
+    return gate
+
+
+def join_threads() -> None:
+    for save in background_save.in_flight:
+        save.join()
+
+
+class TestInTheBackground(DistributedTest):
+    world_size = 2
+
+    def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
+        """Kills: tensors shared with the running model, a live schedule or client value, a file of the state after a step."""
+        unbroken = train(start(config(**KEYS)), 4)
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        gate, client = gated(engine), {"seen": [1], "value": torch.ones(2)}
+        engine.save_checkpoint(str(tmpdir), client_state=client)
+        client["seen"].append(2)  # type: ignore[attr-defined]
+        client["value"].zero_()  # type: ignore[attr-defined]
+        seen = train(engine, 2)
+        assert not Path(str(tmpdir), "latest").exists()
+        assert len(background_save.in_flight) == 1
+        gate.opened.set()
+        join_threads()
+        # Published before any further step or call.
+        assert Path(str(tmpdir), "latest").read_text() == "global_step1"
+        assert Path(str(tmpdir), "global_step1", "manifest.json").is_file()
+        seen += train(engine, 1)
+        assert background_save.in_flight == []
+        assert differences(unbroken[1:], seen) == []
+        other = start(config(**KEYS), seed=2)
+        _, loaded = other.load_checkpoint(str(tmpdir))
+        assert differences({"seen": [1], "value": torch.ones(2)}, loaded and {key: loaded[key] for key in client}) == []
+        assert differences(unbroken[1:], train(other, 3)) == []
+
+    def test_the_next_save_and_a_load_by_another_engine_wait(self, tmpdir: Any) -> None:
+        """Kills: two saves in flight that write one folder, loading what is not there yet."""
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        gate = gated(engine)
+        engine.save_checkpoint(str(tmpdir), tag="first")
+        threading.Timer(0.2, gate.opened.set).start()
+        engine.save_checkpoint(str(tmpdir), tag="second")
+        assert Path(str(tmpdir), "first", "manifest.json").is_file()
+        assert [save.job.info.tag for save in background_save.in_flight] == ["second"]
+        other = start(config(**KEYS), seed=2)
+        assert other.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("second"))
+        assert background_save.in_flight == []
+        assert differences(look(engine), {**look(other), "random": look(engine)["random"]}) == []
+        engine.destroy()
+
+    def test_destroy_waits(self, tmpdir: Any) -> None:
+        engine = start(config(**KEYS))
+        gate = gated(engine)
+        engine.save_checkpoint(str(tmpdir), tag="last")
+        threading.Timer(0.2, gate.opened.set).start()
+        engine.destroy()
+        assert Path(str(tmpdir), "latest").read_text() == "last"  # on every rank
+
+    def test_an_error_comes_on_all_ranks_at_one_step_and_training_goes_on(self, tmpdir: Any) -> None:
+        """Kills: an error that only its rank raises or nobody does, a folder published without one rank's files."""
+        unbroken = train(start(config(**KEYS)), 6)
+        engine = start(config(**KEYS))
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="good")
+        train(engine, 1)
+        gate = gated(engine)
+        gate.error = OSError(28, "No space left on device") if dist.get_rank() == 1 else None
+        engine.save_checkpoint(str(tmpdir), tag="bad")
+        seen = train(engine, 1)
+        gate.opened.set()
+        join_threads()
+        with pytest.raises(CheckpointError, match=r"saving bad in the background failed\. rank 1: OSError.*No space left"):
+            train(engine, 1)
+        assert engine.global_steps == 4  # the step was taken
+        gate.error = None
+        seen += train(engine, 1)
+        assert differences(unbroken[2:3] + unbroken[4:5], seen) == []
+        assert sorted(os.listdir(str(tmpdir))) == ["good", "latest", "zero_to_fp32.py"]
+        engine.save_checkpoint(str(tmpdir), tag="next")
+        assert differences(unbroken[5:], train(engine, 1)) == []
+        engine.destroy()
+        assert Path(str(tmpdir), "latest").read_text() == "next"
+
+    def test_no_rank_ends_before_all_have(self, tmpdir: Any) -> None:
+        """Kills: a rank that forgets the save, or raises, while another is still in it: their collectives would differ."""
+        engine = start(config(**KEYS))
+        gate = gated(engine)
+        part, going_on = background_save.BackgroundSave._part, threading.Event()
+
+        def wait_and_part(self: Any) -> None:
+            part(self)
+            assert dist.get_rank() == 0 or going_on.wait(50)
+
+        background_save.BackgroundSave._part = wait_and_part  # type: ignore[method-assign]
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        gate.opened.set()
+        if dist.get_rank() == 0:
+            join_threads()
+        dist.barrier()
+        train(engine, 1)
+        assert len(background_save.in_flight) == 1
+        going_on.set()
+        join_threads()
+        train(engine, 1)
+        assert background_save.in_flight == []
+
+    def test_a_rank_that_does_not_answer_is_given_up(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: waiting for ever for the files of a rank that was killed."""
+        engine = start(config(**KEYS))
+        monkeypatch.setattr(background_save, "WAIT_S", 0.5)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)  # as if killed: no word
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        join_threads()
+        with pytest.raises(CheckpointError, match="rank 1 has not written its files in time|another rank has lost"):
+            train(engine, 1)
+        assert not Path(str(tmpdir), "t").exists()
+
+    def test_a_failure_that_nobody_is_left_to_raise_is_logged(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, told = start(config(**KEYS)), list[str]()
+        gate = gated(engine)
+        gate.error = OSError(28, "No space left on device")
+        monkeypatch.setattr(background_save.logger, "error", told.append)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run, as at exit
+        gate.opened.set()
+        background_save.in_flight[0]._thread.join()
+        assert [text.split(";")[0] for text in told] == [
+            "saving t in the background failed. rank 0: OSError: [Errno 28] No space left on device"
+        ]
+
+
+class TestPipeline(DistributedTest):
+    world_size = 2
+
+    def test_a_pipeline_saves_in_the_background(self, tmpdir: Any) -> None:
+        """Kills: an error of the save that a pipeline's step does not raise."""
+        engine = pipeline.make(2, checkpoint={"writer": {"decoupled": True}})
+        pipeline.train(engine, 1)
+        gate = gated(engine)
+        gate.error = OSError(5, "Input/output error") if dist.get_rank() == 0 else None
+        engine.save_checkpoint(str(tmpdir), tag="bad")
+        gate.opened.set()
+        join_threads()
+        with pytest.raises(CheckpointError, match="rank 0: OSError"):
+            pipeline.train(engine, 1)
+
+
+SCRIPT = """
+import sys, torch, deepspeed
+model = torch.nn.Linear(300, 300)
+engine = deepspeed.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1},
+    "checkpoint": {"writer": {"decoupled": True}}})[0]
+engine.save_checkpoint(sys.argv[1], tag="last")
+raise SystemExit(3)
+"""
+
+
+def run_and_exit(folder: Path) -> str:
+    """Two ranks that end right after saving; rank 0's process is the store. Returns what they said."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        told = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [3, 3], told
+    return "".join(told)
+
+
+def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
+    """Kills: a daemon thread, threads that cannot be started any more at exit, rank 0 and the store gone before all have heard."""
+    told = run_and_exit(tmp_path)
+    assert (tmp_path / "latest").read_text() == "last"
+    assert (tmp_path / "last" / "manifest.json").is_file()
+    assert "failed" not in told
+
+
+def test_a_host_copy_is_no_view_and_its_memory_is_used_again() -> None:
+    """Kills: copies that share storage (a file would hold all of them), memory that is not used again."""
+    copy = HostCopy()
+    flat = torch.arange(3_000_000, dtype=torch.float32)
+    content: dict[str, Any] = {"a": flat[10:20].view(2, 5), "b": [flat[20:2_000_000], torch.tensor(7)]}
+    content.update({"c": torch.empty(0, 3), "d": flat.view(3, -1).t()})
+    content["e"] = content["a"].view(2, 5)
+    first = copy(content)
+    assert differences(content, first) == []
+    assert first["e"] is first["a"]
+    for tensor in (first["a"], *first["b"], first["d"]):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    flat.zero_()
+    assert first["a"].flatten().tolist() == list(range(10, 20))
+    copy.reset()
+    second = copy(content)
+    copy.reset()
+    third = copy(content)
+    assert second["b"][0].data_ptr() == third["b"][0].data_ptr()
+    assert differences(content, third) == []
+
+
+def test_as_a_checkpoint_engine_it_is_a_queue(tmp_path: Path) -> None:
+    """Kills: `commit` before the files are there, an error that is lost."""
+    engine = DecoupledCheckpointEngine(TorchCheckpointEngine())
+    info: Any = None
+    engine.create(info)
+    value = torch.ones(3)
+    engine.save({"x": value}, str(tmp_path / "a.pt"))
+    value.zero_()
+    assert engine.is_decoupled() and engine.preserves_storage_sharing()
+    assert engine.commit(info)
+    assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
+    assert engine.records_of(str(tmp_path / "a.pt"))[str(tmp_path / "a.pt")].bytes == (tmp_path / "a.pt").stat().st_size
+    engine.save({}, str(tmp_path / "none" / "a.pt"))
+    with pytest.raises(OSError, match="No such file"):
+        engine.commit(info)
+    assert torch.equal(engine.load(str(tmp_path / "a.pt"))["x"], torch.ones(3))
+    engine.cleanup()
