@@ -5,6 +5,7 @@
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
 #   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
+#   make zombies    50 random failing or interrupted launches, and how many left no process
 #   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
@@ -28,9 +29,10 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
 MUTATION_TABLE := build/mutations.txt
+ZOMBIE_ARGS ?=
 RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix zombies mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -81,6 +83,10 @@ reshape-matrix: $(VENV)/.stamp-dev
 	  status=$$?; cat $(RESHAPE_TABLE); exit $$status
 
 # The table is printed also when a fault was missed: it says which.
+zombies: $(VENV)/.stamp-dev
+	rm -rf build/zombies
+	$(BIN)/python tests/unit/launcher/zombies.py --folder build/zombies $(ZOMBIE_ARGS)
+
 mutations: $(VENV)/.stamp-dev
 	mkdir -p $(dir $(MUTATION_TABLE))
 	rm -f $(MUTATION_TABLE)

@@ -15,7 +15,7 @@ from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DE
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
-from deepspeed.launcher.signals import Interrupted, SecondInterrupt
+from deepspeed.launcher.signals import Interrupted, SecondInterrupt, deferred_signals
 from deepspeed.utils.logging import logger
 
 PORT_ATTEMPTS = 5
@@ -37,9 +37,10 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         Interrupted: this process got a signal.
         RuntimeError: the port that the plan names is in use.
     """
-    # startup: the agent is needed here only, and programs import this package for a constant
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with deferred_signals():
+        # startup: the agent is needed here only, and programs import this package for a constant
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         with SecondInterrupt(lambda: kill_ranks(logs.history)):

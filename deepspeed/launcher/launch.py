@@ -30,7 +30,7 @@ from deepspeed.launcher.lifeline import Lifeline
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, Place, bound_cores, build_command, place_of_node, usable_port
 from deepspeed.launcher.process_tree import children_ended, terminate_process_tree
-from deepspeed.launcher.signals import Interrupted, raise_on_signals
+from deepspeed.launcher.signals import Interrupted, deferred_signals, raise_on_signals
 from deepspeed.utils.logging import get_log_level_from_string, logger
 
 __all__ = ["LaunchPlan", "decode_world_info", "main", "parse_args", "run", "terminate_process_tree"]
@@ -247,6 +247,9 @@ def main() -> None:
 def exit_code(launch: Callable[[], int]) -> int:
     """Return the launch's exit code; a mistake of the user is one line on stderr and code 2."""
     try:
+        with deferred_signals():
+            # startup: the search for devices imports it, and a Ctrl-C in there would be lost
+            import torch  # noqa: F401
         return launch()
     except (ValueError, RuntimeError, ConnectionError) as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")

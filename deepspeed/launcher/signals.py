@@ -5,11 +5,12 @@ a signal to all of them and up to half a minute of patience; asked again it woul
 by: `agent`, `launch`, `launch_rank`.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 MIN_APART_SECONDS = 0.3
@@ -35,6 +36,24 @@ def raise_on_signals() -> None:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Let signals that ask this process to end raise `Interrupted` behind the block instead of within it.
+
+    For imports of torch: numpy's native part, among others, swallows an exception that a handler raises while it loads,
+    and the launch would go on as if nobody had pressed Ctrl-C.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda received, frame: came.append(received)) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise Interrupted(came[0])
 
 
 class SecondInterrupt:
