@@ -35,6 +35,7 @@ _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\
 _SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT_NAME = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
+_DCP_FOLDER = "torch.distributed.checkpoint folder"
 _STAGE3 = 3
 
 
@@ -67,13 +68,19 @@ def _read(path: str) -> Any:
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             # Files of the format before zip archives can't be mapped.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged file
         told = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
         reason = (told or str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} cannot be read: {reason}. It is damaged, or holds objects that are not data") from error
+    if isinstance(content, dict) and _DCP_FOLDER in content:
+        raise ValueError(
+            f"{path} keeps its tensors in {content[_DCP_FOLDER]}, in the format of torch.distributed.checkpoint, which is not read "
+            'here: convert the folder with deepspeed.checkpoint.ds_to_universal, or save with another checkpoint.writer than "dcp"'
+        )
+    return content
 
 
 def _check_manifest(folder: str) -> None:
