@@ -81,7 +81,7 @@ class CheckpointConfig(DeepSpeedConfigModel):
     """Checkpoints."""
 
     tag_validation: Annotated[str, BeforeValidator(_tag_validation)] = option(
-        "WARN", 'What to do when ranks save under different tags: "Warn", "Ignore" or "Fail".'
+        "WARN", 'When ranks save under different tags: "Warn" (all use rank 0\'s), "Fail", or "Ignore" (not compared).'
     )
     load_universal: Bool = option(
         False, "load_checkpoint reads universal checkpoints, which ds_to_universal makes, and takes its tag from latest_universal."
