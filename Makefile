@@ -5,6 +5,7 @@
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
 #   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
+#   make corrupt-checkpoints   hundreds of bit flips in every file of checkpoints, and how many loading found (minutes)
 #   make zombies    50 random failing or interrupted launches, and how many left no process
 #   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
@@ -30,9 +31,11 @@ RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
 MUTATION_TABLE := build/mutations.txt
 ZOMBIE_ARGS ?=
+# Random bit flips of each file, beside those at its start, middle and end.
+CORRUPTIONS ?= 200
 RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix zombies mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix corrupt-checkpoints zombies mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -81,6 +84,9 @@ reshape-matrix: $(VENV)/.stamp-dev
 	rm -f $(RESHAPE_TABLE)
 	DS_RESHAPE_MATRIX=$(abspath $(RESHAPE_TABLE)) $(RUN) python -m pytest tests/unit/v1/checkpoint/test_matrix.py $(PYTEST_ARGS); \
 	  status=$$?; cat $(RESHAPE_TABLE); exit $$status
+
+corrupt-checkpoints: $(VENV)/.stamp-dev
+	DS_CORRUPTIONS=$(CORRUPTIONS) $(RUN) python -m pytest -s tests/unit/v1/checkpoint/test_corruption.py $(PYTEST_ARGS)
 
 # The table is printed also when a fault was missed: it says which.
 zombies: $(VENV)/.stamp-dev

@@ -184,8 +184,8 @@ def raise_problems(folder: str, problems: list[str]) -> None:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{'; '.join(problems[:5])}{more}. Nothing was loaded. Restore what is wrong, or load another tag "
-            f"({', '.join(existing_tags(os.path.dirname(folder)))})"
+            f"{folder} is not as its {MANIFEST} says: {'; '.join(problems[:5])}{more}. Nothing was loaded. Restore what is wrong, "
+            f"or load another tag ({', '.join(existing_tags(os.path.dirname(folder)))})"
         )
 
 

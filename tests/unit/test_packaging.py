@@ -70,6 +70,7 @@ def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfi
     for line in (
         "deepspeed = deepspeed.launcher.runner:main",
         "ds = deepspeed.launcher.runner:main",
+        "ds_checkpoint = deepspeed.checkpoint.cli:main",
         "ds_report = deepspeed.env_report:cli_main",
         "ds_verify = deepspeed.verify.oracle.cli:command",
     ):
