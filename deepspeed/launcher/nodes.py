@@ -36,7 +36,7 @@ from deepspeed.launcher.process_tree import children_ended
 from deepspeed.launcher.signals import ENDING_SIGNALS, MIN_APART_SECONDS
 from deepspeed.utils.logging import logger
 
-ENGINE_END_SECONDS = 10.0
+ENGINE_END_SECONDS = 5.0
 """For the engine's own end, once all launchers have been told theirs."""
 SSH_CHECK_SECONDS = 20.0
 

@@ -45,7 +45,21 @@ class Node:
     def boot(self) -> None:
         """Bring the network up and start the ssh server."""
         run("ip", "netns", "add", self.namespace)
-        run("ip", "-n", self._cluster.switch, "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        run(
+            "ip",
+            "-n",
+            self._cluster.switch,
+            "link",
+            "add",
+            self.cable,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.namespace,
+        )
         run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "master", "bridge", "up")
         run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
@@ -81,16 +95,24 @@ class Node:
         """Pull the cable: nothing comes or goes, and nobody is told."""
         run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "down")
 
+    def mend(self) -> None:
+        """Put the cable back."""
+        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "up")
+
     def processes(self) -> dict[int, str]:
-        """What runs on this host, by process id, without its ssh server."""
+        """What jobs run on this host, by process id: not the host's own daemons, nor the ssh server's sessions.
+
+        A session is ended by the server, which learns of a cut connection by settings of its own.
+        """
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
-        own = self.server.pid if self.server else -1
-        found = {int(word): command_line(int(word)) for word in listed.split() if int(word) != own}
-        return {pid: line for pid, line in found.items() if line}
+        own = {*self._cluster.daemons, *([self.server.pid] if self.server else [])}
+        found = {pid: command_line(pid) for pid in map(int, listed.split()) if pid not in own}
+        return {pid: line for pid, line in found.items() if line and not line.startswith("sshd: ")}
 
     def shut_down(self) -> None:
         """End everything that runs on this host, and remove it."""
-        for pid in [*self.processes(), *([self.server.pid] if self.server else [])]:
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
+        for pid in map(int, listed.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.server:
@@ -99,13 +121,24 @@ class Node:
 
 
 class Cluster:
-    """`size` hosts that reach each other over ssh as the same user; a context manager."""
+    """`size` hosts that reach each other over ssh as the same user; a context manager.
 
-    def __init__(self, size: int, folder: Path, ssh_port: int = 22) -> None:
+    Attributes:
+        daemons: processes that belong to the hosts and not to a job; the user adds them.
+
+    Args:
+        size: number of hosts.
+        folder: an empty folder for all files of the cluster.
+        ssh_port: the ssh servers' port.
+        number: tells clusters of one test process apart.
+    """
+
+    def __init__(self, size: int, folder: Path, ssh_port: int = 22, number: int = 1) -> None:
         self.folder = folder
-        self.prefix = f"ds{os.getpid() % 100000}"
+        self.prefix = f"ds{os.getpid() % 100000}{number}"
         self.switch = f"{self.prefix}sw"
         self.ssh_port = ssh_port
+        self.daemons: set[int] = set()
         self.nodes = [Node(self, number) for number in range(1, size + 1)]
 
     def __enter__(self) -> "Cluster":

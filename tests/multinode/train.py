@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -10,6 +12,26 @@ import deepspeed
 
 GLOBAL_BATCH = 12
 STEPS = 4
+LEARNING_RATE = 0.01
+FAILURE_CODE = 13
+
+
+def make_model() -> torch.nn.Module:
+    """The model, from torch's current random state."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """Global batches without end: (samples, 8 inputs and 4 targets)."""
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randn(GLOBAL_BATCH, 12, generator=generator)
+
+
+def fail(rank: int) -> None:
+    """Raise, and end with a code that no launcher gives by itself."""
+    sys.excepthook = lambda *info: (sys.__excepthook__(*info), sys.stderr.flush(), os._exit(FAILURE_CODE))
+    raise ValueError(f"rank {rank} fails on purpose")
 
 
 def main() -> None:
@@ -23,20 +45,19 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    model = make_model()
     config = {
         "train_batch_size": GLOBAL_BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {"stage": 1},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator = torch.Generator().manual_seed(1)
     share = GLOBAL_BATCH // world
     host = os.uname().nodename
-    print("starts", rank, os.getpid(), host, os.environ["CROSS_RANK"], os.environ["LOCAL_RANK"], args.text, flush=True)
-    step = 0
+    print("starts", rank, host, os.environ["CROSS_RANK"], os.environ["LOCAL_RANK"], args.text, flush=True)
+    step, data_of_all = 0, batches()
     while step < STEPS or args.stay:
-        data = torch.randn(GLOBAL_BATCH, 12, generator=generator)[rank * share : (rank + 1) * share]
+        data = next(data_of_all)[rank * share : (rank + 1) * share]
         loss = torch.nn.functional.mse_loss(engine(data[:, :8]), data[:, 8:])
         engine.backward(loss)
         engine.step()
@@ -44,7 +65,7 @@ def main() -> None:
         if step == 2:
             print("two steps", rank, flush=True)
             if rank == args.fail_rank:
-                raise ValueError(f"rank {rank} fails on purpose")
+                fail(rank)
         if args.stay:
             time.sleep(0.05)
     if rank == 0:

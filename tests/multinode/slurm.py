@@ -1,0 +1,118 @@
+"""A real Slurm on a test cluster's hosts: munge and slurmd on each, slurmctld on the first.
+
+Owns: its configuration, keys and daemons, all in the cluster's folder. Does not own: the hosts (`cluster`).
+"""
+
+import os
+import shutil
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+from cluster import READY_SECONDS, Cluster, Node
+
+PROGRAMS = ("srun", "sinfo", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged")
+
+
+def why_impossible() -> str | None:
+    """Say what is missing for a Slurm, or None."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+class Slurm:
+    """Slurm's daemons on a cluster that is up; a context manager. The cluster's own end is theirs too."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.folder = cluster.folder / "slurm"
+        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def __enter__(self) -> "Slurm":
+        for folder in (self.folder, *(self.folder / f"spool.{node.name}" for node in self._cluster.nodes)):
+            folder.mkdir()
+        self._write_configuration()
+        for node in self._cluster.nodes:
+            # munge refuses a socket's folder that others can write to; /run is the host's own.
+            self._daemon(node, "munged", "bash", "-c", f"mkdir -p /run/munge && exec {' '.join(self._munged(node))}")
+        first = self._cluster.nodes[0]
+        self._daemon(first, "slurmctld", "/usr/sbin/slurmctld", "-D", "-i")
+        for node in self._cluster.nodes:
+            self._daemon(node, "slurmd", "/usr/sbin/slurmd", "-D", "-N", node.name)
+        self._await(first)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The daemons end with their hosts."""
+
+    def _munged(self, node: Node) -> list[str]:
+        own = self.folder / node.name
+        own.mkdir(mode=0o700)
+        options = {"key-file": self.folder / "munge.key", "pid-file": "/run/munge/munged.pid"}
+        options |= {"seed-file": own / "seed", "log-file": own / "munged.log"}
+        return ["/usr/sbin/munged", "--foreground", "--force", *(f"--{key}={value}" for key, value in options.items())]
+
+    def _daemon(self, node: Node, name: str, *command: str) -> None:
+        with open(self.folder / f"{name}.{node.name}.log", "wb") as log:
+            subprocess.Popen(
+                node.inside(*command),
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _write_configuration(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        nodes = "\n".join(
+            f"NodeName={node.name} NodeAddr={node.address} NodeHostname={node.name} CPUs=2 State=UNKNOWN"
+            for node in self._cluster.nodes
+        )
+        state = self.folder / "state"
+        state.mkdir()
+        settings = f"""
+            ClusterName=throwaway
+            SlurmctldHost={self._cluster.nodes[0].name}
+            SlurmUser=root
+            AuthType=auth/munge
+            CredType=cred/munge
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            SelectType=select/linear
+            SchedulerType=sched/builtin
+            MpiDefault=none
+            ReturnToService=2
+            SlurmdParameters=config_overrides
+            StateSaveLocation={state}
+            SlurmdSpoolDir={self.folder}/spool.%n
+            SlurmctldPidFile=/run/slurmctld.pid
+            SlurmdPidFile=/run/slurmd.pid
+            PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+            """
+        (self.folder / "slurm.conf").write_text(textwrap.dedent(settings) + nodes + "\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+
+    def _await(self, node: Node) -> None:
+        """Wait until every node is idle."""
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            done = subprocess.run(
+                node.inside("sinfo", "--noheader", "--format=%D %t"),
+                env={**os.environ, **self.environment},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.stdout.split() == [str(len(self._cluster.nodes)), "idle"]:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"Slurm did not come up: {done.stdout} {done.stderr}\n{self.logs()}")
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        """What all daemons wrote."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(Path(self.folder).glob("*.log")))
