@@ -7,6 +7,7 @@
 #   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
 #   make corrupt-checkpoints   hundreds of bit flips in every file of checkpoints, and how many loading found (minutes)
 #   make zombies    50 random failing or interrupted launches, and how many left no process
+#   make multinode  the launcher on real hosts, made of network namespaces (root; skips what is not installed)
 #   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
@@ -35,7 +36,7 @@ ZOMBIE_ARGS ?=
 CORRUPTIONS ?= 200
 RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract reshape-matrix corrupt-checkpoints zombies mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints zombies mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -74,6 +75,10 @@ demo-moe: $(VENV)/.stamp-install
 
 test: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+# pdsh, MPI and Slurm come from the system; each test that lacks its tool says so.
+multinode: $(VENV)/.stamp-dev
+	$(RUN) python -m pytest tests/multinode $(PYTEST_ARGS)
 
 contract: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest tests/unit -m contract $(PYTEST_ARGS)

@@ -30,7 +30,7 @@ RANK_RUNNERS: list[type[OpenMPIRunner] | type[MPICHRunner] | type[SlurmRunner]] 
 def made(kind: type[MultiNodeRunner], *flags: str) -> MultiNodeRunner:
     args = runner.parse_args([*flags, "train.py", *AWKWARD])
     args.hub = "HUB"
-    return kind(args, "WORLD", HOSTS) if kind in RANK_RUNNERS else kind(args, "WORLD")  # type: ignore[call-arg]
+    return kind(args, "WORLD", HOSTS) if kind in RANK_RUNNERS else kind(args, "WORLD")
 
 
 @pytest.fixture(autouse=True)
