@@ -202,7 +202,10 @@ class LoadingMixin(CheckpointParts):
                 f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 and 2 can be loaded. Make its "
                 "weights whole with zero_to_fp32 and load those into the model"
             )
-        first: dict[str, Any] = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        lead = os.path.join(folder, keys.model_file(0))
+        if os.path.isfile(path) and not os.path.isfile(lead):
+            lead = path  # with node-local storage the first part may be on another node
+        first: dict[str, Any] = read_file(lead, mmap=True)
         self._check_manifest_is_there(folder, first)
         model: dict[str, Any] = read_file(path) if Cut.of_file(first) == own else first
         return model
