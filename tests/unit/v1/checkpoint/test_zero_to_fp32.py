@@ -266,6 +266,25 @@ def test_stage3_parts() -> None:
     assert zero_to_fp32.zero3_partitioned_param_info(10, 4) == (3, 2)
 
 
+def test_stage3_of_eleven_ranks(tmp_path: Path) -> None:
+    """Kills: rank 10's files read before rank 2's, of trained parameters or of frozen ones."""
+    whole = {"trained": torch.arange(25.0), "frozen": torch.arange(100.0, 130.0)}
+    parts = {name: torch.nn.functional.pad(value, (0, 33 - len(value))).split(3) for name, value in whole.items()}
+    shapes = {name: OrderedDict({name: value.shape}) for name, value in whole.items()}
+    for rank in range(11):
+        model = {
+            "module": {},
+            "buffer_names": [],
+            "param_shapes": [shapes["trained"]],
+            "frozen_param_shapes": shapes["frozen"],
+            "frozen_param_fragments": {"frozen": parts["frozen"][rank].half()},
+        }
+        torch.save(model, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        state = {"zero_stage": 3, "partition_count": 11, "fp32_flat_groups": [parts["trained"][rank].clone()]}
+        torch.save({"optimizer_state_dict": state}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    assert differences(whole, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path.parent), tag=tmp_path.name)) == []
+
+
 def test_lazily(tmp_path: Path) -> None:
     weights = some_weights()
     make_folder(tmp_path, weights, shared_params={"also": "a"})
