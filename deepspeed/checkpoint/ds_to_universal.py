@@ -1,0 +1,224 @@
+"""`ds_to_universal`: make a universal checkpoint of an ordinary one, for a run with any other number of ranks of any kind.
+
+The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole, `zero/optimizer_state.pt` for what parameters
+have in common, the model files as they are, and `latest_universal` beside the folder. Layers, experts and host states are copied,
+too: they hold what no optimizer has. Reading is `whole_state`'s. The output gets its name when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.files import CheckpointError, read_file, replace_folder, sync_folder, write_file, write_latest
+from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
+from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
+from deepspeed.checkpoint.reshape import LABELS
+from deepspeed.checkpoint.verification import check_folder, raise_problems
+from deepspeed.checkpoint.whole_state import WholeState
+from deepspeed.utils.logging import logger
+
+# State of a rank's shard, which a universal checkpoint has by parameter.
+_PER_SHARD = (keys.BASE_OPTIMIZER_STATE, keys.SINGLE_PARTITION_OF_FP32_GROUPS, keys.PARAM_SLICE_MAPPINGS)
+_TEMPORARY = "tmp"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options; None reads the process's."""
+    parser = argparse.ArgumentParser(prog="ds_to_universal", description="Make a universal checkpoint of a checkpoint folder.")
+    parser.add_argument("--input_folder", required=True, help="folder of one checkpoint (a tag)")
+    parser.add_argument("--output_folder", required=True, help="folder to make; latest_universal beside it will name it")
+    parser.add_argument(
+        "--num_extract_workers", type=int, default=4, help="threads that read slices; each holds one kind of state of a parameter"
+    )
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="threads that put slices together and write them")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="also write the slices, to <output_folder>/tmp")
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="allow patterns of universal_checkpoint_info that match nothing"
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="go on without universal_checkpoint_info, which only tensor-parallel runs need",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Convert a folder.
+
+    Args:
+        args: As of `parse_arguments`.
+
+    Raises:
+        CheckpointError: The input is incomplete, damaged, holds objects that are not data, or does not say what is needed.
+            There is no output then, and an earlier one of that name is untouched.
+        ValueError: An option is out of range.
+    """
+    for option in ("num_extract_workers", "num_merge_workers"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option}: {getattr(args, option)} must be at least 1")
+    source, output = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
+    if source == output:
+        raise ValueError(f"--output_folder: {output} is the input folder; give another one")
+    state = _read(source, args.inject_missing_state)
+    names = state.names()
+    if args.strict and (unmatched := state.patterns.unmatched(names)):
+        raise CheckpointError(
+            f"{keys.UNIVERSAL_CHECKPOINT_INFO}: no parameter matches {', '.join(unmatched)}; a mistyped pattern would cut "
+            "parameters wrongly. Correct it, or give --no_strict"
+        )
+    output_dir, tag = os.path.split(output)
+    temporary = os.path.join(output_dir, f".{tag}.converting")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        written = _Output(temporary)
+        _write(state, names, written, args)
+        written.finish({"tag": tag, "latest": False, "universal": True})
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    replace_folder(temporary, output)
+    write_latest(output_dir, tag, keys.LATEST_UNIVERSAL)
+    logger.info(f"wrote {len(names)} parameters of {source} to {output}")
+
+
+def command() -> None:
+    """Entry point of the console command."""
+    try:
+        main(parse_arguments())
+    except (CheckpointError, ValueError, OSError) as error:
+        raise SystemExit(f"ds_to_universal: {error}") from error
+
+
+def _read(source: str, inject: bool) -> WholeState:
+    model = read_file(os.path.join(source, keys.model_file(0)), mmap=True)
+    if os.path.isdir(os.path.join(source, keys.UNIVERSAL_FOLDER)):
+        raise CheckpointError(f"{source} is a universal checkpoint already")
+    if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None and not inject:
+        raise CheckpointError(
+            f"{source} has no {keys.UNIVERSAL_CHECKPOINT_INFO}. A client with tensor-parallel slices saves it by "
+            "save_checkpoint(client_state={...}); without such slices give --inject_missing_state"
+        )
+    manifest = read_manifest(source)
+    if manifest is not None:
+        raise_problems(source, check_folder(source, manifest))
+    return WholeState(source)
+
+
+class _Output:
+    """The folder being written. Files are summed as they are written, by several threads.
+
+    Args:
+        folder: The folder, which is not there yet.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._records: dict[str, FileRecord] = {}
+
+    def write(self, content: Any, *path: str) -> None:
+        """Write a file; its folders are made where they are missing."""
+        name = os.path.join(*path)
+        os.makedirs(os.path.dirname(os.path.join(self.folder, name)), exist_ok=True)
+        self._records[name] = write_file(os.path.join(self.folder, name), content)
+
+    def finish(self, head: Mapping[str, Any]) -> None:
+        """Flush the folders and write the manifest."""
+        for parent, _, _ in os.walk(self.folder, topdown=False):
+            sync_folder(parent)
+        # Nothing is in shards here, so there are no fragments to describe: every file has all of one thing.
+        write_part(self.folder, 0, self._records, {"part": 0, "files": {}})
+        merge_parts(self.folder, [0], head)
+
+
+def _write(state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace) -> None:
+    for name in names:
+        if os.path.basename(name) != name or name in (os.curdir, os.pardir):
+            raise CheckpointError(f"parameter {name!r} cannot have a folder of its name; rename it in the model")
+        for key, value in state.shared(name).items():
+            output.write(value, keys.UNIVERSAL_FOLDER, name, f"{key}.pt")
+    _write_parameters(state, names, output, args)
+    output.write(_common_state(state, names), keys.UNIVERSAL_FOLDER, keys.UNIVERSAL_OPTIMIZER_FILE)
+    _copy_files(state, output)
+
+
+def _write_parameters(state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace) -> None:
+    """Every kind of state of every parameter, few of them at a time: that is what bounds the memory."""
+    tasks = ((name, slot) for name in names for slot in state.slots(name))
+    ahead = args.num_extract_workers + args.num_merge_workers
+    with ThreadPoolExecutor(args.num_extract_workers) as extract, ThreadPoolExecutor(args.num_merge_workers) as merge:
+
+        def convert(name: str, slot: str) -> Future[None]:
+            slices = extract.submit(_extract, state, name, slot, output if args.keep_temp_folder else None)
+            return merge.submit(lambda: _merge(state, name, slot, slices.result(), output))
+
+        for future in _bounded((convert(*task) for task in tasks), ahead):
+            future.result()
+
+
+def _bounded(futures: Iterator[Future[None]], ahead: int) -> Iterator[Future[None]]:
+    """Each of them in order, `ahead` of them started at most."""
+    started: list[Future[None]] = []
+    for future in futures:
+        started.append(future)
+        if len(started) == ahead:
+            yield started.pop(0)
+    yield from started
+
+
+def _extract(state: WholeState, name: str, slot: str, kept: _Output | None) -> list[torch.Tensor]:
+    """Read the slices of one kind of state from the mapped files."""
+    slices = [part.clone() for part in state.slices(name, slot)]
+    for rank, part in enumerate(slices if kept is not None else ()):
+        cast(_Output, kept).write(part.reshape(-1), _TEMPORARY, name, str(rank), f"{slot}.00")
+    return slices
+
+
+def _merge(state: WholeState, name: str, slot: str, slices: list[torch.Tensor], output: _Output) -> None:
+    output.write(state.patterns.merged(name, slices), keys.UNIVERSAL_FOLDER, name, f"{slot}.pt")
+
+
+def _common_state(state: WholeState, names: Sequence[str]) -> dict[str, Any]:
+    """What all parameters have in common, and the parameter groups."""
+    saved = state.optimizer_content()
+    common = {key: value for key, value in saved.items() if key not in _PER_SHARD and not _is_whole_state(key)}
+    members: dict[int, list[str]] = {}
+    for name in names:
+        index = state.group(name)
+        if index is not None:
+            members.setdefault(index, []).append(name)
+    common[keys.PARAM_GROUPS] = [{**state.options[index], "params": [index]} for index in sorted(state.options)]
+    common[keys.PARAM_NAMES] = [members.get(index, []) for index in sorted(state.options)]
+    return common
+
+
+def _is_whole_state(key: str) -> bool:
+    """State of a run at stage 0, which is not sharded and lies in the model file."""
+    whole = (keys.OPTIMIZER_STATE_DICT, keys.FP32_GROUPS, keys.FP32_GROUPS_FLAT, keys.PARAM_SHAPES, "state", *LABELS)
+    return key in (*whole, keys.EXPERT_GROUP_SIZES, keys.DATA_BEFORE_EXPERTS)
+
+
+def _copy_files(state: WholeState, output: _Output) -> None:
+    """All but the optimizer's files; of model files all but the optimizer's state."""
+    for name in sorted(os.listdir(state.folder)):
+        is_model = name.startswith(keys.MODEL_FILE_PREFIX) and name.endswith(keys.MODEL_FILE_SUFFIX)
+        # Pipelines' layers and experts begin alike.
+        if not is_model and not name.startswith((keys.LAYER_FILE_PREFIX, keys.HOST_FILE_PREFIX)):
+            continue
+        content = read_file(os.path.join(state.folder, name), mmap=True)
+        if is_model:
+            content |= {keys.OPTIMIZER: None, keys.MANIFEST_VERSION: MANIFEST_VERSION}
+        output.write(content, name)
+
+
+if __name__ == "__main__":
+    command()

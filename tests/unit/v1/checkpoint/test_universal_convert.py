@@ -1,0 +1,314 @@
+"""`ds_to_universal` in one process: what its files hold for every kind of slice, what it refuses, and what it leaves then."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
+from deepspeed.checkpoint.ds_to_universal import command, main, parse_arguments
+from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.tensor_slices import SlicePatterns
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape, own_slice
+from deepspeed.checkpoint.whole_state import UniversalState
+from deepspeed.utils.tensor_fragment import fragment_address
+
+SHARED = Path(__file__).parents[5] / "shared" / "compat" / "checkpoints"
+STACKED = {"patterns": [r"qkv\."], "shape": ((8, 4, 4), -1), "partition_dim": 0}
+INFO: dict[str, Any] = {
+    "universal_checkpoint_version": 0.2,
+    "parameter_with_row_parallelism_patterns": [r"row\."],
+    "tp_replicated_parameter_patterns": [r"norm\."],
+    "parameter_to_average_patterns": [r"avg\."],
+    "vocabulary_parameter_patterns": [r"vocab\."],
+    "original_vocab_size": 9,
+    "padded_vocab_size": 10,
+    "parameter_with_2_sub_params_cat_dim_0": [r"gate\."],
+    "parameter_with_sub_params": [STACKED],
+}
+# Shapes of the slices of two tensor-parallel ranks.
+SHAPES = {"col.w": (4, 3), "row.w": (3, 4), "norm.w": (3,), "avg.w": (3,), "vocab.w": (5, 3), "gate.w": (4, 3), "qkv.w": (8, 3)}
+SHARDS = 2
+
+
+def values(rank: int) -> dict[str, torch.Tensor]:
+    """Slices of one tensor-parallel rank, all elements different but for what is replicated."""
+    found = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        start = 1000 * index + (0 if name == "norm.w" else 100 * rank)
+        found[name] = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    return found
+
+
+def write(folder: Path, info: dict[str, Any] | None = INFO) -> Path:
+    """A folder as upstream writes it: two tensor-parallel ranks, sharded by two."""
+    folder.mkdir()
+    for rank in range(2):
+        slices = values(rank)
+        model = {
+            "module": slices,
+            "optimizer": None,
+            "param_shapes": [OrderedDict((name, part.shape) for name, part in slices.items())],
+            "global_steps": 4,
+            "dp_world_size": SHARDS,
+            "mp_world_size": 2,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 2},
+            **({} if info is None else {"universal_checkpoint_info": info}),
+        }
+        torch.save(model, folder / keys.model_file(rank))
+        write_shards(folder, rank, slices)
+    return folder
+
+
+def write_shards(folder: Path, rank: int, slices: dict[str, torch.Tensor]) -> None:
+    flat = torch.cat([part.flatten() for part in slices.values()])
+    per_shard = -(-flat.numel() // SHARDS)
+    for shard in range(SHARDS):
+        own = flat[shard * per_shard : (shard + 1) * per_shard]
+        mapping, at = OrderedDict(), -shard * per_shard
+        for name, part in slices.items():
+            first, last = max(at, 0), min(at + part.numel(), own.numel())
+            if first < last:
+                mapping[name] = fragment_address(numel=last - first, start=first)
+            at += part.numel()
+        state = {
+            "base_optimizer_state": {
+                "state": {0: {"step": torch.tensor(4.0), "exp_avg": own / 2, "exp_avg_sq": own / 4}},
+                "param_groups": [{"lr": 0.01, "betas": (0.9, 0.95), "params": [0]}],
+            },
+            "single_partition_of_fp32_groups": [own],
+            "param_slice_mappings": [mapping],
+            "group_paddings": [0],
+            "partition_count": [SHARDS],
+            "clip_grad": 1.0,
+        }
+        torch.save({"optimizer_state_dict": state}, folder / keys.optimizer_file(shard, rank, bf16=False))
+
+
+def convert(source: Path, *options: str) -> Path:
+    output = source.parent / "universal"
+    main(parse_arguments(["--input_folder", str(source), "--output_folder", str(output), *options]))
+    return output
+
+
+def expected() -> dict[str, dict[str, Any]]:
+    """Whole parameters and how they are cut, as upstream 0.19.6 wrote them of the same folder."""
+    a, b = values(0), values(1)
+    qkv = [part["qkv.w"].split([4, 2, 2]) for part in (a, b)]
+    gate = [part["gate.w"].chunk(2) for part in (a, b)]
+    return {
+        "col.w": {"cat_dim": 0, "param": torch.cat([a["col.w"], b["col.w"]])},
+        "row.w": {"cat_dim": 1, "param": torch.cat([a["row.w"], b["row.w"]], 1)},
+        "norm.w": {"param": a["norm.w"]},
+        "avg.w": {"param": a["avg.w"] + 50},
+        "vocab.w": {"cat_dim": 0, "vocab_tensor": True, "param": torch.cat([a["vocab.w"], b["vocab.w"][:4]])},
+        "gate.w": {
+            "cat_dim": 0,
+            "param_n_sub_params": 2,
+            "param": torch.cat([gate[0][0], gate[1][0], gate[0][1], gate[1][1]]),
+        },
+        "qkv.w": {
+            "sub_param_shape": SubparamShape(**STACKED),
+            "param": torch.cat([part[index] for index in range(3) for part in qkv]),
+        },
+    }
+
+
+class TestFiles:
+    """Kills: the wrong dimension; averaged slices summed; padding of the vocabulary kept; stacked parameters in order of ranks."""
+
+    def test_layout(self, tmp_path: Path) -> None:
+        output = convert(write(tmp_path / "t"))
+        wanted = expected()
+        assert sorted(path.name for path in (output / "zero").iterdir()) == sorted([*wanted, "optimizer_state.pt"])
+        for name, content in wanted.items():
+            assert sorted(path.name for path in (output / "zero" / name).iterdir()) == [
+                "exp_avg.pt",
+                "exp_avg_sq.pt",
+                "fp32.pt",
+                "step.pt",
+            ]
+            for slot, factor in (("fp32", 1), ("exp_avg", 2), ("exp_avg_sq", 4)):
+                found = read_file(str(output / "zero" / name / f"{slot}.pt"))
+                assert found.keys() == content.keys()
+                assert torch.equal(found.pop("param") * factor, content["param"]), (name, slot)
+                assert found == {key: value for key, value in content.items() if key != "param"}
+            assert read_file(str(output / "zero" / name / "step.pt")).item() == 4
+        common = read_file(str(output / "zero" / "optimizer_state.pt"))
+        assert common["param_groups"] == [{"lr": 0.01, "betas": (0.9, 0.95), "params": [0]}]
+        assert "param_slice_mappings" not in common and common["clip_grad"] == 1.0
+        assert (tmp_path / "latest_universal").read_text() == "universal"
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+    def test_any_number_of_slices(self, tmp_path: Path) -> None:
+        # Kills: a slice of the stack instead of one of each stacked parameter; a vocabulary that is not padded for its ranks.
+        state = UniversalState(str(convert(write(tmp_path / "t"))))
+        patterns = SlicePatterns(INFO)
+        for name, content in expected().items():
+            entry = state.entry(name, "fp32")
+            for rank in range(2):
+                own = own_slice(name, entry, SHAPES[name], rank, 2)
+                last = -1 if name == "vocab.w" and rank == 1 else None
+                assert name == "avg.w" or torch.equal(own[:last], values(rank)[name][:last]), name
+                assert last is None or not own[-1].any()  # the row of padding
+            by_four = []
+            for rank in range(4):
+                shape = list(SHAPES[name])
+                if name not in ("norm.w", "avg.w"):
+                    dim = 1 if name == "row.w" else 0
+                    shape[dim] = 3 if name == "vocab.w" else shape[dim] // 2
+                by_four.append(own_slice(name, entry, shape, rank, 4))
+            if name != "avg.w":
+                assert torch.equal(patterns.merged(name, by_four)["param"], content["param"]), name
+
+    def test_slices_are_kept_if_asked(self, tmp_path: Path) -> None:
+        output = convert(write(tmp_path / "t"), "--keep_temp_folder", "--num_extract_workers", "1", "--num_merge_workers", "1")
+        kept = read_file(str(output / "tmp" / "row.w" / "1" / "fp32.00"))
+        assert torch.equal(kept, values(1)["row.w"].flatten())
+
+    def test_deepspeed_checkpoint(self, tmp_path: Path) -> None:
+        found = DeepSpeedCheckpoint(str(write(tmp_path / "t")))
+        assert (found.tp_degree, found.pp_degree, found.dp_degree) == (2, 1, 2)
+        assert found.get_checkpoint_info("universal_checkpoint_info") == INFO
+        assert not found.is_change_tp_degree()
+        assert [Path(path).name for path in found.get_2d_parallel_files(1, 0)] == ["mp_rank_01_model_states.pt"]
+        assert [Path(path).name for path in found.get_zero_files(0, 1, 1)] == ["zero_pp_rank_1_mp_rank_01_optim_states.pt"]
+        found.validate_files()
+        assert DeepSpeedCheckpoint(str(tmp_path / "t"), tp_degree=1).is_change_tp_degree()
+
+    @pytest.mark.skipif(not SHARED.is_dir(), reason="folders that upstream wrote are not beside this checkout")
+    @pytest.mark.parametrize("case", ["zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "pipe2_zero1_bf16_w2"])
+    def test_folders_of_upstream(self, tmp_path: Path, case: str) -> None:
+        source = shutil.copytree(SHARED / case / "step4", tmp_path / "step4", copy_function=shutil.copyfile)
+        os.chmod(source, 0o755)
+        state = UniversalState(str(convert(Path(source), "--inject_missing_state")))
+        assert state.names() == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert state.slots("0.weight") == ["exp_avg", "exp_avg_sq", "fp32"]
+        assert (state.shared("2.bias")["step"].item(), state.group("2.bias")) == (4, 0)
+        weight = state.entry("0.weight", "fp32")["param"]
+        assert weight.shape == (32, 16) and weight.dtype == torch.float32
+
+
+def cut_file(folder: Path) -> None:
+    path = folder / keys.optimizer_file(1, 0, bf16=False)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def drop_file(folder: Path) -> None:
+    (folder / keys.optimizer_file(1, 0, bf16=False)).unlink()
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = torch.load(folder / name, weights_only=False)
+        change(content)
+        torch.save(content, folder / name)
+
+    return apply
+
+
+def drop_moment(content: dict[str, Any]) -> None:
+    del content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+
+
+def other_step(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+
+def rename(content: dict[str, Any]) -> None:
+    mapping = content["optimizer_state_dict"]["param_slice_mappings"][0]
+    mapping["../qkv.w"] = mapping.pop("qkv.w")
+
+
+def forget(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["param_slice_mappings"][0].pop("qkv.w")
+
+
+def differ(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] += 1
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return open, (os.environ["EVIL_MARK"], "w")
+
+
+def plant(content: dict[str, Any]) -> None:
+    content["evil"] = Evil()
+
+
+SHARD = keys.optimizer_file(1, 1, bf16=False)
+FIRST_SHARD = keys.optimizer_file(0, 1, bf16=False)
+MODEL = keys.model_file(1)
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (cut_file, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt .* cannot be read"),
+    "missing": (drop_file, "2 shards, but there are files of 1"),
+    "moment": (edit(SHARD, drop_moment), "exp_avg lacks elements|has no exp_avg"),
+    "step": (edit(SHARD, other_step), "have state 'step'"),
+    "rank": (edit(SHARD, forget), "qkv.w"),
+    "replicated": (edit(FIRST_SHARD, differ), "norm.w is in tp_replicated_parameter_patterns, but"),
+    "evil model": (edit(MODEL, plant), "cannot be read"),
+    "evil shard": (edit(SHARD, plant), "cannot be read"),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_damaged_input(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+        # Kills: elements taken for zeros, a shard forgotten, code in a file run.
+        monkeypatch.setenv("EVIL_MARK", str(tmp_path / "ran"))
+        source = write(tmp_path / "t")
+        apply, message = DAMAGES[damage]
+        apply(source)
+        with pytest.raises(CheckpointError, match=message):
+            convert(source)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]  # no output, nothing half done, nothing run
+
+    def test_patterns_and_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        mistyped = write(tmp_path / "mistyped", {**INFO, "tp_replicated_parameter_patterns": [r"norm\.", r"nrm\."]})
+        with pytest.raises(CheckpointError, match=r"no parameter matches nrm"):
+            convert(mistyped)
+        convert(mistyped, "--no_strict")
+        silent = write(tmp_path / "silent", None)
+        with pytest.raises(CheckpointError, match="give --inject_missing_state"):
+            convert(silent)
+        with pytest.raises(CheckpointError, match="only the client knows"):
+            convert(silent, "--inject_missing_state")
+        with pytest.raises(CheckpointError, match="original_vocab_size"):
+            convert(write(tmp_path / "words", {key: value for key, value in INFO.items() if key != "original_vocab_size"}))
+        with pytest.raises(ValueError, match="num_merge_workers"):
+            convert(silent, "--num_merge_workers", "0")
+        monkeypatch.setattr("sys.argv", ["x", "--input_folder", str(silent), "--output_folder", str(tmp_path / "o")])
+        with pytest.raises(SystemExit, match="give --inject_missing_state"):
+            command()
+
+    def test_names_are_no_paths(self, tmp_path: Path) -> None:
+        source = write(tmp_path / "t")
+        for rank in range(2):
+            for shard in range(SHARDS):
+                path = source / keys.optimizer_file(shard, rank, bf16=False)
+                content = torch.load(path, weights_only=False)
+                if "qkv.w" in content["optimizer_state_dict"]["param_slice_mappings"][0]:
+                    rename(content)
+                torch.save(content, path)
+        with pytest.raises(CheckpointError, match="cannot have a folder of its name"):
+            convert(source, "--no_strict")
+
+    def test_evil_slice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("EVIL_MARK", str(tmp_path / "ran"))
+        output = convert(write(tmp_path / "t"))
+        (output / "zero" / "col.w" / "fp32.pt").write_bytes(pickle.dumps(Evil()))
+        with pytest.raises(CheckpointError, match=r"fp32\.pt"):
+            UniversalState(str(output)).entry("col.w", "fp32")
+        assert not (tmp_path / "ran").exists()
