@@ -21,6 +21,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
 from unit.common import DistributedTest
 
 from . import pipeline, runs, test_experts
@@ -163,6 +164,19 @@ class TestEveryFile(DistributedTest):
         return engine
 
 
+def forget_fragment(folder: str) -> None:
+    """Write the manifest anew, as if rank 1 had left a fragment out."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    for rank, part in manifest.parts.items():
+        files = {name: record for name, record in manifest.files.items() if manifest.writers[name] == rank}
+        for content in part["files"].values():
+            if rank == 1 and "fragments" in content:
+                content["fragments"].pop()
+        write_part(folder, rank, files, part)
+    merge_parts(folder, manifest.parts, manifest.head)
+
+
 class TestLatest(DistributedTest):
     """The file that names the newest checkpoint, and a newest checkpoint that is damaged."""
 
@@ -201,6 +215,15 @@ class TestLatest(DistributedTest):
         with pytest.raises(CheckpointError, match=rf"third/host_state_rank_1.*was written.*as it was written has tag='{OLDER}'"):
             engine.load_checkpoint(str(tmpdir))
         assert engine.load_checkpoint(str(tmpdir), tag=OLDER)[1]["seed"] == 1
+
+    def test_a_manifest_that_does_not_cover_a_parameter(self, tmpdir: Any) -> None:
+        """Kills: coverage not checked when loading."""
+        engine = TestEveryFile.saved("ZeRO-1 bf16", 1, Path(str(tmpdir)))
+        before = snapshot(engine)
+        on_rank_0(lambda: forget_fragment(str(Path(str(tmpdir), NEWER))))
+        with pytest.raises(CheckpointError, match=r"optimizer state of \w+\.\w+: elements \d+ to \d+ are in no file"):
+            engine.load_checkpoint(str(tmpdir))
+        assert differences(before, snapshot(engine)) == []
 
     def test_what_is_not_asked_for_is_not_checked(self, tmpdir: Any) -> None:
         """Kills: levels that do the same."""
