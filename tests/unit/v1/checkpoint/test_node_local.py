@@ -1,4 +1,4 @@
-"""`checkpoint.use_node_local_storage`: a folder for each of two nodes of two ranks, which here are told apart by the launcher's word."""
+"""`checkpoint.use_node_local_storage`: a folder for each of two nodes of two ranks, told apart here by the launcher's word."""
 
 from __future__ import annotations
 
@@ -93,11 +93,8 @@ class TestTwoNodes(DistributedTest):
     def test_a_node_that_was_killed_before_it_published(self, tmpdir: Any) -> None:
         """Kills: nodes that load different checkpoints, half of the ranks going on from a newer one."""
         folder = place_on_nodes(tmpdir)
-        keys = {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 1},
-            "checkpoint": {**LOCAL, "writer": {"decoupled": True}},
-        }
+        checkpoint = {**LOCAL, "writer": {"decoupled": True}}
+        keys = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": checkpoint}
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="old")
