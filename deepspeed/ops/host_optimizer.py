@@ -53,6 +53,10 @@ class FlatUpdate(NamedTuple):
 class Delivery(Protocol):
     """Takes the new values of a parameter piece by piece, while the optimizer goes on with the next."""
 
+    @property
+    def grad(self) -> torch.Tensor:
+        """The parameter's gradient, which may be narrower than the parameter; `param.grad` may not."""
+
     def pieces(self) -> Iterable[tuple[int, int]]:
         """First and last+1 element of each piece, in the order in which they are updated; together they are the whole parameter."""
 
@@ -183,9 +187,11 @@ class HostOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    grad = param.grad if param.grad.is_sparse else param.grad.contiguous()
-                    self._deliver(self._prepare(group, param, grad, self._grad_factor), self._deliveries.get(param))
+                delivery = self._deliveries.get(param)
+                grad = param.grad if delivery is None else delivery.grad
+                if grad is not None:
+                    grad = grad if grad.is_sparse else grad.contiguous()
+                    self._deliver(self._prepare(group, param, grad, self._grad_factor), delivery)
         return loss
 
     def _deliver(self, update: FlatUpdate, delivery: Delivery | None) -> None:
@@ -205,7 +211,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
         Args:
             grad_factor: What gradients are multiplied by: clip factor / loss scale.
-            deliveries: For a parameter (flat), who takes its new values while the rest is updated.
+            deliveries: For a parameter (flat), who has its gradient, and takes its new values while the rest is updated.
         """
         self._grad_factor, self._deliveries = grad_factor, deliveries
         try:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.ops.host_optimizer import Delivery, HostOptimizer
+from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
@@ -211,23 +210,24 @@ class MasterWeightOptimizer(StepSequence):
 
     @torch.no_grad()
     def _update(self, factor: float) -> None:
-        fused = self.optimizer if isinstance(self.optimizer, HostOptimizer) and not self._per_param else None
+        if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
+            masters = (group.masters[0] for group in self.groups)
+            with self.optimizer.fused(factor, dict(zip(masters, self._publishers(), strict=True))):
+                self.optimizer.step()
+            self._publish(delivered=True)
+            return
         for group in self.groups:
             grad = group.grad_for_step()
-            if factor != 1.0 and fused is None:
+            if factor != 1.0:
                 grad.mul_(factor)
             views = group.param_views(grad) if self._per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        deliveries: dict[torch.Tensor, Delivery] = {}
-        if fused is not None:
-            deliveries.update(zip((group.masters[0] for group in self.groups), self._publishers(), strict=True))
-        with nullcontext() if fused is None else fused.fused(factor, deliveries):
-            self.optimizer.step()
+        self.optimizer.step()
         for group in self.groups:
             for master in group.masters:
                 master.grad = None
-        self._publish(delivered=fused is not None)
+        self._publish(delivered=False)
 
     @torch.no_grad()
     def update_lp_params(self) -> None:

@@ -156,6 +156,7 @@ def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[...
         params.pop("set_grad_none", None)
         params["adamw_mode"] = adam_w_mode
         return DeepSpeedCPUAdam
+    # Honoured either way: what FusedAdam steps here is fp32 (parameters, or masters of others), and moments have its dtype.
     params.pop("fp32_optimizer_states", None)
     params["adam_w_mode"] = adam_w_mode
     return FusedAdam

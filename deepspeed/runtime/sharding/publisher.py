@@ -55,6 +55,11 @@ class Publisher:
         whole = group.num_shards == 1 or group.table.padded_numel <= bucket_size
         return max(1, group.table.shard_numel if whole else bucket_size // group.num_shards)
 
+    @property
+    def grad(self) -> torch.Tensor:
+        """The owned gradient, in the dtype in which it was accumulated."""
+        return self._group.grad
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """First and last+1 element in the shard of each piece."""
         for start in range(0, self._group.table.shard_numel, self._gather_numel):

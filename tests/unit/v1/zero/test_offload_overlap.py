@@ -1,0 +1,181 @@
+"""The offloaded step in pieces: the same bits as in one piece, in the right order, and without a race on a device with streams."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.runtime.base_optimizer import StepSequence
+from deepspeed.runtime.gradients import sink
+from deepspeed.runtime.sharding import publisher
+from deepspeed.runtime.sharding.publisher import Publisher
+from unit.common import DistributedTest
+
+WIDTH = 24
+# A rank's shard of the model has 388 elements: 7 pieces.
+PIECE = 64
+STAGED = 50
+WHOLE = 1 << 30
+
+
+def config(precision: str = "bf16", stage: int = 2, offload: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.05,
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **(offload or {})}, **zero},
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}),
+    }
+
+
+def start(settings: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 7))
+    return deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=0.01), config=settings)[0]
+
+
+def micro_batch(engine: Any, generator: torch.Generator, scale: float = 1.0) -> None:
+    inputs = torch.randn(4, WIDTH, generator=generator) * scale
+    engine.backward(engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean())
+    engine.step()
+
+
+def trained(settings: dict[str, Any], piece: int, staged: int) -> list[torch.Tensor]:
+    """Weights and masters after four steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publisher, "UPDATE_NUMEL", piece)
+        patch.setattr(sink, "STAGE_NUMEL", staged)
+        engine = start(settings)
+        generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
+        for _ in range(8):
+            micro_batch(engine, generator)
+        kept = [*engine.module.parameters(), *(group.master for group in engine.optimizer.groups)]
+        values = [tensor.detach().clone() for tensor in kept]
+        engine.destroy()
+    return values
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+class TestPieces(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_same_bits_as_the_whole(self, precision: str) -> None:
+        # Kills: a piece that is left out, updated twice, counted as a step of its own or gathered before it is updated; clipping or
+        # unscaling that misses a piece; pieces that are cut otherwise where gathers are bounded (100 elements) or broadcasts.
+        for stage, gathers in itertools.product((1, 2), ({}, {"allgather_bucket_size": 200}, {"allgather_partitions": False})):
+            settings = config(precision, stage, **gathers)
+            assert same(trained(settings, PIECE, WHOLE), trained(settings, WHOLE, WHOLE)), (stage, gathers)
+
+    def test_a_piece_is_on_its_way_before_the_next_is_updated_and_the_norm_known_before_the_first(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: an update before the norm is decided, and gathers that begin when all pieces are updated: nothing would overlap.
+        log: list[str] = []
+        for owner, name in ((StepSequence, "_norm_of"), (HostOptimizer, "_run"), (Publisher, "_gather")):
+            monkeypatch.setattr(owner, name, _logging(log, name, getattr(owner, name)))
+        monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
+        engine = start(config())
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            micro_batch(engine, generator)
+        pieces = math.ceil(engine.optimizer.groups[0].table.shard_numel / PIECE)
+        assert pieces == 7 and log == ["_norm_of", *["_run", "_gather"] * pieces]
+
+    def test_a_gradient_that_is_not_finite_updates_no_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: pieces that are updated while other ranks may still have an infinity to report.
+        monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
+        engine = start(config())
+        generator = torch.Generator().manual_seed(0)
+        before = [group.master.clone() for group in engine.optimizer.groups]
+        micro_batch(engine, generator, math.inf if deepspeed.comm.get_rank() == 1 else 1.0)
+        micro_batch(engine, generator)
+        assert engine.optimizer.overflow and same(before, [group.master for group in engine.optimizer.groups])
+        assert not engine.optimizer.state
+
+
+def _logging(log: list[str], name: str, original: Any) -> Any:
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return original(*args, **kwargs)
+
+    return logged
+
+
+class TestOnStreams(DistributedTest):
+    # On one rank too: to the simulation, waiting for a collective of gloo's holds the host up, and so hides waits that are missing.
+    world_size = [1, 2]
+
+    # Schedule, buffers for staged gradients, overlap_comm (and then no bucket buffer is used twice). Memory that is not page-locked
+    # is the device's to the simulation.
+    @pytest.mark.parametrize(
+        "precision, pin, runs",
+        [
+            ("fp32", True, [(0, 1, True), (3, 4, False)]),
+            ("bf16", True, [(0, 4, True), (0, 1, False)]),
+            ("bf16", False, [(0, 4, True)]),
+        ],
+    )
+    def test_silent_and_the_same_bits(self, precision: str, pin: bool, runs: list[tuple[int, int, bool]]) -> None:
+        # Kills: a copy to the host that waits for no reduction, gradients read before their copy, a bucket that is filled while
+        # its slice is still being copied, a staging buffer that is written before its copy has left, weights gathered too early.
+        from deepspeed.accelerator.sim_accelerator import simulate
+        from deepspeed.verify import check_streams
+
+        with simulate():
+            plain = trained(config(precision), WHOLE, WHOLE)
+        for schedule, buffers, overlap in runs:
+            offload = {"pin_memory": pin, "buffer_count": buffers}
+            zero = {"overlap_comm": overlap, "contiguous_gradients": not overlap, "reduce_bucket_size": 200}
+            settings = config(precision, offload=offload, **zero)
+            with simulate(schedule=schedule, backward_streams=2), check_streams():
+                values = trained(settings, PIECE, STAGED)
+            assert same(values, plain), (schedule, buffers, overlap)
+
+
+class Recorder:
+    """Takes pieces of three, and remembers what it was given."""
+
+    def __init__(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        self.grad = grad
+        self._param = param
+        self._before = param.clone()
+        self.out = torch.zeros(param.numel(), dtype=torch.bfloat16)
+        self.seen: list[torch.Tensor] = []
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        yield from ((start, min(start + 3, self._param.numel())) for start in range(0, self._param.numel(), 3))
+
+    def low_precision_out(self, start: int, end: int) -> torch.Tensor:
+        return self.out[start:end]
+
+    def updated(self, start: int, end: int) -> None:
+        assert torch.equal(self._param[end:], self._before[end:])
+        assert torch.equal(self.out[start:end], self._param[start:end].bfloat16())
+        self.seen.append(self._param[start:end].clone())
+
+
+def test_delivered_pieces_are_final_and_what_follows_is_untouched() -> None:
+    # Kills: a piece that is handed on before it is updated, or after the whole parameter is.
+    params = [torch.linspace(-1.0, 1.0, 10) for _ in range(2)]
+    whole, pieced = DeepSpeedCPUAdam(params[:1]), DeepSpeedCPUAdam(params[1:])
+    params[0].grad = torch.linspace(2.0, -2.0, 10).bfloat16().float()
+    whole.step()
+    recorder = Recorder(params[1], params[0].grad.bfloat16())
+    with pieced.fused(1.0, {params[1]: recorder}):
+        pieced.step()
+    assert torch.equal(torch.cat(recorder.seen), params[0]) and torch.equal(*params)
+    assert pieced.state[params[1]]["step"] == 1
