@@ -26,7 +26,7 @@ from typing import Any
 
 from deepspeed import utils
 from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.files import CheckpointError, replace_folder, sync_folder, write_latest
+from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
 from deepspeed.checkpoint.manifest import merge_parts, write_part
 from deepspeed.checkpoint.retention import remove_oldest
 from deepspeed.checkpoint.utils import separate
@@ -98,7 +98,6 @@ class SaveJob:
             return
         save_dir, tag = self.info.save_dir, self.info.tag
         merge_parts(self.folder, self.node.ranks, self.head)
-        sync_folder(self.folder)
         _put_converter(save_dir)
         replace_folder(self.folder, os.path.join(save_dir, tag))
         if self.info.save_latest:

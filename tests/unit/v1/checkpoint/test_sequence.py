@@ -1,0 +1,58 @@
+"""In which order a save flushes and renames: what a crash of the machine leaves follows from it; no test can cause one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.save_job import SaveJob
+from deepspeed.runtime.storage_nodes import StorageNode
+
+
+def test_everything_is_on_disk_before_its_name_and_latest_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a folder or file that is not flushed before the rename that relies on it, `latest` before the folder."""
+    seen: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def short(path: Any) -> str:
+        return os.path.relpath(path, tmp_path)
+
+    def seen_fsync(handle: int) -> None:
+        seen.append(f"flush {short(os.readlink(f'/proc/self/fd/{handle}'))}")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    for name, function in (("rename", rename), ("replace", replace)):
+
+        def seen_rename(source: Any, target: Any, function: Any = function) -> None:
+            seen.append(f"{short(source)} -> {short(target)}")
+            function(source, target)
+
+        monkeypatch.setattr(os, name, seen_rename)
+    info = CheckpointCommitInfo("T", str(tmp_path), True)
+    for _ in range(2):
+        seen.clear()
+        job = SaveJob(TorchCheckpointEngine(), info, StorageNode(0, (0,), (0,)), 1, {"files": {}}, {})
+        job.prepare()
+        job.write(lambda put: put("a.pt", {"x": 1}))
+        job.publish()
+    part, manifest = ".T.saving/.manifest_part_0.json", ".T.saving/manifest.json"
+    assert [step for step in seen if "zero_to_fp32" not in step] == [
+        "flush .T.saving/a.pt",
+        f"flush {part}.saving",
+        f"{part}.saving -> {part}",
+        f"flush {manifest}.saving",
+        f"{manifest}.saving -> {manifest}",
+        "flush .T.saving",
+        "T -> .T.replaced",
+        ".T.saving -> T",
+        "flush .",
+        "flush .latest.saving",
+        ".latest.saving -> latest",
+        "flush .",
+    ]
