@@ -37,6 +37,9 @@ LINE_LIMIT = 1 << 22
 STOP_PATIENCE_SECONDS = 45.0
 """For the answers to `stop`: half a minute of patience with the processes, and their cleaning up."""
 MAX_BEAT_SECONDS = 2.0
+NOTICE_SECONDS = 2.0
+"""How long a closed connection may be noticed late. The ranks of a killed launcher die with it, and their peers' errors would
+else look older than the loss, which is their cause: a launcher never ends by itself before it is told the job's end."""
 
 
 def beat_interval(timeout: float) -> float:
@@ -200,20 +203,21 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Talk with one launcher until it or the job is gone."""
         member: _Member | None = None
-        why = "a lost connection: its launcher was killed, or its machine went down"
+        why, age = "a lost connection: its launcher was killed, or its machine went down", NOTICE_SECONDS
         try:
             member = self._welcome(await self._read(reader), writer)
             while member is not None:
                 self._take(member, await self._read(reader))
         except asyncio.TimeoutError:
             why = f"no sign of life for {self._timeout:g} seconds: its network is cut, or its machine is down or stopped"
-        except (OSError, ValueError, EOFError):
+            age = self._timeout
+        except (OSError, ValueError, TypeError, EOFError):
             # The connection broke, or a stranger speaks another protocol; `why` says it.
             pass
         finally:
             writer.close()
         if member is not None and not member.settled:
-            self._lose(member, why)
+            self._lose(member, why, age)
 
     async def _read(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         line = await asyncio.wait_for(reader.readline(), self._timeout)
@@ -263,9 +267,9 @@ class Hub:
         kind = message.get("type")
         if kind == "beat":
             return
-        member.settled = True
         if message.get("failure") is not None:
             self._add_failure(member.label, Failure(**message["failure"]))
+        member.settled = True
         if kind == "failed":
             self._stop_all()
         self._end_if_settled()
@@ -274,9 +278,9 @@ class Hub:
         # Clocks of machines differ; the age by the sender's own clock gives the moment by ours.
         self._state.failures.append((time.monotonic() - failure.age, label, failure))
 
-    def _lose(self, member: _Member, why: str) -> None:
+    def _lose(self, member: _Member, why: str, age: float = 0.0) -> None:
         member.settled = True
-        self._add_failure("", Failure(member.label, why, LOST_CODE))
+        self._add_failure("", Failure(member.label, why, LOST_CODE, age))
         self._stop_all()
         self._end_if_settled()
 

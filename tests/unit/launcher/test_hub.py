@@ -85,6 +85,16 @@ def test_a_closed_connection_ends_the_others(hub: Hub) -> None:
     assert (cause[1].subject, cause[1].how.split(":")[0]) == ("node 1 (b)", "a lost connection")
 
 
+def test_the_loss_of_a_launcher_is_the_cause_of_its_peers_errors(hub: Hub) -> None:
+    # Kills: taking the moment at which a busy hub reads the end of the connection for that of the loss.
+    with connect(hub, 0) as first:
+        with connect(hub, 1) as second:
+            first.join(), second.join()
+            first.report_end(Failure("rank 0", "exit code 1", 1, age=0.5))
+        first.wait()
+    assert [failure.subject for _, failure in ended(hub).failures] == ["node 1 (b)", "rank 0"]
+
+
 def test_a_silent_launcher_is_lost_after_the_timeout(hub: Hub) -> None:
     # Kills: trusting an open connection: a cut network leaves it open on both sides.
     with connect(hub, 0) as first, socket.create_connection(("127.0.0.1", hub.address.port)) as silent:
