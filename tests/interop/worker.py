@@ -6,6 +6,7 @@ has everything imported: ranks cost milliseconds, and no job finds another's pro
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # with the engine below: the first optimizer asks for it, and every forked rank would import both anew
 from torch import distributed, nn
 
 import deepspeed
+import deepspeed.runtime.engine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -27,7 +30,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 WORLD = 2
 STEPS, SAVED_AFTER = 8, 4
 WIDTH, MICRO_BATCHES, ROWS = 16, 2, 4
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # upstream's first job compiles an op
 TAG = "step4"
 
 CONFIG: dict[str, Any] = {
@@ -42,7 +45,8 @@ CONFIG: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
 }
 BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
+# The scale does not grow: on the step where it does, upstream divides gradients by the grown scale, and the sides part.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -138,6 +142,7 @@ def train_step(engine: Any, step: int, is_pipeline: bool) -> tuple[float, float]
 def run(rank: int, job: dict[str, Any], store: str) -> None:
     """One rank of a job: train from the start or from a checkpoint, save where told, write what was seen."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # a rank that waits for ever says where
     os.environ.update({key: str(rank) for key in ("RANK", "LOCAL_RANK")}, WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")  # asked for by upstream; the store is a file
     deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -167,7 +172,7 @@ def run_on_ranks(job: dict[str, Any]) -> str:
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(TIMEOUT_S)
+            process.join(2 * TIMEOUT_S)
         codes = [process.exitcode for process in ranks]
         for process in ranks:
             process.kill()

@@ -121,7 +121,8 @@ class FP16_Optimizer(MasterWeightOptimizer):
 
     def _scaler_state(self) -> dict[str, Any]:
         present = {key: getattr(self.loss_scaler, key) for key in SCALER_KEYS if hasattr(self.loss_scaler, key)}
-        return {"dynamic_loss_scale": self.dynamic_loss_scale, **present}
+        # A static scale counts no steps, but upstream's loader wants the number whatever the scale.
+        return {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_iter": 0, **present}
 
     def _masters_state(self) -> dict[str, Any]:
         return {FP32_GROUPS_FLAT: [group.master.detach() for group in self.groups], "clip_grad": self.clip_grad}

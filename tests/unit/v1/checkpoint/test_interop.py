@@ -19,6 +19,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.pipe import LayerSpec, PipelineModule
 from unit.common import DistributedTest
 
@@ -88,6 +89,16 @@ class TestRecorded(DistributedTest):
             for step in range(engine.global_steps, len(recorded["losses"])):
                 check(recorded, step, *train_step(engine, step, recorded["world"]))
 
+    def test_zero3_is_refused(self) -> None:
+        # Kills: placeholders of zero elements taken for weights.
+        recorded = json.loads((COMPAT / "zero3_bf16_w2.json").read_text())
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        engine = deepspeed.initialize(model=model, config={**recorded["config"], "zero_optimization": {"stage": 2}})[0]
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(CheckpointError, match="ZeRO stage 3"):
+            engine.load_checkpoint(str(COMPAT / "zero3_bf16_w2"))
+        assert all(map(torch.equal, before, model.parameters()))
+
 
 @recordings
 class TestRecordedPipeline(DistributedTest):
@@ -107,6 +118,23 @@ class TestRecordedPipeline(DistributedTest):
             check(recorded, step, loss, float(engine.get_global_grad_norm()))
 
 
+class TestStaticScale(DistributedTest):
+    """Kills: state of a static scale without the keys that upstream's loader asks for (bf16 at stage 0 could not be loaded)."""
+
+    world_size = 1
+
+    def test_keys(self, tmpdir: Any) -> None:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        }
+        engine = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        state = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=True)["optimizer"]
+        assert {"dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups"} <= state.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not UPSTREAM, reason="DS_UPSTREAM_PYTHON names no interpreter with upstream's deepspeed")
 def test_both_ways(tmp_path: Path) -> None:
@@ -116,6 +144,8 @@ def test_both_ways(tmp_path: Path) -> None:
         assert not outcome.problem, outcome
         assert outcome.equal_state == outcome.all_state > 0, outcome
         tolerance = 1e-5 if "fp32" in outcome.case.replace("fp32acc", "") else 2e-3
+        if outcome.case == "zero0_fp16":
+            tolerance = 5e-2  # upstream's arithmetic there is off from its own fp32 run (docs/interoperation.md)
         # Without a figure (not a number): upstream reports no norm at stage 0.
         assert not outcome.loss > tolerance, outcome
         assert not outcome.norm > tolerance, outcome
