@@ -47,12 +47,13 @@ class Outcome:
     interrupted_by: int | None = None
 
 
-def run(plan: LaunchPlan, start: Start | None = None) -> int:
+def run(plan: LaunchPlan, start: Start | None = None, on_lost: Callable[[], None] = lambda: None) -> int:
     """Start the processes and wait for them, and for those of the other launchers of the job.
 
     Args:
         plan: what to start.
         start: runs the processes; None is torch's agent.
+        on_lost: called when the processes have been ended because the job's other launchers are out of reach.
 
     Returns:
         0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when this process was
@@ -63,7 +64,7 @@ def run(plan: LaunchPlan, start: Start | None = None) -> int:
         ConnectionError: the job's other launchers cannot be reached.
     """
     with pid_file(plan.save_pid), children_ended() as success:
-        code = _run_member(plan, plan.place, start) if plan.place else _run_alone(plan, start)
+        code = _run_member(plan, plan.place, start, on_lost) if plan.place else _run_alone(plan, start)
         success[0] = code == 0
         return code
 
@@ -101,7 +102,7 @@ class _Stopper:
                 os.kill(os.getpid(), signum if signum is not None else signal.SIGTERM)
 
 
-def _run_member(plan: LaunchPlan, place: Place, start: Start | None) -> int:
+def _run_member(plan: LaunchPlan, place: Place, start: Start | None, on_lost: Callable[[], None]) -> int:
     """Run this launcher's processes once all launchers have come, and end them when the job ends anywhere."""
     port = usable_port(plan.master_port) if place.first_rank == 0 else 0
     stopper = _Stopper()
@@ -115,6 +116,8 @@ def _run_member(plan: LaunchPlan, place: Place, start: Start | None) -> int:
         return 128 + error.signum
     if place.reports or lifeline.lost:
         write_verdict(verdict)
+    if lifeline.lost:
+        on_lost()
     return verdict.code
 
 
@@ -241,15 +244,31 @@ def main() -> None:
     """Start this node's processes as the command line says, and exit with their code."""
     args = parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
-    sys.exit(exit_code(lambda: run(make_node_plan(args))))
+    sys.exit(exit_code(lambda: run_told(args.hub, args.node_rank, lambda: run(make_node_plan(args)))))
 
 
-def exit_code(launch: Callable[[], int]) -> int:
+def run_told(hub: str | None, member: int, launch: Callable[[], int]) -> int:
+    """Run a launch, and tell the job's hub when it cannot begin: others would wait for this launcher.
+
+    Args:
+        hub, member: as in `Place`; no hub for a launch that stands alone.
+        launch: what to run; its errors are passed on.
+    """
+    try:
+        return launch()
+    except (ValueError, RuntimeError) as error:
+        if hub is not None:
+            _tell(hub, member, Failure(f"the launcher on {socket.gethostname()}", f"an error: {error}", 2))
+        raise
+
+
+def exit_code(launch: Callable[[], int], needs_torch: bool = True) -> int:
     """Return the launch's exit code; a mistake of the user is one line on stderr and code 2."""
     try:
-        with deferred_signals():
-            # startup: the search for devices imports it, and a Ctrl-C in there would be lost
-            import torch  # noqa: F401
+        if needs_torch:
+            with deferred_signals():
+                # startup: the search for devices imports it, and a Ctrl-C in there would be lost
+                import torch  # noqa: F401
         return launch()
     except (ValueError, RuntimeError, ConnectionError) as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")
@@ -257,6 +276,12 @@ def exit_code(launch: Callable[[], int]) -> int:
     except (KeyboardInterrupt, Interrupted) as error:
         # Before the processes are there; afterwards `run` answers for it.
         return 128 + (error.signum if isinstance(error, Interrupted) else int(signal.SIGINT))
+
+
+def _tell(hub: str, member: int, failure: Failure) -> None:
+    # Without a hub that answers there is nobody to tell.
+    with contextlib.suppress(OSError, ValueError), Lifeline(HubAddress.decode(hub), member, 0, lambda signum: None) as lifeline:
+        lifeline.report_end(failure)
 
 
 def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
@@ -276,21 +301,21 @@ def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
         )
     place = place_of_node(world, args.node_rank, args.hub) if args.hub is not None else None
     slots = list(world.values())[args.node_rank]
-    return node_plan(args, slots, place)
+    return node_plan(args, len(slots), device_environment(slots), place)
 
 
-def node_plan(args: argparse.Namespace, slots: list[int], place: Place | None) -> LaunchPlan:
-    """Return the plan of one launcher for devices `slots`, from the flags that `launch` and `runner` share."""
+def node_plan(args: argparse.Namespace, num_ranks: int, environment: dict[str, str], place: Place | None) -> LaunchPlan:
+    """Return the plan of one node, from the flags that `launch` and `launch_rank` share."""
     command, index = build_command(args.training_script, args.training_script_args, args.module, args.no_python)
     return LaunchPlan(
         command=command,
-        num_ranks=len(slots),
+        num_ranks=num_ranks,
         pass_local_rank=not args.no_local_rank,
         local_rank_index=index,
         master_addr=args.master_addr,
         master_port=args.master_port,
-        environment=device_environment(slots),
-        cores=bound_cores(args.bind_cores_to_rank, args.bind_core_list, len(slots)),
+        environment=environment,
+        cores=bound_cores(args.bind_cores_to_rank, args.bind_core_list, num_ranks),
         log_dir=None if args.enable_each_rank_log == "None" else args.enable_each_rank_log,
         save_pid=args.save_pid or None,
         place=place,

@@ -2,7 +2,7 @@
 
 Owns: supervising a single process that stays the engine's: it inherits the engine's variables and open descriptors, so
 that the user's script can be an MPI process. Does not own: the command's part (`nodes`), nor what `launch.run` does for
-every launcher. torch is not imported: there is one of these per process.
+every launcher. torch is not imported without need: there is one of these per process.
 """
 
 import argparse
@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from deepspeed.launcher.agent import WORKER
+from deepspeed.launcher.devices import device_environment
 from deepspeed.launcher.failures import Exit
-from deepspeed.launcher.launch import decode_world_info, exit_code, make_parser, node_plan, run
+from deepspeed.launcher.launch import decode_world_info, exit_code, make_parser, node_plan, run, run_told
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, place_of_rank
 from deepspeed.launcher.signals import Interrupted
@@ -61,6 +63,20 @@ def _end(process: "subprocess.Popen[bytes]", signum: int) -> None:
         process.wait()
 
 
+def end_daemon(name: str | None) -> None:
+    """End the engine's daemon on this node, if it is called `name` and started this process.
+
+    Behind a cut network Open MPI's would wait for a quarter of an hour: unsent words of it keep the connection from
+    being found dead.
+    """
+    import psutil  # startup: needed only when a job is lost
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(os.getppid())
+        if parent.name() == name:
+            parent.terminate()
+
+
 def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one process's parsed flags and the engine's variables into a plan.
 
@@ -79,7 +95,9 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
             "ranks must fill the hosts one after the other; take out of --launcher_args what places them otherwise"
         )
     slots = list(world.values())[place.node_rank]
-    plan = node_plan(args, slots, place)
+    # The first devices are what a local rank finds without help; looking for others takes torch, once per process.
+    environment = {} if slots == list(range(len(slots))) else device_environment(slots)
+    plan = node_plan(args, len(slots), environment, place)
     cores = [plan.cores[local_rank]] if plan.cores else []
     # Upstream passes no --local_rank under these engines, and scripts for them do not expect it.
     return replace(plan, num_ranks=1, cores=cores, pass_local_rank=False)
@@ -90,9 +108,12 @@ def main() -> None:
     parser = make_parser()
     parser.add_argument("--rank_variable", required=True, help="variable that holds the rank")
     parser.add_argument("--local_rank_variable", required=True, help="variable that holds the local rank")
+    parser.add_argument("--daemon", default=None, help="name of the engine's daemon that has to be ended with a lost job")
     args = parser.parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
-    sys.exit(exit_code(lambda: run(make_rank_plan(args), run_directly)))
+    launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
+    rank = int(os.environ.get(args.rank_variable, "0"))
+    sys.exit(exit_code(lambda: run_told(args.hub, rank, lambda: launch(make_rank_plan(args))), needs_torch=False))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ class MultiNodeRunner(abc.ABC):
     rank_variables: tuple[str, str] | None = None
     """Variables in which the engine tells a process its rank and local rank; None where it starts one launcher per node."""
 
+    daemon: str | None = None
+    """Name of the engine's process on a node that a launcher has to end when its job is lost; None ends by itself."""
+
     def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
         self.args = args
         self.world_info_base64 = world_info_base64
@@ -106,6 +109,8 @@ class MultiNodeRunner(abc.ABC):
             command += [f"--rank_variable={self.rank_variables[0]}", f"--local_rank_variable={self.rank_variables[1]}"]
         else:
             command.append(f"--node_rank={node_rank}")
+        if self.daemon:
+            command.append(f"--daemon={self.daemon}")
         if args.master_port_given:
             command.append(f"--master_port={args.master_port}")
         command += [f"--{flag}" for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank") if getattr(args, flag)]
@@ -193,6 +198,7 @@ class OpenMPIRunner(_RankRunner):
     """Open MPI's mpirun."""
 
     rank_variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    daemon = "orted"
 
     @property
     def name(self) -> str:
@@ -210,7 +216,7 @@ class OpenMPIRunner(_RankRunner):
         agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
         settings = {
             "plm_rsh_agent": agent,
-            # Its default leaves the daemon on a node that was cut off waiting for more than five minutes.
+            # By default its daemons take more than five minutes to miss an idle peer.
             "oob_tcp_keepalive_time": str(KEEPALIVE_SECONDS),
             "oob_tcp_keepalive_intvl": str(KEEPALIVE_SECONDS),
             "oob_tcp_keepalive_probes": "2",
