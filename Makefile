@@ -6,6 +6,7 @@
 #   make contract   every combination of the contract suite (long)
 #   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
 #   make corrupt-checkpoints   hundreds of bit flips in every file of checkpoints, and how many loading found (minutes)
+#   make kill-checkpoints   200 runs killed while they save, and whether the next one lost more than that save (minutes)
 #   make zombies    50 random failing or interrupted launches, and how many left no process
 #   make multinode  the launcher on real hosts, made of network namespaces (root; skips what is not installed)
 #   make mutations  faults put into the library on purpose, and what the checks say about each
@@ -36,7 +37,7 @@ ZOMBIE_ARGS ?=
 CORRUPTIONS ?= 200
 RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints zombies mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints kill-checkpoints zombies mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -94,6 +95,9 @@ corrupt-checkpoints: $(VENV)/.stamp-dev
 	DS_CORRUPTIONS=$(CORRUPTIONS) $(RUN) python -m pytest -s tests/unit/v1/checkpoint/test_corruption.py $(PYTEST_ARGS)
 
 # The table is printed also when a fault was missed: it says which.
+kill-checkpoints: $(VENV)/.stamp-dev
+	PYTHONPATH=tests $(RUN) python -m unit.v1.checkpoint.kills $(KILL_ARGS)
+
 zombies: $(VENV)/.stamp-dev
 	rm -rf build/zombies
 	$(BIN)/python tests/unit/launcher/zombies.py --folder build/zombies $(ZOMBIE_ARGS)

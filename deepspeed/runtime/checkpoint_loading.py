@@ -28,7 +28,7 @@ from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import restore_host_state, restore_position
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
+from deepspeed.runtime.model_files import Cut, LayeredModule, ModelFiles, ReadWeights
 from deepspeed.runtime.recut import RecutState
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.runtime.storage_nodes import StorageNode
@@ -256,6 +256,10 @@ class LoadingMixin(CheckpointParts):
             restore_host_state(loaded.host, self.training_dataloader)
         elif loaded.position is not None:
             restore_position(loaded.position, self.training_dataloader)
+        counts = (loaded.host or loaded.position or {}).get("num_forwards")
+        if counts and isinstance(self.module, LayeredModule):
+            same = len(counts) == len(self.module.num_forwards)
+            self.module.num_forwards[:] = counts if same else [counts[0]] * len(self.module.num_forwards)
 
 
 def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:

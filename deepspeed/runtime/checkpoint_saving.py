@@ -26,7 +26,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import host_state
-from deepspeed.runtime.model_files import Cut, ModelFiles
+from deepspeed.runtime.model_files import Cut, LayeredModule, ModelFiles
 from deepspeed.runtime.save_job import SaveJob
 from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
@@ -171,7 +171,9 @@ class SavingMixin(CheckpointParts):
             put(keys.model_file(groups._get_model_parallel_rank()), {**state, **client_state})
         for name, content in optimizer.own_files(node).items():
             put(name, content)
-        host = host_state(self.training_dataloader, self.tracker.micro_steps, self._host_cut())  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        num_forwards = self.module.num_forwards if isinstance(self.module, LayeredModule) else ()
+        micro_steps = self.tracker.micro_steps  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        host = host_state(self.training_dataloader, micro_steps, self._host_cut(), num_forwards)
         put(keys.host_file(dist.get_rank()), host)
 
     def _model_state(self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool) -> dict[str, Any]:

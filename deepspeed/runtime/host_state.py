@@ -7,6 +7,7 @@ the data is counted in samples over all ranks, so any number of ranks can go on 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from deepspeed.runtime.dataloader import ResumableDistributedSampler
 from deepspeed.utils.logging import logger
 
 
-def host_state(loader: Any, micro_steps: int, cut: dict[str, int]) -> dict[str, Any]:
+def host_state(loader: Any, micro_steps: int, cut: dict[str, int], num_forwards: Sequence[int]) -> dict[str, Any]:
     """This process's state.
 
     Args:
         loader: The engine's training dataloader, or None.
         micro_steps: Micro-batches so far.
         cut: How model and data are divided over the ranks.
+        num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty without.
     """
     import numpy  # startup: only needed here
 
@@ -36,6 +38,7 @@ def host_state(loader: Any, micro_steps: int, cut: dict[str, int]) -> dict[str, 
         "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
         "micro_steps": micro_steps,
         "cut": dict(cut),
+        "num_forwards": list(num_forwards),
     }
 
 

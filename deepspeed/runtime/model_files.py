@@ -24,7 +24,13 @@ from deepspeed.utils import groups
 
 @runtime_checkable
 class LayeredModule(Protocol):
-    """A pipeline's module, which keeps a file per layer."""
+    """A pipeline's module, which keeps a file per layer.
+
+    Attributes:
+        num_forwards: By chunk of layers, how many forwards there were.
+    """
+
+    num_forwards: list[int]
 
     def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
         """Give `put` the files of this rank's share of the layers."""

@@ -112,7 +112,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self.tied_comms: dict[str, dict[str, Any]] = self._tie_stages()
         named = {index: (self._layer_name(index), module) for index, module in self._layer_modules().items()}
         self._expert_layers = ExpertLayers(named, self.grid.pp_proc_group)
-        self._num_forwards = [0] * num_model_chunks
+        # By chunk; saved, since with `seed_layers` the random numbers of a forward follow from it.
+        self.num_forwards = [0] * num_model_chunks
 
     # -- which layers are where
 
@@ -320,13 +321,13 @@ class PipelineModule(LayerFiles, nn.Module):
             What the last of them returns; `inputs` if the chunk has no layers.
         """
         indices = self.chunk_range(chunk)
-        self._num_forwards[chunk] += 1
+        self.num_forwards[chunk] += 1
         interval = self.activation_checkpoint_interval
         if interval == 0 or not (self.training and torch.is_grad_enabled()):
-            return self._run(indices, self._num_forwards[chunk], inputs)
+            return self._run(indices, self.num_forwards[chunk], inputs)
         for start in range(indices.start, indices.stop, interval):
             segment = range(start, min(start + interval, indices.stop))
-            run = partial(self._run, segment, self._num_forwards[chunk])
+            run = partial(self._run, segment, self.num_forwards[chunk])
             inputs = self._recomputed(run, inputs) if self._is_checkpointable(segment) else run(inputs)
         return inputs
 
