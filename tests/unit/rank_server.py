@@ -257,7 +257,7 @@ def _become_rank(job: Job, rank: int, connection: socket.socket) -> None:
         os._exit(code)
 
 
-def _preload() -> None:
+def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -278,7 +278,7 @@ def _serve(connection: socket.socket) -> None:
     os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    _preload()
+    preload()
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and thereby copying, shared pages in every rank
     while (message := _receive(connection)) is not None:

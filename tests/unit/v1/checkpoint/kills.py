@@ -1,0 +1,382 @@
+"""Runs that are killed while they save, over and over, and what the next run finds.
+
+A round starts processes that load the newest checkpoint, compare themselves with a run that was never broken, train on, save after
+every step and compare again, until one of them is killed by SIGKILL: after so many file operations of a save (an audit hook counts
+them, so that every place between two of them has its turn), or so long after a save began (so that the inside of a write has its
+turn, too). The others are killed a little later: until then they may do what survivors do, publish included.
+
+Called in a process that has no process group and no threads: every rank is forked from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import pickle
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import deepspeed
+from unit.rank_server import preload
+
+from . import pipeline, runs
+
+# How far the unbroken run goes; killed runs that get there begin anew in an empty folder.
+LAST_STEP = 24
+# How many steps a round takes if nobody dies.
+ROUND_STEPS = 5
+# How long survivors go on.
+SURVIVAL_S = 0.3
+ROUND_LIMIT_S = 60.0
+
+
+class Case(NamedTuple):
+    """What is trained and how it is saved.
+
+    Attributes:
+        name: For reports.
+        world: Number of processes.
+        stages: Pipeline stages; 0 trains `runs.Net`.
+        keys: Of the configuration.
+        one_tag: Every save replaces the one before, under the same tag.
+    """
+
+    name: str
+    world: int
+    stages: int
+    keys: dict[str, Any]
+    one_tag: bool = False
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a save is on disk only some time after `save_checkpoint` returned."""
+        return bool(self.keys.get("checkpoint", {}).get("writer", {}).get("decoupled", False))
+
+
+_ASYNC = {"writer": {"type": "fast", "decoupled": True}}
+CASES = (
+    Case("zero2-bf16", 2, 0, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
+    Case("zero1-fp16-async", 2, 0, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC}),
+    Case("stage0-one-tag", 2, 0, {}, one_tag=True),
+    Case("zero2-async-keep2", 2, 0, {"zero_optimization": {"stage": 2}, "checkpoint": {**_ASYNC, "keep_last": 2}}),
+    Case("zero2-async-one-tag", 2, 0, {"zero_optimization": {"stage": 2}, "checkpoint": _ASYNC}, one_tag=True),
+    Case("pipeline-async", 2, 2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC}),
+    Case("pipeline-keep1", 2, 2, {"zero_optimization": {"stage": 1}, "checkpoint": {"keep_last": 1}}),
+)
+
+
+class Kill(NamedTuple):
+    """Who is killed when: `rank`, in its `save`-th save of the round, at file operation `operation` or else after `delay_s`."""
+
+    rank: int
+    save: int
+    operation: int | None
+    delay_s: float
+
+
+class Progress:
+    """What the ranks of a round have told: the steps whose saves began and returned, and where they loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: int | None = None
+        self.begun: dict[int, int] = {}
+        self.returned = 0
+        self.problems: list[str] = []
+        self.raised: list[str] = []
+
+    def take(self, message: tuple[Any, ...]) -> None:
+        kind, rank, value = message
+        if kind == "loaded":
+            self.loaded = value
+        elif kind == "begin":
+            self.begun[rank] = value
+        elif kind == "return":
+            self.returned = max(self.returned, value)
+        elif kind == "problem":
+            self.problems.append(f"rank {rank}: {value}")
+        elif kind == "raised":
+            self.raised.append(f"rank {rank}: {value}")
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def digest(engine: Any, case: Case) -> str:
+    """A hash of all that a resumed run must have in common with an unbroken one, as this rank has it."""
+    if case.stages:
+        seen = {**runs.by_name(engine), "steps": engine.global_steps, "random": torch.get_rng_state()}
+    else:
+        seen = runs.look(engine)
+        del seen["data"]  # the end of an epoch and the start of the next are one position; a wrong one shows in the next step
+    found = hashlib.sha256()
+    for key in sorted(seen):
+        value = seen[key]
+        data = (
+            value.contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else _plain(value)
+        )
+        found.update(key.encode() + data)
+    return found.hexdigest()[:16]  # all steps go through a pipe in one write
+
+
+def _plain(value: Any) -> bytes:
+    return b"".join(map(_plain, value)) if isinstance(value, (tuple, list)) else repr(_whole(value)).encode()
+
+
+def _whole(value: Any) -> Any:
+    """torch shortens long tensors in their text."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return {key: _whole(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _start(case: Case) -> Any:
+    if case.stages:
+        return pipeline.make(case.stages, **case.keys)
+    return runs.start(runs.config(**case.keys))
+
+
+def _step(engine: Any, case: Case) -> None:
+    (pipeline.train if case.stages else runs.train)(engine, 1)
+
+
+def _die_after(operations: int, folder: str) -> Callable[[], None]:
+    """Returns what arms it: from then on the process kills itself at that many file operations in `folder`."""
+    left, armed = operations, False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if not armed or not (event == "open" or event.startswith(("os.", "shutil."))):
+            return
+        if any(isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(folder) for value in arguments):
+            left -= 1
+            if left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def arm() -> None:
+        nonlocal armed
+        armed = True
+
+    sys.addaudithook(hook)
+    return arm
+
+
+def _rank(case: Case, rank: int, port: int, folder: str, tell: Callable[..., None], kill: Kill | None, steps: list[str]) -> None:
+    """One rank of a round; with an empty `steps` it is the unbroken run, and fills them."""
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "LOCAL_SIZE": case.world}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **{key: str(value) for key, value in local.items()}})
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    engine = _start(case)
+    unbroken = not steps
+    if unbroken:
+        for _ in range(LAST_STEP):
+            _step(engine, case)
+            steps.append(digest(engine, case))
+        tell("steps", rank, steps)
+        return
+    engine.load_checkpoint(folder)
+    tell("loaded", rank, engine.global_steps)
+    if engine.global_steps and digest(engine, case) != steps[engine.global_steps - 1]:
+        tell("problem", rank, f"what was loaded is not step {engine.global_steps} of the unbroken run")
+    arm = _die_after(kill.operation, folder) if kill is not None and kill.rank == rank and kill.operation is not None else None
+    for save in range(min(ROUND_STEPS, LAST_STEP - engine.global_steps)):
+        _step(engine, case)
+        if digest(engine, case) != steps[engine.global_steps - 1]:
+            tell("problem", rank, f"step {engine.global_steps} is not that of the unbroken run")
+        tell("begin", rank, engine.global_steps)
+        if arm is not None and kill is not None and save == kill.save:
+            arm()
+        engine.save_checkpoint(folder, tag="same" if case.one_tag else None)
+        tell("return", rank, engine.global_steps)
+    engine.destroy()
+
+
+# -- around the ranks --------------------------------------------------------------------------------------------------
+
+
+class Campaign:
+    """Rounds of one case in one folder.
+
+    Args:
+        case: What is trained.
+        folder: An empty folder.
+        seed: Of the choice of instants.
+    """
+
+    def __init__(self, case: Case, folder: Path, seed: int) -> None:
+        self.case = case
+        self.folder = folder / "checkpoints"
+        self.random = random.Random(seed)
+        self.logs = folder
+        self.kills = 0
+        self.begun = self.at_least = 0
+        self.problems: list[str] = []
+        self.unbroken: dict[int, list[str]] = {}
+        self.restarts = 0
+
+    def run(self, kills: int) -> None:
+        """Kill that many times; then look once more."""
+        self._unbroken_run()
+        while self.kills < kills:
+            # The second save replaces a published one, and with `keep_last` removes one.
+            rank, save = self.random.randrange(self.case.world), self.random.randrange(3)
+            operation = self.random.randint(1, 40) if self.random.random() < 0.5 else None
+            self._round(Kill(rank, save, operation, self.random.uniform(0.0, 0.03)))
+        self._round(None)
+
+    def _unbroken_run(self) -> None:
+        with _Ranks(self.case, str(self.folder), None, {}, self.logs) as ranks:
+            for kind, rank, value in ranks.messages():
+                if kind == "steps":
+                    self.unbroken[rank] = value
+                elif kind == "raised":
+                    raise AssertionError(value)
+
+    def _round(self, kill: Kill | None) -> None:
+        progress = Progress()
+        self.folder.mkdir(exist_ok=True)
+        with _Ranks(self.case, str(self.folder), kill, self.unbroken, self.logs) as ranks:
+            killed = ranks.follow(progress, None if kill is None else kill)
+        self.kills += killed
+        where = f"{self.case.name}, after kill {self.kills} ({kill})"
+        if progress.loaded is None and kill is None:
+            self.problems.append(f"{where}: nothing could be loaded")
+        if progress.loaded is not None and not self.at_least <= progress.loaded <= self.begun:
+            self.problems.append(f"{where}: step {progress.loaded} was loaded; {self.at_least} was saved and {self.begun} begun")
+        # What survivors raise about their lost peer is as it should be.
+        self.problems += [f"{where}: {problem}" for problem in [*progress.problems, *([] if killed else progress.raised)]]
+        self.begun = max([self.begun, *progress.begun.values()])
+        # What returned is on disk; of an asynchronous save that is so of the one before.
+        self.at_least = max(self.at_least, progress.returned - self.case.is_async)
+        if max(progress.begun.values(), default=0) >= LAST_STEP - 1:
+            shutil.rmtree(self.folder)
+            self.begun = self.at_least = 0
+            self.restarts += 1
+
+
+class _Ranks:
+    """The processes of a round; none is left when it ends."""
+
+    def __init__(self, case: Case, folder: str, kill: Kill | None, unbroken: dict[int, list[str]], logs: Path) -> None:
+        self.case = case
+        self.pids: dict[int, int] = {}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.inbox, outbox = os.pipe()
+        for rank in range(case.world):
+            pid = os.fork()
+            if pid == 0:
+                _become(case, rank, port, folder, outbox, kill, unbroken.get(rank, []), logs)
+            self.pids[rank] = pid
+        os.close(outbox)
+        self.partial = b""
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(self.inbox)
+
+    def messages(self, limit_s: float = ROUND_LIMIT_S) -> Any:
+        """What ranks tell, until all have closed their end or the time is over."""
+        deadline = time.monotonic() + limit_s
+        while (left := deadline - time.monotonic()) > 0 and select.select([self.inbox], [], [], left)[0]:
+            data = os.read(self.inbox, 1 << 16)
+            if not data:
+                return
+            *lines, self.partial = (self.partial + data).split(b"\n")
+            yield from (pickle.loads(bytes.fromhex(line.decode())) for line in lines)
+
+    def follow(self, progress: Progress, kill: Kill | None) -> bool:
+        """Take the messages of a round, kill as planned; whether somebody was killed."""
+        limit = ROUND_LIMIT_S
+        first = time.monotonic()
+        for message in self.messages(limit):
+            progress.take(message)
+            if kill is not None and message[:2] == ("begin", kill.rank) and kill.operation is None:
+                begun = message[2] - (progress.loaded or 0)
+                if begun == kill.save + 1:
+                    time.sleep(kill.delay_s)
+                    self._kill(kill.rank)
+                    self._drain(progress)
+                    return True
+            if kill is not None and kill.operation is not None and self._is_dead(kill.rank):
+                self._drain(progress)
+                return True
+        if time.monotonic() - first >= limit:
+            progress.problems.append("the ranks neither ended nor died")
+        return kill is not None and kill.operation is not None and self._is_dead(kill.rank)
+
+    def _kill(self, rank: int) -> None:
+        os.kill(self.pids[rank], signal.SIGKILL)
+
+    def _is_dead(self, rank: int) -> bool:
+        info = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return info is not None and info.si_code == os.CLD_KILLED
+
+    def _drain(self, progress: Progress) -> None:
+        for message in self.messages(SURVIVAL_S):
+            progress.take(message)
+
+
+def _become(case: Case, rank: int, port: int, folder: str, outbox: int, kill: Kill | None, steps: list[str], logs: Path) -> None:
+    """A forked process becomes a rank and never returns."""
+
+    def tell(*message: Any) -> None:
+        os.write(outbox, pickle.dumps(message).hex().encode() + b"\n")  # at once: shorter than a pipe's atomic write
+
+    code = 1
+    try:
+        log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _rank(case, rank, port, folder, tell, kill, list(steps))
+        code = 0
+    except BaseException:
+        tell("raised", rank, traceback.format_exc()[-1500:])
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """Many kills, dealt to the cases; exits with 1 if any lost something."""
+    parser = argparse.ArgumentParser(description="Kill training runs while they save and see what the next run finds.")
+    parser.add_argument("--kills", type=int, default=200, help="how many, over all cases")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the instants")
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
+    arguments = parser.parse_args()
+    preload()
+    cases = [case for case in CASES if arguments.case in (None, case.name)]
+    problems: list[str] = []
+    for index, case in enumerate(cases):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            campaign = Campaign(case, Path(folder), arguments.seed + index)
+            campaign.run(arguments.kills // len(cases) + (index < arguments.kills % len(cases)))
+        problems += campaign.problems
+        print(
+            f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {time.monotonic() - began:.0f} s", flush=True
+        )
+    print(*problems, f"seed {arguments.seed}: {arguments.kills} kills, {len(problems)} problems", sep="\n")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

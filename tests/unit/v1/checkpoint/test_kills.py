@@ -1,0 +1,28 @@
+"""A kill of any rank at any instant of a save costs at most that save; `make kill-checkpoints` does it 200 times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unit.common import DistributedTest
+
+from .kills import CASES, Campaign
+
+NAMES = [case.name for case in CASES]
+
+
+class TestKills(DistributedTest):
+    """Kills: publishing before all files are written, `latest` before the rename, writing in place, removing what is kept."""
+
+    world_size = 1
+    init_distributed = False
+    set_dist_env = False
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_the_next_run_goes_on(self, name: str, tmp_path: Path) -> None:
+        campaign = Campaign(CASES[NAMES.index(name)], tmp_path, seed=1)
+        campaign.run(kills=2)
+        assert campaign.kills == 2
+        assert campaign.problems == []
