@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.launcher.elastic import rendezvous
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
@@ -35,18 +37,24 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
 
     Raises:
         Interrupted: this process got a signal.
-        RuntimeError: the port that the plan names is in use.
+        RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot meet.
     """
     with deferred_signals():
         # startup: the agent is needed here only, and programs import this package for a constant
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         with SecondInterrupt(lambda: kill_ranks(logs.history)):
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
         return {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+    except RendezvousError as error:
+        raise RuntimeError(
+            f"--master_addr={plan.master_addr}: the nodes' meeting point there cannot be reached, or its node is gone ({error}); "
+            "start its node first, and this one again"
+        ) from error
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from error
     except KeyboardInterrupt as error:
@@ -102,22 +110,25 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=plan.num_ranks,
-        run_id=f"deepspeed-{os.getpid()}",
-        rdzv_backend="static",
-        rdzv_endpoint=endpoint,
-        rdzv_configs={"rank": 0},
-        max_restarts=0,
-        start_method="spawn",
-        logs_specs=PipedLogs(),
-        local_addr=endpoint.rpartition(":")[0],
-    )
+    meeting = rendezvous(plan.elastic, plan.master_addr, plan.master_port) if plan.elastic else _meeting_of_one(endpoint)
+    config = LaunchConfig(nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **meeting)
     _quiet_agent_logs()
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
     elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
+
+
+def _meeting_of_one(endpoint: str) -> dict[str, Any]:
+    """Return the part of torch's `LaunchConfig` for a launch of this node alone, without restarts."""
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "max_restarts": 0,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": endpoint,
+        "rdzv_configs": {"rank": 0},
+        "run_id": f"deepspeed-{os.getpid()}",
+        "local_addr": endpoint.rpartition(":")[0],
+    }
 
 
 def kill_ranks(history: list[RankHistory]) -> None:

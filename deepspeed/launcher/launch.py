@@ -24,6 +24,7 @@ from types import TracebackType
 from deepspeed.launcher.agent import run_with_agent
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH
 from deepspeed.launcher.devices import device_environment
+from deepspeed.launcher.elastic import elastic_of
 from deepspeed.launcher.failures import Exit, Failure, describe_exit, make_failure, raised_before, write_failures
 from deepspeed.launcher.hub import HubAddress, Verdict
 from deepspeed.launcher.lifeline import Lifeline
@@ -169,12 +170,12 @@ def _run_ranks(plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], f
         except Interrupted as error:
             logs.stop()
             moment = stopped_at()
-            return Outcome(raised_before(moment, logs.history, first) if moment is not None else None, error.signum)
+            return Outcome(raised_before(moment, logs.history, logs.first_rank) if moment is not None else None, error.signum)
         finally:
             logs.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(make_failure(exits, logs.history, first) if exits else None)
+    return Outcome(make_failure(exits, logs.history, logs.first_rank) if exits else None)
 
 
 @contextlib.contextmanager
@@ -210,9 +211,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hub", default=None, help="where the nodes of a job meet; the `deepspeed` command fills it in")
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
     parser.add_argument("--no_python", action="store_true", help="run the script without `python` before it")
-    parser.add_argument("--enable_elastic_training", action="store_true", help="not in this release")
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="not in this release")
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="not in this release")
+    parser.add_argument(
+        "--enable_elastic_training", action="store_true", help="restart the processes when one fails or a node comes"
+    )
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="fewest nodes to run with")
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most nodes to run with")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     parser.add_argument("--save_pid", type=int, default=0, help="id of the file that keeps the launcher's process id")
     parser.add_argument("--enable_each_rank_log", default="None", help="folder of one log file per rank")
@@ -290,18 +293,20 @@ def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
     Raises:
         ValueError: the flags contradict each other or ask for what this node has not.
     """
-    for flag, unset in (("enable_elastic_training", False), ("min_elastic_nodes", -1), ("max_elastic_nodes", -1)):
-        if getattr(args, flag) != unset:
-            raise ValueError(f"--{flag}: elastic training comes in a later release; leave the flag out")
     world = decode_world_info(args.world_info)
-    if args.hub is None and (len(world) != 1 or args.node_rank != 0):
+    elastic = None
+    if args.enable_elastic_training:
+        elastic = elastic_of(args.min_elastic_nodes, args.max_elastic_nodes, len(world))
+    if args.hub is not None and elastic:
+        raise ValueError("--enable_elastic_training: elastic nodes meet without --hub; leave one of them out")
+    if args.hub is None and elastic is None and (len(world) != 1 or args.node_rank != 0):
         raise ValueError(
             f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs --hub, where the nodes of a job meet; "
             "start the job through the `deepspeed` command"
         )
     place = place_of_node(world, args.node_rank, args.hub) if args.hub is not None else None
     slots = list(world.values())[args.node_rank]
-    return node_plan(args, len(slots), device_environment(slots), place)
+    return replace(node_plan(args, len(slots), device_environment(slots), place), elastic=elastic)
 
 
 def node_plan(args: argparse.Namespace, num_ranks: int, environment: dict[str, str], place: Place | None) -> LaunchPlan:

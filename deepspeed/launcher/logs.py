@@ -53,6 +53,11 @@ class RankHistory:
     traceback_at: float | None = None
     stderr_tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=MEMORY_LINES))
 
+    def forget(self) -> None:
+        """Begin anew, for another process in the same place."""
+        self.pid = self.exited_at = self.traceback_at = None
+        self.stderr_tail.clear()
+
     def last_traceback(self) -> list[bytes]:
         """Return the lines of the last traceback with the ones it is chained to, or else the last 20 lines."""
         lines = list(self.stderr_tail)
@@ -69,13 +74,14 @@ class RankLogs:
     """Reads what `num_ranks` local processes write, on a thread of its own.
 
     Call order: construct, `start()`, let the processes open `stdout_path(n)` and `stderr_path(n)` and write
-    "<local rank> <pid>" to `control_path`, wait for them, `stop()`. `history` may be read after `stop()`.
+    "<local rank> <pid> <rank>" to `control_path`, wait for them, `stop()`. `history` may be read after `stop()`, as may
+    `first_rank`, the global rank of local rank 0, which an elastic agent changes when it restarts processes.
 
     Args:
         folder: existing folder for the pipes; the caller removes it afterwards.
         global_ranks: the global rank of each local rank.
         log_dir: write each rank to `<log_dir>/<time>_rank<n>.log` instead of this process's output.
-        on_start: called on the reading thread with (local rank, pid) when a process has started.
+        on_start: called on the reading thread with (global rank, pid) when a process has started.
 
     Raises:
         OSError: `log_dir` cannot be made or written.
@@ -90,6 +96,7 @@ class RankLogs:
     ) -> None:
         self.history = [RankHistory() for _ in global_ranks]
         self.control_path = folder / "control"
+        self.first_rank = global_ranks[0]
         self._folder = folder
         self._on_start = on_start
         self._selector = selectors.DefaultSelector()
@@ -175,11 +182,25 @@ class RankLogs:
     def _read_control(self, chunk: bytes) -> None:
         *lines, self._control_pending = (self._control_pending + chunk).split(b"\n")
         for line in lines:
-            local_rank, pid = map(int, line.split())
+            local_rank, pid, rank = map(int, line.split())
+            self.first_rank = rank - local_rank
+            self._begin_again(local_rank, rank)
             self.history[local_rank].pid = pid
             self._watch(local_rank, pid)
             if self._on_start:
-                self._on_start(local_rank, pid)
+                self._on_start(rank, pid)
+
+    def _begin_again(self, local_rank: int, rank: int) -> None:
+        """Forget the process that this one replaces, if the agent has restarted it, maybe as another rank."""
+        if local_rank in self._pidfds:
+            # Its end may not have been read yet, and would be taken for the new one's.
+            self._mark_exited(local_rank)
+        if self.history[local_rank].pid is not None:
+            self.history[local_rank].forget()
+        for key in self._selector.get_map().values():
+            stream = key.data
+            if isinstance(stream, _Stream) and stream.local_rank == local_rank and stream.prefix:
+                stream.prefix = f"[rank{rank}]: ".encode()
 
     def _watch(self, local_rank: int, pid: int) -> None:
         """Have the selector report the process's end.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.launcher.elastic import Elastic
 from deepspeed.launcher.resources import parse_core_list, split_cores
 from deepspeed.utils.logging import logger
 
@@ -89,6 +90,7 @@ class LaunchPlan:
         log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's output.
         save_pid: id under which a file with the launcher's process id is kept while it runs; None for no file.
         place: where these processes stand in a job of several launchers; None when they are the whole job.
+        elastic: between how many nodes the job may run; None for one launch without restarts.
     """
 
     command: list[str]
@@ -102,16 +104,17 @@ class LaunchPlan:
     log_dir: str | None = None
     save_pid: int | None = None
     place: Place | None = None
+    elastic: Elastic | None = None
 
     @property
     def first_rank(self) -> int:
         """Global rank of the first process."""
         return self.place.first_rank if self.place else 0
 
-    def log_start(self, index: int, pid: int) -> None:
+    def log_start(self, rank: int, pid: int) -> None:
         """Log that one process has started, with its global rank."""
         where = f" on {socket.gethostname()}" if self.place else ""
-        logger.info("rank %d is process %d%s", self.first_rank + index, pid, where)
+        logger.info("rank %d is process %d%s", rank, pid, where)
 
     def rank_command(self, local_rank: int) -> list[str]:
         """Return the command of one process."""
@@ -128,10 +131,16 @@ class LaunchPlan:
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "LOCAL_SIZE": str(local_size),
-            "CROSS_RANK": str(self.place.node_rank if self.place else 0),
-            "CROSS_SIZE": str(self.place.num_nodes if self.place else 1),
+            **({} if self.elastic else self._cross_environment()),
             **(self._job_environment(self.place, local_rank) if self.place else {}),
             **self.environment,
+        }
+
+    def _cross_environment(self) -> dict[str, str]:
+        """Return this node's place among the nodes. In an elastic job only the agent knows it, and `worker_exec` sets it."""
+        return {
+            "CROSS_RANK": str(self.place.node_rank if self.place else 0),
+            "CROSS_SIZE": str(self.place.num_nodes if self.place else 1),
         }
 
     def write_for_workers(self, path: Path, control: Path) -> None:

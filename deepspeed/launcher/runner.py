@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from deepspeed.launcher.constants import (
@@ -31,6 +32,7 @@ from deepspeed.launcher.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
 from deepspeed.launcher.devices import device_environment, visible_slots
+from deepspeed.launcher.elastic import Elastic, elastic_of
 from deepspeed.launcher.launch import exit_code, run
 from deepspeed.launcher.plan import LaunchPlan, bound_cores, build_command
 from deepspeed.launcher.resources import (
@@ -66,13 +68,7 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-_ELASTIC_REMEDY = "elastic training comes in a later release; leave the flag out"
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("min_elastic_nodes", -1, _ELASTIC_REMEDY),
-    ("max_elastic_nodes", -1, _ELASTIC_REMEDY),
-    ("elastic_training", False, _ELASTIC_REMEDY),
-    ("autotuning", "", "autotuning is not part of this project; leave the flag out"),
-)
+_REFUSED: tuple[tuple[str, Any, str], ...] = (("autotuning", "", "autotuning is not part of this project; leave the flag out"),)
 """Flags that this release refuses: name, the value that asks for nothing, what to do instead."""
 
 _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
@@ -151,9 +147,13 @@ def _add_resource_flags(parser: argparse.ArgumentParser) -> None:
 def _add_node_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("nodes")
     group.add_argument("--num_nodes", default="-1", help="number of nodes: the first N hosts of the hostfile; -1 is all")
-    group.add_argument("--min_elastic_nodes", type=int, default=-1, help="refused in this release")
-    group.add_argument("--max_elastic_nodes", type=int, default=-1, help="refused in this release")
-    group.add_argument("--elastic_training", action="store_true", help="refused in this release")
+    group.add_argument("--min_elastic_nodes", type=int, default=-1, help="fewest nodes to go on with; 1 if left out")
+    group.add_argument("--max_elastic_nodes", type=int, default=-1, help="most nodes to take in; --min_elastic_nodes if left out")
+    group.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="restart the processes when one fails, or a node comes or goes; run this on each node, with --master_addr",
+    )
     group.add_argument(
         "--master_port",
         type=int,
@@ -208,7 +208,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     """Refuse what this release cannot do.
 
     Raises:
-        ValueError: a flag asks for elastic training or autotuning; the text names it and its value.
+        ValueError: a flag asks for autotuning; the text names it and its value.
     """
     for name, neutral, remedy in _REFUSED:
         if getattr(args, name) != neutral:
@@ -292,7 +292,10 @@ def launch(args: argparse.Namespace) -> int:
         ValueError: the flags ask for something this release, this machine or their combination does not allow.
     """
     refuse_unsupported(args)
+    elastic = read_elastic(args)
     active = choose_resources(args)
+    if elastic is not None:
+        return _launch_elastic(args, active, elastic)
     several = len(active) > 1 or args.force_multi or not is_local(next(iter(active)))
     if not several:
         return _launch_here(args, next(iter(active.values())))
@@ -309,6 +312,40 @@ def launch(args: argparse.Namespace) -> int:
     if args.node_rank != -1:
         raise ValueError(f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or add --no_ssh")
     return run_nodes(args, active, world_info)
+
+
+def read_elastic(args: argparse.Namespace) -> Elastic | None:
+    """Return the limits of an elastic job, or None where none is asked for; `--num_nodes MIN:MAX` is read and spent.
+
+    Raises:
+        ValueError: a limit without --elastic_training, or limits that do not fit each other.
+        RuntimeError: `MIN:MAX` without --elastic_training.
+    """
+    if not args.elastic_training:
+        for name in ("min_elastic_nodes", "max_elastic_nodes"):
+            if getattr(args, name) != -1:
+                raise ValueError(f"--{name}={getattr(args, name)} has no effect alone; add --elastic_training")
+        return None
+    fewest, most = parse_num_nodes(args.num_nodes, True)
+    args.num_nodes = "-1"
+    fewest = args.min_elastic_nodes if args.min_elastic_nodes != -1 else fewest
+    most = args.max_elastic_nodes if args.max_elastic_nodes != -1 else most
+    return elastic_of(fewest, most, 1)
+
+
+def _launch_elastic(args: argparse.Namespace, active: dict[str, list[int]], elastic: Elastic) -> int:
+    """Run this node's part of an elastic job. Nodes come and go, so each is started by itself."""
+    if len(active) > 1:
+        raise ValueError(
+            f"--elastic_training with the hosts {', '.join(active)}: nodes of an elastic job come and go; run this command on each "
+            "of them, without a hostfile, and with --master_addr"
+        )
+    if elastic.max_nodes > 1 and not args.master_addr:
+        raise ValueError(f"--max_elastic_nodes={elastic.max_nodes} needs --master_addr, the address of a node that stays")
+    (slots,) = active.values()
+    plan = replace(make_plan(args, slots), elastic=elastic)
+    logger.info("joining an elastic job with %d processes: %s", plan.num_ranks, " ".join(plan.command))
+    return run(plan)
 
 
 def _launch_here(args: argparse.Namespace, slots: list[int]) -> int:

@@ -22,12 +22,16 @@ def main() -> None:
     die_with_launcher(plan["launcher_pid"])
     if plan["cores"]:
         os.sched_setaffinity(0, plan["cores"][local_rank])
+    environment = {**os.environ, **plan["environments"][local_rank]}
+    # In an elastic job the agent alone knows which of how many nodes this is.
+    environment.setdefault("CROSS_RANK", environment["GROUP_RANK"])
+    environment.setdefault("CROSS_SIZE", environment["GROUP_WORLD_SIZE"])
     # Short writes to a pipe are atomic, so ranks need no lock between them.
     with open(plan["control"], "wb", buffering=0) as control:
-        control.write(f"{local_rank} {os.getpid()}\n".encode())
+        control.write(f"{local_rank} {os.getpid()} {environment['RANK']}\n".encode())
     command = plan["commands"][local_rank]
     try:
-        os.execvpe(command[0], command, {**os.environ, **plan["environments"][local_rank]})
+        os.execvpe(command[0], command, environment)
     except OSError as error:
         sys.stderr.write(f"deepspeed: cannot run {command[0]!r}: {error.strerror}\n")
         sys.exit(127)

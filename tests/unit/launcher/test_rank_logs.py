@@ -111,7 +111,7 @@ def test_each_rank_gets_its_file(tmp_path: Path, screens: tuple[Screen, Screen])
 
 def test_the_end_of_a_process_is_noticed_without_reaping_it(logs: RankLogs) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
-    write(logs.control_path, f"1 {process.pid}\n".encode())
+    write(logs.control_path, f"1 {process.pid} 1\n".encode())
     eventually(lambda: logs.history[1].exited_at is not None)
     assert logs.history[1].pid == process.pid
     assert process.wait() == 7

@@ -94,7 +94,9 @@ def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, v
     [
         (("--num_nodes", "2"), "--num_nodes=2: only localhost is there"),
         (("--num_nodes", "0"), "--num_nodes=0: give a positive number"),
-        (("--elastic_training",), "--elastic_training=True: .*later release"),
+        (("--elastic_training", "--max_elastic_nodes", "2"), "--max_elastic_nodes=2 needs --master_addr"),
+        (("--elastic_training", "--min_elastic_nodes", "0"), "--min_elastic_nodes=0: give a positive"),
+        (("--elastic_training", "--num_nodes", "3:2"), "3 is above .*2"),
         (("--min_elastic_nodes", "1"), "--min_elastic_nodes=1"),
         (("--max_elastic_nodes", "1"), "--max_elastic_nodes=1"),
         (("--autotuning", "run"), "--autotuning=run: .*not part of this project"),
