@@ -371,10 +371,10 @@ def main() -> None:
             campaign = Campaign(case, Path(folder), arguments.seed + index)
             campaign.run(arguments.kills // len(cases) + (index < arguments.kills % len(cases)))
         problems += campaign.problems
-        print(
-            f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {time.monotonic() - began:.0f} s", flush=True
-        )
-    print(*problems, f"seed {arguments.seed}: {arguments.kills} kills, {len(problems)} problems", sep="\n")
+        took = time.monotonic() - began
+        told = f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
+        print(*campaign.problems, told, sep="\n", flush=True)
+    print(f"seed {arguments.seed}: {arguments.kills} kills, {len(problems)} problems")
     sys.exit(bool(problems))
 
 
