@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_FOLDER
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 
@@ -117,3 +122,36 @@ class TestOtherDivisions(DistributedTest):
             wanted = load(engine, f"{folder}/experts-{case}")
             assert differences(wanted, test_experts.whole(engine)) == [], case
             test_experts.train(engine, 1)
+
+
+class TestIncomplete(DistributedTest):
+    """Of a folder as upstream makes it, without a manifest. Kills: what is missing taken for zeros or left as it was."""
+
+    world_size = 1
+
+    def test_refused_and_nothing_changed(self, tmpdir: Any) -> None:
+        CASES["universal"] = {**CASES["fp32-2"], "checkpoint": {"load_universal": True, "verify": "off"}}
+        engine = make("universal")
+        train(engine, 1)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        convert(str(tmpdir))
+        train(engine, 1)
+        before = expected(engine)
+        good = Path(str(tmpdir), TAG, UNIVERSAL_FOLDER)
+        for damage, message in (
+            (lambda zero: shutil.rmtree(zero / "last.weight"), r"of the \d+ elements .* of first\.weight"),
+            (lambda zero: (zero / "first.bias" / "exp_avg.pt").unlink(), "only some of .* have optimizer state 'exp_avg'"),
+            (lambda zero: os.truncate(zero / "first.bias" / "exp_avg_sq.pt", 700), r"exp_avg_sq\.pt .* cannot be read"),
+            (lambda zero: shutil.copytree(zero / "last.bias", zero / "more.bias"), "more.bias is not in this model"),
+            (lambda zero: shutil.copy(zero / "last.bias" / "fp32.pt", zero / "first.bias"), r"first\.bias has shape \(3,\)"),
+            (lambda zero: (zero / "optimizer_state.pt").unlink(), r"optimizer_state\.pt does not exist"),
+            (shutil.rmtree, "is no universal checkpoint.*ds_to_universal"),
+        ):
+            zero = Path(shutil.copytree(good.parent, Path(str(tmpdir), "bad"), dirs_exist_ok=True)) / UNIVERSAL_FOLDER
+            damage(zero)
+            with pytest.raises(CheckpointError, match=message):
+                engine.load_checkpoint(str(tmpdir), tag="bad")
+            assert differences(before, expected(engine)) == []
+            shutil.rmtree(zero.parent)
+        engine.load_checkpoint(str(tmpdir))
+        assert differences(before, expected(engine)) != []
