@@ -9,6 +9,7 @@
 #   make kill-checkpoints   200 runs killed while they save, and whether the next one lost more than that save (minutes)
 #   make zombies    50 random failing or interrupted launches, and how many left no process
 #   make multinode  the launcher on real hosts, made of network namespaces (root; skips what is not installed)
+#   make elastic    nodes of an elastic job go and come, compared bit by bit with launches one by one
 #   make mutations  faults put into the library on purpose, and what the checks say about each
 #   make wheel      build the wheel into dist/
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
@@ -37,7 +38,7 @@ ZOMBIE_ARGS ?=
 CORRUPTIONS ?= 200
 RESHAPE_TABLE := build/reshape-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints kill-checkpoints zombies mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints kill-checkpoints zombies elastic mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -101,6 +102,9 @@ kill-checkpoints: $(VENV)/.stamp-dev
 zombies: $(VENV)/.stamp-dev
 	rm -rf build/zombies
 	$(BIN)/python tests/unit/launcher/zombies.py --folder build/zombies $(ZOMBIE_ARGS)
+
+elastic: $(VENV)/.stamp-dev
+	ELASTIC_CAMPAIGN=1 $(RUN) python -m pytest tests/unit/elasticity/test_elastic_training.py $(PYTEST_ARGS)
 
 mutations: $(VENV)/.stamp-dev
 	mkdir -p $(dir $(MUTATION_TABLE))
