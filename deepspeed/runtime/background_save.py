@@ -10,8 +10,9 @@ connection of their own:
 5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
 
 So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
-whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. A
-thread that waits for a rank that has died gives up after `WAIT_S`, or `EXIT_WAIT_S` if its own process has come to its end.
+whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. Who
+waits for a save repeats that collective: of a rank that has died it raises at once, and the thread gives up with it. Otherwise a
+thread that waits for a dead rank gives up after `WAIT_S`, or `EXIT_WAIT_S` if its own process has come to its end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from deepspeed.runtime.storage_nodes import Put
 from deepspeed.utils.logging import logger
 
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective
-EXIT_WAIT_S = 60.0
+EXIT_WAIT_S = 600.0  # the last checkpoint of a run may be large, and a launcher ends ranks whose peers have died
 PART_S = 10.0  # for the others to hear the outcome
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
@@ -57,6 +58,8 @@ class BackgroundSave:
         self._prefix = f"deepspeed/save/{next(_numbers)}"
         self._ranks = range(dist.get_world_size())
         self._error: str | None = None
+        self._all_well = False
+        self._is_peer_lost = False
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
@@ -74,19 +77,26 @@ class BackgroundSave:
         """
         if self not in in_flight:
             return True  # all ranks have settled it when another engine saved or loaded
-        if wait:
-            self._thread.join()
+        while not self._have_all_ended(device):
+            if not wait:
+                return False
+            self._thread.join(_POLL_S[1])
+        in_flight.remove(self)
+        if not self._all_well:
+            raise CheckpointError(self._error or f"{self._what} failed: another rank has lost the connection to the others")
+        return True
+
+    def _have_all_ended(self, device: torch.device) -> bool:
         ended = not self._thread.is_alive()
         seen = torch.tensor([int(ended), int(ended and self._error is None)], dtype=torch.int32, device=device)
         if dist.get_world_size() > 1:
-            dist.all_reduce(seen, op=dist.ReduceOp.MIN)
-        all_ended, all_well = seen.tolist()
-        if not all_ended:
-            return False
-        in_flight.remove(self)
-        if not all_well:
-            raise CheckpointError(self._error or f"{self._what} failed: another rank has lost the connection to the others")
-        return True
+            try:
+                dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+            except RuntimeError:
+                self._is_peer_lost = True
+                raise
+        all_ended, self._all_well = map(bool, seen.tolist())
+        return all_ended
 
     def join(self) -> None:
         """Wait until this rank knows the outcome, without the others. What has failed is logged now and raised by `settle`."""
@@ -152,7 +162,8 @@ class BackgroundSave:
         """Whether all are in the store within `limit` seconds, fewer once the process ends. Looks: a client that waits is busy."""
         start, pause = time.monotonic(), _POLL_S[0]
         while names and not self._store.check(names):
-            if time.monotonic() - start > (limit if threading.main_thread().is_alive() else min(limit, EXIT_WAIT_S)):
+            allowed = limit if threading.main_thread().is_alive() else min(limit, EXIT_WAIT_S)
+            if self._is_peer_lost or time.monotonic() - start > allowed:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])

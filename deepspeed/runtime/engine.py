@@ -145,6 +145,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
         if mpu is not None:
             groups.mpu = mpu
+        elif getattr(groups.mpu, "get_pipe_parallel_world_size", int)() > 1:
+            raise ValueError(
+                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: gradients would be averaged over the "
+                "ranks of one stage only. Call destroy() on the pipeline's engine before, or give the groups to use as mpu=..."
+            )
         sequence = self._config.sequence_parallel_size
         if mesh_device is None and mpu is None and sequence > 1:
             mesh_device = groups._make_mesh(self._config.world_size, sequence)

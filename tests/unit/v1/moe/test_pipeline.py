@@ -168,6 +168,6 @@ class TestFiles(DistributedTest):
         dist.barrier()
         train(engine, 1)
         changed = whole(engine)
-        with pytest.raises(CheckpointError, match="layer_1_expert_2_mp_rank_01_model_states.pt does not exist"):
+        with pytest.raises(CheckpointError, match="layer_1_expert_2_mp_rank_01_model_states.pt is missing"):
             engine.load_checkpoint(str(tmpdir))
         assert differences(changed, whole(engine)) == [] and differences(before, changed) != []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -180,6 +181,19 @@ class TestStages(DistributedTest):
         # Kills: pipeline stages taken for tensor-parallel ranks, whose checkpoint files are merged.
         assert groups.get_tensor_model_parallel_world_size() == 1
         groups.reset()
+
+    def test_a_plain_engine_beside_a_pipelines_is_refused(self) -> None:
+        # Kills: training over the ranks of a stage, with a norm that counts the others once more.
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        module = PipelineModule([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)], num_stages=2, loss_fn=nn.MSELoss())
+        pipeline = deepspeed.initialize(model=module, config={**config, "gradient_accumulation_steps": 2})[0]
+        with pytest.raises(ValueError, match="a pipeline's groups are in use"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+        beside = deepspeed.initialize(model=nn.Linear(2, 2), config=config, mpu=pipeline.mpu)[0]
+        assert beside.dp_world_size == 2
+        beside.destroy()
+        pipeline.destroy()
+        assert deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0].dp_world_size == 4
 
     def test_sizes_that_do_not_fit_are_named(self) -> None:
         with pytest.raises(ValueError, match="pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"):
