@@ -116,6 +116,7 @@ def host_file(global_rank: int) -> str:
     """Name of a process's own file."""
     return f"{HOST_FILE_PREFIX}{global_rank}.pt"
 
+
 # Universal checkpoints: a folder per parameter, a file per kind of its state
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"

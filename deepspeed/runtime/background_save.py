@@ -11,8 +11,9 @@ connection of their own:
 
 So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
 whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. Who
-waits for a save repeats that collective: of a rank that has died it raises at once, and the thread gives up with it. Otherwise a
-thread that waits for a dead rank gives up after `WAIT_S`, or `EXIT_WAIT_S` if its own process has come to its end.
+waits for a save repeats that collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
+calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its pulse: a rank with a save in flight
+counts in the store every `_PULSE_S`, however long its disk takes, and is given up when it has been silent for `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -32,8 +34,9 @@ from deepspeed.runtime.storage_nodes import Put
 from deepspeed.utils.logging import logger
 
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective
-EXIT_WAIT_S = 600.0  # the last checkpoint of a run may be large, and a launcher ends ranks whose peers have died
+SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
+_PULSE_S = 2.0
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
 in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
@@ -60,6 +63,8 @@ class BackgroundSave:
         self._error: str | None = None
         self._all_well = False
         self._is_peer_lost = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
@@ -123,6 +128,8 @@ class BackgroundSave:
             self._part()
         except Exception as error:  # the connection is lost, or a rank does not answer
             self._error = f"{self._what} failed. {type(error).__name__}: {error}"
+        finally:
+            self._ended.set()
         if self._error is not None and not threading.main_thread().is_alive():
             logger.error(self._error)  # nobody is left to raise it
 
@@ -136,13 +143,13 @@ class BackgroundSave:
 
     def _agree(self, phase: str, failure: str, ranks: Sequence[int]) -> dict[str, str]:
         """Rank -> its failure, of those of `ranks` that failed; the same on all ranks."""
-        own, outcome = self.job.node.rank, f"{self._prefix}/all_{phase}"
+        own = self.job.node.rank
         if own in ranks:
             self._store.set(f"{self._prefix}/{phase}/{own}", failure)
         if own == 0:
-            told = {rank: self._get(f"{self._prefix}/{phase}/{rank}", f"rank {rank} has not {phase} its files") for rank in ranks}
-            self._store.set(outcome, json.dumps({rank: reason for rank, reason in told.items() if reason}))
-        agreed: dict[str, str] = json.loads(self._get(outcome, f"rank 0 has not told whether all ranks have {phase}"))
+            told = {rank: self._get(f"{phase}/{rank}", rank, f"rank {rank} has not {phase} its files") for rank in ranks}
+            self._store.set(f"{self._prefix}/all_{phase}", json.dumps({rank: reason for rank, reason in told.items() if reason}))
+        agreed: dict[str, str] = json.loads(self._get(f"all_{phase}", 0, f"rank 0 has not told whether all ranks have {phase}"))
         return agreed
 
     def _part(self) -> None:
@@ -152,22 +159,39 @@ class BackgroundSave:
         elif not self._wait_for([f"{self._prefix}/heard/{rank}" for rank in self._ranks if rank > 0], PART_S):
             logger.warning(f"{self._what}: a rank has not asked for the outcome; it may have been killed")
 
-    def _get(self, key: str, absent: str) -> str:
-        if not self._wait_for([key], WAIT_S):
+    def _get(self, name: str, rank: int, absent: str) -> str:
+        """What `rank` has put into the store, once it has."""
+        key = f"{self._prefix}/{name}"
+        if not self._wait_for([key], WAIT_S, rank):
             raise CheckpointError(f"{absent} in time; it may have been killed")
         value: bytes = self._store.get(key)
         return value.decode()
 
-    def _wait_for(self, names: list[str], limit: float) -> bool:
-        """Whether all are in the store within `limit` seconds, fewer once the process ends. Looks: a client that waits is busy."""
-        start, pause = time.monotonic(), _POLL_S[0]
+    def _wait_for(self, names: list[str], limit: float, rank: int | None = None) -> bool:
+        """Whether all are in the store within `limit` seconds and while `rank` lives. Looks: a client that waits is busy."""
+        start = heard = time.monotonic()
+        pause, pulse = _POLL_S[0], b""
         while names and not self._store.check(names):
-            allowed = limit if threading.main_thread().is_alive() else min(limit, EXIT_WAIT_S)
-            if self._is_peer_lost or time.monotonic() - start > allowed:
+            now = time.monotonic()
+            if rank is not None and (beat := self._pulse_of(rank)) != pulse:
+                pulse, heard = beat, now
+            if self._is_peer_lost or now - start > limit or (rank is not None and now - heard > SILENCE_S):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
         return True
+
+    def _pulse_of(self, rank: int) -> bytes:
+        key = f"{self._prefix}/pulse/{rank}"
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+
+    def _beat(self) -> None:
+        """In a thread of its own, and by a connection of its own: the other may be busy for minutes."""
+        store, key = dist.get_store().clone(), f"{self._prefix}/pulse/{self.job.node.rank}"
+        with suppress(Exception):  # the process that is the store has ended: nobody listens
+            store.add(key, 1)
+            while not self._ended.wait(_PULSE_S):
+                store.add(key, 1)
 
 
 def _nothing(put: Put) -> None:

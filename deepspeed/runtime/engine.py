@@ -147,8 +147,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             groups.mpu = mpu
         elif getattr(groups.mpu, "get_pipe_parallel_world_size", int)() > 1:
             raise ValueError(
-                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: gradients would be averaged over the "
-                "ranks of one stage only. Call destroy() on the pipeline's engine before, or give the groups to use as mpu=..."
+                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: gradients would be averaged over "
+                "the ranks of one stage only. Call destroy() on the pipeline's engine before, or give the groups to use as mpu=..."
             )
         sequence = self._config.sequence_parallel_size
         if mesh_device is None and mpu is None and sequence > 1:

@@ -59,6 +59,20 @@ def join_threads() -> None:
 class TestInTheBackground(DistributedTest):
     world_size = 2
 
+    def test_a_rank_that_falls_silent_is_given_up(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: waiting half an hour in destroy() for a rank that was killed while it wrote.
+        monkeypatch.setattr(background_save, "SILENCE_S", 1.0)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)
+            monkeypatch.setattr(background_save.BackgroundSave, "_beat", lambda self: None)
+        engine = start(config(**KEYS))
+        engine.save_checkpoint(str(tmpdir))
+        (save,) = background_save.in_flight
+        engine.destroy()
+        if dist.get_rank() == 0:
+            assert "rank 1 has not written its files in time; it may have been killed" in str(save._error)
+        assert not Path(str(tmpdir), "latest").exists()
+
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
         """Kills: tensors shared with the running model, a live schedule or client value, a file of the state after a step."""
         unbroken = train(start(config(**KEYS)), 4)
