@@ -42,6 +42,8 @@ ROUND_STEPS = 5
 # How long survivors go on.
 SURVIVAL_S = 0.3
 ROUND_LIMIT_S = 60.0
+# Problems after which a campaign ends.
+TOO_MANY = 5
 
 
 class Case(NamedTuple):
@@ -230,7 +232,7 @@ class Campaign:
     def run(self, kills: int) -> None:
         """Kill that many times; then look once more."""
         self._unbroken_run()
-        while self.kills < kills:
+        while self.kills < kills and len(self.problems) < TOO_MANY:
             # The second save replaces a published one, and with `keep_last` removes one.
             rank, save = self.random.randrange(self.case.world), self.random.randrange(3)
             operation = self.random.randint(1, 40) if self.random.random() < 0.5 else None
