@@ -70,7 +70,7 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
         "torch.distributed.checkpoint.",
     )
     decoupled: Bool = option(False, "Copy to host memory and write in the background while training goes on.")
-    io_buffer_size: Size = option(64 << 20, 'Bytes of a buffer of a file being written; "dcp" buffers itself.', ge=1)
+    io_buffer_size: Size = option(16 << 20, 'Bytes of a buffer of a file being written; "dcp" buffers itself.', ge=1)
     io_buffer_double: Bool = option(True, "Fill one buffer while threads write and sum the other; a decoupled writer has one.")
     show_statistics: Bool = option(False, "Log size and speed of each file.")
     data_parallel: Text | None = option(None, "Ranks that share one file.")

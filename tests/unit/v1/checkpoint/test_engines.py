@@ -126,14 +126,15 @@ def test_a_file_and_what_is_known_of_it(tmp_path: Path, options: WriteOptions) -
     """Kills: a checksum of other bytes or in another order, a tail or a buffer that is not written, whole buffers of views."""
     path = str(tmp_path / "x.pt")
     flat = torch.arange(100_000).float()
-    content = {**CONTENT, "view": flat[17:20_017], "again": flat[17:20_017], "odd": flat.view(100, -1).t()}
+    large = torch.arange(600_000).float()  # of those that are written from where they are
+    content = {**CONTENT, "large": large, "view": flat[17:20_017], "again": flat[17:20_017], "odd": flat.view(100, -1).t()}
     crc = torch.serialization.get_crc32_options()
     assert write_file(path, content, options) == FileRecord(os.path.getsize(path), file_checksum(path))
     assert torch.serialization.get_crc32_options() == crc
     loaded = torch.load(path, weights_only=True)
     assert differences(content, loaded) == []
     assert loaded["view"].data_ptr() == loaded["again"].data_ptr()
-    assert os.path.getsize(path) < 4 * (30_000 + 20_000 + 100_000) + 10_000
+    assert os.path.getsize(path) < 4 * (30_000 + 600_000 + 20_000 + 100_000) + 10_000
     assert differences(content, read_file(path, mmap=True)) == []
     assert zipfile.is_zipfile(path) == options.zip_format
 
