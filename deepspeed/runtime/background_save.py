@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits 
 SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
 _PULSE_S = 2.0
+_NICENESS = 19  # of the thread
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
 in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
@@ -116,6 +119,9 @@ class BackgroundSave:
     # In the thread
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere all threads of a process have one priority
+            # Training goes first where both want a core. Only downwards: this needs no rights, and the thread ends with the save.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             failure = self._attempt(lambda: self.job.write(self._fill))
             self._fill = _nothing  # the copy is free
