@@ -7,13 +7,14 @@ Owns: the agent's set-up, and its findings in this package's terms. Does not own
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.launcher.elastic import rendezvous
+from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT, node_timeout
+from deepspeed.launcher.elastic import Elastic, rendezvous
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
@@ -110,11 +111,32 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
-    meeting = rendezvous(plan.elastic, plan.master_addr, plan.master_port) if plan.elastic else _meeting_of_one(endpoint)
+    meeting = _meeting_of_nodes(plan, plan.elastic, folder, logs) if plan.elastic else _meeting_of_one(endpoint)
     config = LaunchConfig(nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **meeting)
     _quiet_agent_logs()
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
     elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
+
+
+def _meeting_of_nodes(plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs) -> dict[str, Any]:
+    """Return the part of torch's `LaunchConfig` for an elastic job, whose meeting torch has been told of."""
+    # startup: see run_with_agent
+    from deepspeed.launcher import meeting
+
+    def end_cut_off() -> None:
+        # The main thread waits for the meeting point in native code, where no signal and no exception reaches it.
+        kill_ranks(logs.history)
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.stderr.write(
+            f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' meeting point there has not answered for "
+            f"{node_timeout():g} seconds; this node is ended, start it again when it can be reached\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+
+    meeting.register()
+    settings = rendezvous(elastic, plan.master_addr, plan.master_port)
+    return {**settings, "rdzv_configs": {**settings["rdzv_configs"], meeting.ON_CUT: end_cut_off}}
 
 
 def _meeting_of_one(endpoint: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Elastic launches: how many nodes may take part, and where they meet.
 
-Owns: reading the elastic flags, and the set-up of torch's dynamic rendezvous. Does not own: the agent that restarts
-processes (torch's, through `agent`) nor what a restart goes on from (the script loads its last checkpoint). Called by:
-`runner` and `launch`, which read flags, and `agent`.
+Owns: reading the elastic flags, and the set-up of the rendezvous. Does not own: the rendezvous (`meeting`), the agent
+that restarts processes (torch's, through `agent`), nor what a restart goes on from (the script loads its last
+checkpoint). Called by: `runner` and `launch`, which read flags, and `agent`.
 """
 
 import os
@@ -14,6 +14,8 @@ from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DE
 
 MAX_RESTARTS = 100
 """Failures that one node may restart from, as upstream has it; nodes that come do not count."""
+MEETING = "deepspeed-c10d"
+"""The name under which torch finds `meeting`."""
 LAST_CALL_SECONDS = 5
 """How long a round that has enough nodes waits for more before it begins."""
 
@@ -65,7 +67,7 @@ def rendezvous(elastic: Elastic, master_addr: str, master_port: int | None) -> d
         "min_nodes": elastic.min_nodes,
         "max_nodes": elastic.max_nodes,
         "max_restarts": MAX_RESTARTS,
-        "rdzv_backend": "c10d",
+        "rdzv_backend": MEETING,
         "rdzv_endpoint": f"{master_addr}:{port}",
         "rdzv_configs": {"last_call_timeout": LAST_CALL_SECONDS},
         # All nodes must say the same word; two jobs cannot have the same port.

@@ -1,0 +1,174 @@
+"""Where the nodes of an elastic job meet: torch's dynamic rendezvous, with an eye on nodes that fall silent.
+
+Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of processes again when one
+fails or a node comes; behind a pulled cable nothing fails. The peers of a lost node wait in a collective for as long as
+that may take, half an hour by default, and the lost node's agent waits for the meeting point for as long as TCP tries.
+Does not own: the meeting itself, which is torch's. Called by: `agent`.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.utils.distributed import create_c10d_store
+
+from deepspeed.launcher.constants import node_timeout
+from deepspeed.launcher.elastic import MEETING
+from deepspeed.launcher.hub import beat_interval
+from deepspeed.utils.logging import logger
+
+ON_CUT = "on_cut"
+"""The rendezvous configuration's key of what to do when the meeting point has not answered for the timeout."""
+
+
+@dataclass
+class Round:
+    """One round of processes, as this node sees it: who else is in it, and when each was last heard."""
+
+    word: str
+    rank: int
+    nodes: int
+    lost: bool = False
+    words: dict[int, str] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
+
+    def key(self, rank: int) -> str:
+        """Where a node of this round leaves its signs of life."""
+        return f"deepspeed/alive/{self.word}/{rank}"
+
+    def listen(self, other: int, word: str, timeout: float) -> None:
+        """Note a node's latest sign of life ("" before its first), and whether that is too long ago."""
+        now = time.monotonic()
+        # Clocks of nodes are not compared: that the word changes is the sign.
+        if other not in self.heard or word != self.words[other]:
+            self.words[other], self.heard[other] = word, now
+        elif now - self.heard[other] > timeout and not self.lost:
+            self.lost = True
+            name = f"node {other} ({word.split()[0]})" if word else f"node {other}"
+            logger.warning("%s has given no sign of life for %g seconds: starting again without it", name, timeout)
+
+
+class NodeWatch:
+    """Tells the other nodes that this one lives, and listens for them and for the meeting point.
+
+    On threads, not in the agent's loop: that stands still while processes are stopped, at the end, and behind a cut.
+
+    Args:
+        endpoint: HOST:PORT of the meeting point.
+        timeout: seconds of silence after which a node, or this node's job, is lost.
+        on_cut: called, on a thread, when the meeting point has not answered for the timeout.
+    """
+
+    def __init__(self, endpoint: str, timeout: float, on_cut: Callable[[], None]) -> None:
+        self.round: Round | None = None
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._on_cut = on_cut
+        self._answered = time.monotonic()
+        self._ended = threading.Event()
+        for target in (self._exchange, self._await_answers):
+            threading.Thread(target=target, name="deepspeed-nodes", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop; does not wait for a call to a meeting point that may be out of reach."""
+        self._ended.set()
+
+    def _exchange(self) -> None:
+        host, _, port = self._endpoint.rpartition(":")
+        beat = 0
+        try:
+            # A connection of its own: the agent's is busy while the agent waits for something there.
+            store = create_c10d_store(False, host.strip("[]"), int(port), timeout=self._timeout, wait_for_workers=False)
+            while not self._ended.wait(beat_interval(self._timeout)):
+                beat += 1
+                seen = self.round or Round("", 0, 1)
+                store.set(seen.key(seen.rank), f"{socket.gethostname()} {beat}")
+                for other in set(range(seen.nodes)) - {seen.rank}:
+                    seen.listen(other, store.get(seen.key(other)).decode() if store.check([seen.key(other)]) else "", self._timeout)
+                # A question, for the answer: setting waits for none.
+                store.check([seen.key(seen.rank)])
+                self._answered = time.monotonic()
+        except (RuntimeError, TimeoutError) as error:
+            # The meeting point is gone. The agent finds that out by itself, and ends.
+            logger.debug("no signs of life any more: %s", error)
+            self.end()
+
+    def _await_answers(self) -> None:
+        while not self._ended.wait(beat_interval(self._timeout)):
+            if time.monotonic() - self._answered > self._timeout:
+                self._on_cut()
+                return
+
+
+class WatchedMeeting(RendezvousHandler):
+    """torch's dynamic rendezvous, which has a round ended also when one of its nodes is lost."""
+
+    def __init__(self, inner: RendezvousHandler, watch: NodeWatch) -> None:
+        self._inner = inner
+        self._watch = watch
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the nodes of a new round, and watch them from then on."""
+        self._watch.round = None
+        info = self._inner.next_rendezvous()
+        # Where the round's processes meet: a port that was free when it began, so no other round has the same.
+        place = info.bootstrap_store_info
+        if place is None:
+            raise RuntimeError("torch's rendezvous names no place where the processes meet; use torch's own agent (torchrun)")
+        self._watch.round = Round(f"{place.master_addr}:{place.master_port}", info.rank, info.world_size)
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return for how many nodes a new round shall begin; that a node was lost asks for one as well."""
+        waiting = self._inner.num_nodes_waiting()
+        if waiting or self._watch.round is None or not self._watch.round.lost:
+            return waiting
+        # After its processes' good end a node closes the meeting and goes: that is no loss.
+        return 0 if self._inner.is_closed() else 1
+
+    def shutdown(self) -> bool:
+        """End the meeting for all nodes."""
+        self._watch.end()
+        return self._inner.shutdown()
+
+    def get_backend(self) -> str:
+        """See the base class, as for all below."""
+        return MEETING
+
+    def get_run_id(self) -> str:
+        """The word that nodes of one job have in common."""
+        return self._inner.get_run_id()
+
+    def is_closed(self) -> bool:
+        """Say whether the job is over."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """Have the job be over."""
+        self._inner.set_closed()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether processes use the agents' store."""
+        return self._inner.use_agent_store
+
+
+def register() -> None:
+    """Make the meeting known to torch."""
+    rendezvous_handler_registry.register(MEETING, _create)
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    limits = (params.min_nodes, params.max_nodes, params.local_addr)
+    inner = RendezvousParameters("c10d", params.endpoint, params.run_id, *limits, **params.config)
+    # The node that serves does so once its rendezvous is there; before, there would be nobody to ask.
+    meeting = rendezvous_handler_registry.create_handler(inner)
+    return WatchedMeeting(meeting, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT]))

@@ -1,0 +1,105 @@
+"""What an elastic job's nodes notice of each other, over a real store and without processes to train."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from deepspeed.launcher.meeting import NodeWatch, Round, WatchedMeeting
+
+TIMEOUT = 1.0
+SERVER = """
+import sys
+from torch.distributed.elastic.utils.distributed import create_c10d_store
+store = create_c10d_store(True, "127.0.0.1", 0, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_silent_node_is_lost_and_a_silent_meeting_point_is_a_cut(server: "subprocess.Popen[str]") -> None:
+    # Kills: beats that are not sent, a word that is there taken for a sign of life, answers that nobody waits for.
+    assert server.stdout is not None
+    endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
+    cut = threading.Event()
+    stays, goes = NodeWatch(endpoint, TIMEOUT, cut.set), NodeWatch(endpoint, TIMEOUT, cut.set)
+    first, second = Round("a", 0, 2), Round("a", 1, 2)
+    stays.round, goes.round = first, second
+    until(lambda: bool(first.words.get(1)) and bool(second.words.get(0)))
+    said = first.words[1]
+    until(lambda: first.words[1] != said)
+    assert not first.lost
+    goes.end()
+    until(lambda: first.lost)
+    assert not cut.is_set()
+    server.send_signal(signal.SIGSTOP)
+    assert cut.wait(60)
+    stays.end()
+
+
+def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    seen = Round("a", 0, 2)
+    # Kills: silence counted from the round's begin, and a node that never spoke taken for one that lives.
+    for moment, word, lost in ((0.0, "", False), (9.0, "b 1", False), (18.0, "b 1", False), (20.0, "b 1", True)):
+        now[0] = moment
+        seen.listen(1, word, 10.0)
+        assert seen.lost is lost
+    silent = Round("a", 0, 2)
+    for moment, lost in ((0.0, False), (10.5, True)):
+        now[0] = moment
+        silent.listen(1, "", 10.0)
+        assert silent.lost is lost
+
+
+class _Meeting:
+    """Stands for torch's rendezvous."""
+
+    waiting = 0
+    closed = False
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+
+class _Watch:
+    round: Round | None = None
+
+
+@pytest.mark.parametrize(
+    ("waiting", "lost", "closed", "expected"),
+    [(0, False, False, 0), (2, False, False, 2), (0, True, False, 1), (0, True, True, 0), (2, True, True, 2)],
+)
+def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(waiting: int, lost: bool, closed: bool, expected: int) -> None:
+    # Kills: a round started again because a node had gone after its good end.
+    inner: Any = _Meeting()
+    inner.waiting, inner.closed = waiting, closed
+    watch: Any = _Watch()
+    meeting = WatchedMeeting(inner, watch)
+    assert meeting.num_nodes_waiting() == waiting
+    watch.round = Round("a", 0, 2, lost=lost)
+    assert meeting.num_nodes_waiting() == expected
