@@ -72,7 +72,7 @@ class NodeWatch:
         self._endpoint = endpoint
         self._timeout = timeout
         self._on_cut = on_cut
-        self._answered = time.monotonic()
+        self._answers = 0
         self._ended = threading.Event()
         for target in (self._exchange, self._await_answers):
             threading.Thread(target=target, name="deepspeed-nodes", daemon=True).start()
@@ -95,15 +95,19 @@ class NodeWatch:
                     seen.listen(other, store.get(seen.key(other)).decode() if store.check([seen.key(other)]) else "", self._timeout)
                 # A question, for the answer: setting waits for none.
                 store.check([seen.key(seen.rank)])
-                self._answered = time.monotonic()
+                self._answers += 1
         except (RuntimeError, TimeoutError) as error:
             # The meeting point is gone. The agent finds that out by itself, and ends.
             logger.debug("no signs of life any more: %s", error)
             self.end()
 
     def _await_answers(self) -> None:
-        while not self._ended.wait(beat_interval(self._timeout)):
-            if time.monotonic() - self._answered > self._timeout:
+        interval = beat_interval(self._timeout)
+        answers, silence = -1, 0.0
+        while not self._ended.wait(interval):
+            # Waits are counted, not the clock read: a node that was suspended has heard nothing either, and may go on.
+            answers, silence = self._answers, silence + interval if answers == self._answers else 0.0
+            if silence > self._timeout:
                 self._on_cut()
                 return
 
