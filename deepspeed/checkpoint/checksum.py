@@ -1,20 +1,21 @@
 """The checksum of a checkpoint file: which algorithm, over what, written how. Knows no format and no folder.
 
-SHA-256 of the file's bytes, so that `sha256sum` tells the same. Every change of any bytes shows, which no sum of 32 bits promises
-(torch's own files hold CRC-32 sums, and a CRC over data with its own CRC in it is blind to some exchanges). CPUs have instructions
-for it: a core does 1.7 GB/s where a flushed copy of the file does 0.45 GB/s. `hashlib` lets other threads run meanwhile.
+XXH3 with 128 bits (https://xxhash.com), so that `xxhsum -H2` tells the same. It finds damage, not forgery: whoever can change a
+file can change its manifest. No sum of 32 bits would do: torch's own files hold CRC-32 sums, and a CRC over data with its own CRC
+in it is blind to some exchanges. SHA-256 takes a core longer (1.3 to 1.7 GB/s) than copying the file does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-ALGORITHM = "sha256"
+ALGORITHM = "xxh3_128"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -34,14 +35,14 @@ class Checksum:
     """The checksum of bytes that come in pieces; how they are cut makes no difference."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        self._hash = xxhash.xxh3_128()
 
     def update(self, data: Buffer) -> None:
         """Take the next bytes; contiguous memory, which is not copied."""
         self._hash.update(data)
 
     def value(self) -> str:
-        """`sha256:` and 64 hexadecimal digits, of all bytes so far."""
+        """`xxh3_128:` and 32 hexadecimal digits, of all bytes so far."""
         return f"{ALGORITHM}:{self._hash.hexdigest()}"
 
 

@@ -1,15 +1,14 @@
 """One file being written: buffered, summed and flushed to disk, by threads of its own if asked.
 
 Knows nothing of what is in it: `files.write_file` gives it to `torch.save`. One thread writes while another sums, so the checksum
-costs no time of its own where there are cores for it. Large pieces are taken from where they are; small ones, and all that is
-written past the page cache, go through two buffers, of which one is filled while the threads have the other.
+costs no time of its own where there are cores for it. Large pieces are taken from where they are; small ones go through two
+buffers, of which one is filled while the threads have the other. Writing past the page cache (O_DIRECT) was measured and is slower:
+everything has to be copied to aligned memory first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -26,7 +25,6 @@ DEFAULT_BUFFER_BYTES = 16 << 20  # with 64, two thirds of the processor time mor
 _PAGE = mmap.PAGESIZE
 _LARGE_BYTES = 1 << 20  # of a piece that is not copied: much less, and what threads tell each other costs more than the copy
 _AHEAD_BYTES = 32 << 20  # that the disk is told to begin with
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on every system
 
 
 class WriteOptions(NamedTuple):
@@ -35,15 +33,13 @@ class WriteOptions(NamedTuple):
     Attributes:
         buffer_bytes: Size of a buffer.
         num_buffers: 2: one is filled while the other is written and summed by threads. 1: the caller's thread does all, as it must
-            where no more threads can be started (the interpreter exits). Large pieces need none, unless `direct`.
-        direct: Write past the page cache, where the file system can.
+            where no more threads can be started (the interpreter exits). Large pieces need no buffer.
         crc32: Put torch's sum into the file, which `unzip` needs and `torch.load` does not.
         zip_format: torch's format of today; False is that before torch 1.6.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     num_buffers: int = 2
-    direct: bool = False
     crc32: bool = True
     zip_format: bool = True
 
@@ -63,9 +59,8 @@ class FileWriter:
 
     def __init__(self, path: str, options: WriteOptions) -> None:
         self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._file, self._direct = _open(path, flags, options.direct)
-        size = max(_PAGE, options.buffer_bytes // _PAGE * _PAGE)  # whole pages: what direct writes need
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        size = max(_PAGE, options.buffer_bytes)
         self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(options.num_buffers)]
         self._pending: list[list[Future[None]]] = [[] for _ in self._buffers]
         self._threads: list[ThreadPoolExecutor] = []
@@ -76,7 +71,7 @@ class FileWriter:
     def write(self, data: Buffer) -> int:
         """Take the next bytes; they may change when it has returned."""
         source = memoryview(data).cast("B")
-        if len(source) < _LARGE_BYTES or self._direct:
+        if len(source) < _LARGE_BYTES:
             self._gather(source)
         elif self._error is None:
             self._hand_over()
@@ -95,10 +90,10 @@ class FileWriter:
         """
         for index in range(len(self._buffers)):
             self._wait(index)
-        tail = self._buffers[self._current][: self._filled]  # not by the threads: direct writes end here
+        tail = self._buffers[self._current][: self._filled]
         if self._error is None:
             self._checksum.update(tail)
-            self._attempt(lambda: self._write_tail(tail))
+            self._attempt(lambda: self._write_out(tail))
         if self._error is not None:
             raise self._error
         os.fsync(self._file)
@@ -160,43 +155,17 @@ class FileWriter:
 
     def _write_out(self, data: memoryview) -> None:
         while len(data):
-            try:
-                count = os.write(self._file, data[:_AHEAD_BYTES])
-            except OSError as error:
-                if not self._direct or error.errno != errno.EINVAL:
-                    raise
-                self._leave_direct()
-            else:
-                self._begin_flush(count)
-                data = data[count:]
+            count = os.write(self._file, data[:_AHEAD_BYTES])
+            self._begin_flush(count)
+            data = data[count:]
 
     def _begin_flush(self, count: int) -> None:
         """Let the disk work on the bytes just written meanwhile: `finish` waits for it."""
-        if not self._direct and count == _AHEAD_BYTES and hasattr(os, "posix_fadvise"):
+        if count == _AHEAD_BYTES and hasattr(os, "posix_fadvise"):
             # Says that they are not needed again. Linux then begins to write them, and does not forget them before they are.
             with contextlib.suppress(OSError):  # advice: where it is not taken, nothing is lost
                 os.posix_fadvise(self._file, self._written, count, os.POSIX_FADV_DONTNEED)
         self._written += count
-
-    def _write_tail(self, tail: memoryview) -> None:
-        if self._direct:
-            self._leave_direct()
-        self._write_out(tail)
-
-    def _leave_direct(self) -> None:
-        """The rest is no whole number of blocks, or the disk's blocks are larger than pages."""
-        self._direct = False
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_O_DIRECT)
-
-
-def _open(path: str, flags: int, direct: bool) -> tuple[int, bool]:
-    if direct and _O_DIRECT:
-        try:
-            return os.open(path, flags | _O_DIRECT, 0o666), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # what file systems without direct writes answer
-                raise
-    return os.open(path, flags, 0o666), False
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

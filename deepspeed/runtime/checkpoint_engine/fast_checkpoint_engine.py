@@ -1,4 +1,4 @@
-"""Files of `torch.save`, written past the page cache and without torch's own sums: the manifest has better ones."""
+"""Files of `torch.save` without torch's own sums: the manifest has better ones."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ class FastCheckpointEngine(TorchCheckpointEngine):
 
     def __init__(self, config_params: CheckpointConfig | None = None) -> None:
         super().__init__(config_params)
-        self.options = self.options._replace(direct=True, crc32=False)
+        self.options = self.options._replace(crc32=False)

@@ -115,8 +115,8 @@ OPTIONS = [
     WriteOptions(),
     WriteOptions(buffer_bytes=5000),
     WriteOptions(buffer_bytes=4096, num_buffers=1),
-    WriteOptions(buffer_bytes=8192, direct=True, crc32=False),
-    WriteOptions(num_buffers=1, direct=True, crc32=False),
+    WriteOptions(buffer_bytes=8192, crc32=False),
+    WriteOptions(num_buffers=1, crc32=False),
     WriteOptions(zip_format=False),
 ]
 
@@ -169,7 +169,7 @@ def test_the_configuration_chooses() -> None:
     assert type(make_checkpoint_engine(CheckpointConfig(writer={}))) is FastCheckpointEngine
     decoupled = make_checkpoint_engine(CheckpointConfig(writer={"decoupled": True, "io_buffer_size": 1e6}))
     assert isinstance(decoupled, DecoupledCheckpointEngine) and isinstance(decoupled.inner, FastCheckpointEngine)
-    assert decoupled.inner.options == WriteOptions(1_000_000, num_buffers=1, direct=True, crc32=False)
+    assert decoupled.inner.options == WriteOptions(1_000_000, num_buffers=1, crc32=False)
     old = make_checkpoint_engine(CheckpointConfig(checkpoint_serialization=False))
     assert isinstance(old, TorchCheckpointEngine) and not old.options.zip_format
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,12 +35,12 @@ Description = dict[str, Any]
 
 class TestChecksum:
     @given(st.binary(max_size=200), st.lists(st.integers(0, 200)))
-    def test_is_that_of_sha256sum_however_it_is_cut(self, data: bytes, cuts: list[int]) -> None:
+    def test_is_that_of_xxhsum_however_it_is_cut(self, data: bytes, cuts: list[int]) -> None:
         checksum = Checksum()
         places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
         for start, end in zip(places, places[1:], strict=False):
             checksum.update(memoryview(data)[start:end])
-        assert checksum.value() == f"sha256:{hashlib.sha256(data).hexdigest()}"
+        assert checksum.value() == f"xxh3_128:{xxhash.xxh3_128(data).hexdigest()}"
 
     def test_of_tensors_and_of_files_longer_than_a_chunk(self, tmp_path: Path) -> None:
         """Kills: rest of the buffer of the chunk before taken for the file's end."""
@@ -74,7 +74,7 @@ class TestFile:
         folder = two_ranks(tmp_path / "tag")
         manifest = read_manifest(str(folder))
         assert manifest is not None
-        assert manifest.files["b.pt"] == FileRecord(12, f"sha256:{hashlib.sha256(b'b.pt' * 3).hexdigest()}")
+        assert manifest.files["b.pt"] == FileRecord(12, f"xxh3_128:{xxhash.xxh3_128(b'b.pt' * 3).hexdigest()}")
         assert manifest.writers == {"a.pt": 0, "c.bin": 0, "b.pt": 1}
         # What a rank says of files that it did not write is another's to say.
         assert manifest.parts == {
@@ -98,7 +98,7 @@ class TestFile:
                 read_manifest(str(path.parent))
 
     def test_a_missing_part_and_a_file_of_two_ranks(self, tmp_path: Path) -> None:
-        record = FileRecord(1, "sha256:0")
+        record = FileRecord(1, "xxh3_128:0")
         write_part(str(tmp_path), 0, {"a.pt": record}, {})
         with pytest.raises(CheckpointError, match=r"part_1\.json is missing: rank 1 has not finished its files"):
             merge_parts(str(tmp_path), range(2), {})

@@ -357,7 +357,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "a part missing": (lambda f: changed(f, MODEL, lambda c: c.update(mp_world_size=2)), "by 2 model-parallel ranks"),
     "manifest": (
-        lambda f: (f / "step" / "manifest.json").write_text(json.dumps({"files": {SHARD_1: [5, "sha256:0", 1]}})),
+        lambda f: (f / "step" / "manifest.json").write_text(json.dumps({"files": {SHARD_1: [5, "xxh3_128:0", 1]}})),
         f"{SHARD_1} is not the file that was saved",
     ),
     "bad manifest": (lambda f: (f / "step" / "manifest.json").write_text('{"files": [1]}'), "manifest.json is damaged"),
