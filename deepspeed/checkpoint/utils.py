@@ -35,12 +35,18 @@ def map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf:
     Args:
         item: The nested value.
         change: What is done to a tensor.
-        leaf: What is done to anything that is no such container and no tensor; None keeps it.
+        leaf: What is done to anything that is no such container, no tensor, number or string; None keeps it.
     """
     return _map(item, change, leaf, {})
 
 
+# They cannot change, so they need no copy; random states hold more than a thousand of them.
+_ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
+
+
 def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None, seen: dict[Any, Any]) -> Any:
+    if type(item) in _ATOMS:
+        return item
     if isinstance(item, torch.Tensor):
         # Two state-dict entries of one parameter are different views with one address.
         key = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)

@@ -30,9 +30,11 @@ def host_state(loader: Any, micro_steps: int, cut: dict[str, int], num_forwards:
 
     accelerator = get_accelerator()
     name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
     return {
-        "python": random.getstate(),
-        "numpy": (name, [int(word) for word in state], position, has_gauss, cached),
+        # Tensors: a thousand numbers cost a save in the background milliseconds, in which training waits for the interpreter.
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (name, torch.from_numpy(numpy.array(state, dtype=numpy.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
         "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
         "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
@@ -46,8 +48,10 @@ def restore_host_state(host: dict[str, Any], loader: Any) -> None:
     """Go on where this process, or one in its place, was."""
     import numpy  # startup: only needed here
 
-    random.setstate(host["python"])
-    numpy.random.set_state(tuple(host["numpy"]))
+    version, words, gauss = host["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, words, *rest = host["numpy"]
+    numpy.random.set_state((name, words.numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(host["torch"])
     if host["device"] is not None:
         get_accelerator().set_rng_state(host["device"])
