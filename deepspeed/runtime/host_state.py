@@ -49,9 +49,9 @@ def restore_host_state(host: dict[str, Any], loader: Any) -> None:
     import numpy  # startup: only needed here
 
     version, words, gauss = host["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))  # plain numbers in older files
     name, words, *rest = host["numpy"]
-    numpy.random.set_state((name, words.numpy().astype(numpy.uint32), *rest))
+    numpy.random.set_state((name, torch.as_tensor(words).numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(host["torch"])
     if host["device"] is not None:
         get_accelerator().set_rng_state(host["device"])

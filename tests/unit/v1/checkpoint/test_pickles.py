@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import json
 import os
@@ -259,7 +258,6 @@ class TestPrograms(DistributedTest):
                     zero_to_fp32.main([str(tmpdir), out])
             assert not os.path.exists(marker) and not os.path.exists(out)
 
-    @pytest.mark.skipif(importlib.util.find_spec("deepspeed.checkpoint.ds_to_universal") is None, reason="no ds_to_universal")
     def test_universal(self, tmpdir: Any) -> None:
         from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 
