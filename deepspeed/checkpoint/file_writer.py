@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 16 << 20  # with 64, two thirds of the processor time more: fresh memory, and no longer in the cache
 _PAGE = mmap.PAGESIZE
-_LARGE_BYTES = 1 << 20  # of a piece that is not copied: much less, and what threads tell each other costs more than the copy
+# Of a piece that is not copied: less, and what threads tell each other costs more than the copy; or, without threads, the system.
+_LARGE_BYTES, _LARGE_BYTES_ALONE = 1 << 20, 16 << 10
 _AHEAD_BYTES = 32 << 20  # that the disk is told to begin with
 
 
@@ -62,6 +63,7 @@ class FileWriter:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         size = max(_PAGE, options.buffer_bytes)
         self._buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(options.num_buffers)]
+        self._large_bytes = _LARGE_BYTES if options.num_buffers > 1 else _LARGE_BYTES_ALONE
         self._pending: list[list[Future[None]]] = [[] for _ in self._buffers]
         self._threads: list[ThreadPoolExecutor] = []
         self._current = self._filled = self._bytes = self._written = 0
@@ -71,7 +73,7 @@ class FileWriter:
     def write(self, data: Buffer) -> int:
         """Take the next bytes; they may change when it has returned."""
         source = memoryview(data).cast("B")
-        if len(source) < _LARGE_BYTES:
+        if len(source) < self._large_bytes:
             self._gather(source)
         elif self._error is None:
             self._hand_over()
@@ -110,6 +112,11 @@ class FileWriter:
         os.close(self._file)
 
     def _gather(self, source: memoryview) -> None:
+        end = self._filled + len(source)
+        if 0 < self._filled and end < len(self._buffers[self._current]):
+            _copy(self._buffers[self._current][self._filled : end], source)  # nearly always: torch writes headers piece by piece
+            self._filled = end
+            return
         taken = 0
         while taken < len(source) and self._error is None:
             buffer = self._buffers[self._current]

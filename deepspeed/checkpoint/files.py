@@ -162,6 +162,8 @@ def check_loadable(content: Any, what: str) -> None:
     Raises:
         ValueError: If `content` holds objects that are not data.
     """
+    if _is_data(content):
+        return
     buffer = io.BytesIO()
     try:
         torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
@@ -173,6 +175,15 @@ def check_loadable(content: Any, what: str) -> None:
             f"{what} cannot be loaded back: {_first_line(error)}. Use tensors, numbers, strings and containers of them, or "
             "allow the class by torch.serialization.add_safe_globals([...]), before saving and before loading"
         ) from error
+
+
+def _is_data(content: Any) -> bool:
+    """Whether it can be loaded, by a look that costs less than trying; False: not known."""
+    if type(content) is dict:
+        return all(map(_is_data, content)) and all(map(_is_data, content.values()))
+    if type(content) in (list, tuple):
+        return all(map(_is_data, content))
+    return content is None or type(content) in (int, float, bool, str, torch.Tensor)
 
 
 def _first_line(error: Exception) -> str:

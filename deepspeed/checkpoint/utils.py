@@ -41,7 +41,7 @@ def map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf:
 
 
 # They cannot change, so they need no copy; random states hold more than a thousand of them.
-_ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
+_ATOMS = frozenset((int, float, bool, str, bytes, type(None), torch.Size))
 
 
 def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None, seen: dict[Any, Any]) -> Any:
@@ -78,7 +78,8 @@ def _separate(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     if not is_plain(tensor) or not tensor.is_contiguous():
         return tensor.clone()
-    return with_own_storage(tensor)
+    has_own_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if has_own_storage else with_own_storage(tensor)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

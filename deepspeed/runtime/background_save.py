@@ -60,7 +60,7 @@ class BackgroundSave:
     def __init__(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
         self.job = job
         self._fill = fill
-        self._store = dist.get_store().clone()
+        self._store = dist.get_store()  # the client may destroy the process group while the threads run
         self._prefix = f"deepspeed/save/{next(_numbers)}"
         self._ranks = range(dist.get_world_size())
         self._error: str | None = None
@@ -123,6 +123,7 @@ class BackgroundSave:
             # Training goes first where both want a core. Only downwards: this needs no rights, and the thread ends with the save.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
+            self._store = self._store.clone()
             failure = self._attempt(lambda: self.job.write(self._fill))
             self._fill = _nothing  # the copy is free
             failed = self._agree("written", failure, self._ranks)
@@ -193,7 +194,7 @@ class BackgroundSave:
 
     def _beat(self) -> None:
         """In a thread of its own, and by a connection of its own: the other may be busy for minutes."""
-        store, key = dist.get_store().clone(), f"{self._prefix}/pulse/{self.job.node.rank}"
+        store, key = self._store.clone(), f"{self._prefix}/pulse/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
             store.add(key, 1)
             while not self._ended.wait(_PULSE_S):

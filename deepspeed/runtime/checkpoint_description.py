@@ -46,16 +46,19 @@ from deepspeed.utils import groups
 TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
 
-def describe(engine: CheckpointParts, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+def describe(
+    engine: CheckpointParts, model: ModelFiles, optimizer: OptimizerFiles, exclude_frozen_parameters: bool = False
+) -> dict[str, Any]:
     """What this rank knows of the files that are written for it, as in the module's text. Collective-free.
 
     Args:
         engine: The engine.
+        model, optimizer: Its files.
         exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
-    part, optimizer = groups._get_model_parallel_rank(), engine._optimizer_files()
+    part = groups._get_model_parallel_rank()
     model_file = keys.model_file(part)
-    weights = _weights(engine, optimizer, model_file, exclude_frozen_parameters)
+    weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
     if optimizer.optimizer is not None:
         files.setdefault(optimizer.file or model_file, {}).update(_state(optimizer))
@@ -91,14 +94,13 @@ def describe_whole(engine: CheckpointParts, tag: str, client_state: Iterable[str
     }
 
 
-def _weights(engine: CheckpointParts, optimizer: OptimizerFiles, model_file: str, without_frozen: bool) -> dict[str, Any]:
+def _weights(files: ModelFiles, optimizer: OptimizerFiles, model_file: str, without_frozen: bool) -> dict[str, Any]:
     """Name of a file -> name of a weight -> shape, dtype, kind and, if it is tied, to which."""
     trained = {param for group in _param_groups(optimizer) for param in group}
-    files = ModelFiles(engine.module)
     layers = files.layered.files_of_layers() if files.is_layered else {}
     found: dict[str, dict[str, Any]] = {name: {} for name in layers} if files.is_layered else {model_file: {}}
     names: dict[int, str] = {}
-    for local, tensor in engine.module.state_dict(keep_vars=True).items():
+    for local, tensor in files.module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue  # what a module keeps by get_extra_state()
         name = renumbered(local, files.experts.first)

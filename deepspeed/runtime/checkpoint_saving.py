@@ -27,6 +27,7 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import Deco
 from deepspeed.runtime.checkpoint_parts import CheckpointParts
 from deepspeed.runtime.host_state import host_state
 from deepspeed.runtime.model_files import Cut, LayeredModule, ModelFiles
+from deepspeed.runtime.optimizer_files import OptimizerFiles
 from deepspeed.runtime.save_job import SaveJob
 from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
@@ -76,12 +77,19 @@ class SavingMixin(CheckpointParts):
         check_loadable(client_state, "client_state")
         self._finish_saves()
         info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
-        description = together(lambda: describe(self, exclude_frozen_parameters), self.device, f"describing {tag}")
-        job = self._save_job(info, description, describe_whole(self, tag, client_state, save_latest))
-        together(job.prepare, self.device, f"making {job.folder}")
+        node = self._storage_node()
+
+        def begin() -> tuple[SaveJob, ModelFiles, OptimizerFiles]:
+            model, optimizer = ModelFiles(self.module), self._optimizer_files()
+            description = describe(self, model, optimizer, exclude_frozen_parameters)
+            job = self._save_job(info, node, description, describe_whole(self, tag, client_state, save_latest))
+            job.prepare()
+            return job, model, optimizer
+
+        job, model, optimizer = together(begin, self.device, f"beginning {tag}")
 
         def fill(put: Put) -> None:
-            self._put_files(put, job.node, client_state, exclude_frozen_parameters)
+            self._put_files(put, node, model, optimizer, client_state, exclude_frozen_parameters)
 
         if isinstance(self.checkpoint_engine, DecoupledCheckpointEngine):
             self._save_in_background(job, self.checkpoint_engine, fill)
@@ -89,12 +97,14 @@ class SavingMixin(CheckpointParts):
             self._save_now(job, fill)
         return True
 
-    def _save_job(self, info: CheckpointCommitInfo, description: dict[str, Any], head: dict[str, Any]) -> SaveJob:
+    def _save_job(
+        self, info: CheckpointCommitInfo, node: StorageNode, description: dict[str, Any], head: dict[str, Any]
+    ) -> SaveJob:
         checkpoint = self._config.tree.checkpoint  # type: ignore[attr-defined]  # from DeepSpeedEngine
         writer = self.checkpoint_engine
         if isinstance(writer, DecoupledCheckpointEngine):
             writer = writer.inner
-        return SaveJob(writer, info, self._storage_node(), checkpoint.keep_last, description, head)
+        return SaveJob(writer, info, node, checkpoint.keep_last, description, head)
 
     def _save_now(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
         what = f"saving {job.info.tag}"
@@ -158,8 +168,15 @@ class SavingMixin(CheckpointParts):
             raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
         return tag
 
-    def _put_files(self, put: Put, node: StorageNode, client_state: dict[str, Any], exclude_frozen_parameters: bool) -> None:
-        files, optimizer = ModelFiles(self.module), self._optimizer_files()
+    def _put_files(
+        self,
+        put: Put,
+        node: StorageNode,
+        files: ModelFiles,
+        optimizer: OptimizerFiles,
+        client_state: dict[str, Any],
+        exclude_frozen_parameters: bool,
+    ) -> None:
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         files.put(put, node, weights, exclude_frozen_parameters)
         # One of those that hold the same part of the model: with sequence parallelism more than the data-parallel ranks.
