@@ -66,6 +66,9 @@ class Worker:
 
     def save_beside(self) -> dict[str, Any]:
         """Save in the background: how long the call held the step, and seconds of each step until the checkpoint is published."""
+        if dist.get_rank() == 0:  # a run gives each checkpoint a name of its own, so saving replaces none
+            shutil.rmtree(Path(self.folder, TAG), ignore_errors=True)
+        dist.barrier()
         hold = timed(lambda: self.engine.save_checkpoint(self.folder, tag=TAG))
         steps = []
         while in_flight:  # all ranks forget a save at the same step

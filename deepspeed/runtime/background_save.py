@@ -24,8 +24,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -51,14 +52,16 @@ class BackgroundSave:
 
     Args:
         job: What is done.
+        description: See `SaveJob.write`.
         fill: Gives the job its files; called in the thread, so what it gives is a copy.
 
     Attributes:
         job: What is done.
     """
 
-    def __init__(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
+    def __init__(self, job: SaveJob, description: Mapping[str, Any], fill: Callable[[Put], None]) -> None:
         self.job = job
+        self._description = description
         self._fill = fill
         self._store = dist.get_store()  # the client may destroy the process group while the threads run
         self._prefix = f"deepspeed/save/{next(_numbers)}"
@@ -124,7 +127,7 @@ class BackgroundSave:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             self._store = self._store.clone()
-            failure = self._attempt(lambda: self.job.write(self._fill))
+            failure = self._attempt(lambda: self.job.write(self._description, self._fill))
             self._fill = _nothing  # the copy is free
             failed = self._agree("written", failure, self._ranks)
             failure = self._attempt(self.job.abandon if failed else self.job.publish)

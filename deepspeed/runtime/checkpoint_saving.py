@@ -7,6 +7,7 @@ Loading is `checkpoint_loading`'s.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
+from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.background_save import BackgroundSave
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -77,62 +79,39 @@ class SavingMixin(CheckpointParts):
         check_loadable(client_state, "client_state")
         self._finish_saves()
         info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
-        node = self._storage_node()
+        job = self._save_job(info, describe_whole(self, tag, client_state, save_latest))
+        engine = self.checkpoint_engine
+        copy = engine.copy if isinstance(engine, DecoupledCheckpointEngine) else None
 
-        def begin() -> tuple[SaveJob, ModelFiles, OptimizerFiles]:
-            model, optimizer = ModelFiles(self.module), self._optimizer_files()
-            description = describe(self, model, optimizer, exclude_frozen_parameters)
-            job = self._save_job(info, node, description, describe_whole(self, tag, client_state, save_latest))
+        def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
-            return job, model, optimizer
+            model, optimizer = ModelFiles(self.module), self._optimizer_files()
 
-        job, model, optimizer = together(begin, self.device, f"beginning {tag}")
+            def fill(put: Put) -> None:
+                self._put_files(put, job.node, model, optimizer, client_state, exclude_frozen_parameters)
 
-        def fill(put: Put) -> None:
-            self._put_files(put, node, model, optimizer, client_state, exclude_frozen_parameters)
+            return describe(self, model, optimizer, exclude_frozen_parameters), fill if copy is None else _copied(fill, copy)
 
-        if isinstance(self.checkpoint_engine, DecoupledCheckpointEngine):
-            self._save_in_background(job, self.checkpoint_engine, fill)
+        try:
+            # One agreement, that the folder is there and the copy is taken: training waits for it.
+            description, fill = together(begin, self.device, f"saving {tag}")
+            if copy is None:
+                together(lambda: job.write(description, fill), self.device, f"saving {tag}")
+        except CheckpointError:
+            job.abandon()
+            raise
+        if copy is None:
+            together(job.publish, self.device, f"saving {tag}")
         else:
-            self._save_now(job, fill)
+            self._background_save = BackgroundSave(job, description, fill)
         return True
 
-    def _save_job(
-        self, info: CheckpointCommitInfo, node: StorageNode, description: dict[str, Any], head: dict[str, Any]
-    ) -> SaveJob:
+    def _save_job(self, info: CheckpointCommitInfo, head: dict[str, Any]) -> SaveJob:
         checkpoint = self._config.tree.checkpoint  # type: ignore[attr-defined]  # from DeepSpeedEngine
         writer = self.checkpoint_engine
         if isinstance(writer, DecoupledCheckpointEngine):
             writer = writer.inner
-        return SaveJob(writer, info, node, checkpoint.keep_last, description, head)
-
-    def _save_now(self, job: SaveJob, fill: Callable[[Put], None]) -> None:
-        what = f"saving {job.info.tag}"
-        try:
-            together(lambda: job.write(fill), self.device, what)
-        except CheckpointError:
-            job.abandon()
-            raise
-        together(job.publish, self.device, what)
-
-    def _save_in_background(self, job: SaveJob, engine: DecoupledCheckpointEngine, fill: Callable[[Put], None]) -> None:
-        copies: list[tuple[str, Any]] = []
-
-        def put_copy(name: str, content: Any) -> None:
-            copies.append((name, engine.copy(content)))
-
-        engine.copy.reset()
-        try:
-            together(lambda: fill(put_copy), self.device, f"copying {job.info.tag}")
-        except CheckpointError:
-            job.abandon()
-            raise
-
-        def replay(put: Put) -> None:
-            for name, content in copies:
-                put(name, content)
-
-        self._background_save = BackgroundSave(job, replay)
+        return SaveJob(writer, info, self._storage_node(), checkpoint.keep_last, head)
 
     def _look_after_save(self) -> None:
         """After a step: raise if the save in the background has failed. All ranks call it, together."""
@@ -155,18 +134,27 @@ class SavingMixin(CheckpointParts):
             CheckpointError: Ranks gave different tags, and `checkpoint.tag_validation` is "Fail"; "Warn" takes rank 0's.
             ValueError: It is no folder name.
         """
-        if self.checkpoint_tag_validation_enabled() and dist.get_world_size() > 1:  # type: ignore[attr-defined]  # from EngineSettings
+        if self.checkpoint_tag_validation_enabled() and not self._is_tag_of_all(tag):  # type: ignore[attr-defined]  # from EngineSettings
             tags: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(tags, tag)
-            if len(set(tags)) > 1:
-                message = f"tag: ranks save under different tags {sorted(set(tags))}"
-                if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]  # from EngineSettings
-                    raise CheckpointError(f'{message}; every rank must give the same (checkpoint.tag_validation is "Fail")')
-                logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
-                tag = tags[0]
+            message = f"tag: ranks save under different tags {sorted(set(tags))}"
+            if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]  # from EngineSettings
+                raise CheckpointError(f'{message}; every rank must give the same (checkpoint.tag_validation is "Fail")')
+            logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
+            tag = tags[0]
         if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
             raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
         return tag
+
+    def _is_tag_of_all(self, tag: str) -> bool:
+        """Whether all ranks have the same, by one collective of a number; which they are is asked when they differ."""
+        if dist.get_world_size() == 1:
+            return True
+        number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        highest, negative_of_lowest = bounds.tolist()
+        return bool(highest == -negative_of_lowest)
 
     def _put_files(
         self,
@@ -244,3 +232,16 @@ class SavingMixin(CheckpointParts):
             else:
                 first[id(param)] = name
         return shared
+
+
+def _copied(fill: Callable[[Put], None], copy: HostCopy) -> Callable[[Put], None]:
+    """What gives a copy of what `fill` gives now."""
+    copies: list[tuple[str, Any]] = []
+    copy.reset()
+    fill(lambda name, content: copies.append((name, copy(content))))
+
+    def replay(put: Put) -> None:
+        for name, content in copies:
+            put(name, content)
+
+    return replay

@@ -46,7 +46,6 @@ class SaveJob:
         info: Which checkpoint.
         node: Who shares its folder.
         keep_last: How many published checkpoints stay; None: all.
-        description: What this rank's files hold, for the manifest.
         head: What the publisher knows of all of it, for the manifest.
     """
 
@@ -54,7 +53,6 @@ class SaveJob:
     info: CheckpointCommitInfo
     node: StorageNode
     keep_last: int | None
-    description: Mapping[str, Any]
     head: Mapping[str, Any]
 
     @property
@@ -68,10 +66,11 @@ class SaveJob:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.makedirs(self.folder)
 
-    def write(self, fill: Callable[[Put], None]) -> None:
+    def write(self, description: Mapping[str, Any], fill: Callable[[Put], None]) -> None:
         """Write this rank's files and its part of the manifest.
 
         Args:
+            description: What this rank's files hold, for the manifest.
             fill: Calls what it is given with name and content of each file.
         """
         paths: list[str] = []
@@ -90,7 +89,7 @@ class SaveJob:
         for path in paths:
             found = self.writer.records_of(path)
             records.update((os.path.relpath(name, self.folder), record) for name, record in found.items())
-        write_part(self.folder, self.node.rank, records, self.description)
+        write_part(self.folder, self.node.rank, records, description)
 
     def publish(self) -> None:
         """Give the folder its name, when all ranks have written; the publisher does. See [Note: sequence of a save]."""

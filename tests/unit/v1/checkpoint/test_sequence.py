@@ -37,9 +37,9 @@ def test_everything_is_on_disk_before_its_name_and_latest_is_last(tmp_path: Path
     info = CheckpointCommitInfo("T", str(tmp_path), True)
     for _ in range(2):
         seen.clear()
-        job = SaveJob(TorchCheckpointEngine(), info, StorageNode(0, (0,), (0,)), 1, {"files": {}}, {})
+        job = SaveJob(TorchCheckpointEngine(), info, StorageNode(0, (0,), (0,)), 1, {})
         job.prepare()
-        job.write(lambda put: put("a.pt", {"x": 1}))
+        job.write({"files": {}}, lambda put: put("a.pt", {"x": 1}))
         job.publish()
     part, manifest = ".T.saving/.manifest_part_0.json", ".T.saving/manifest.json"
     assert [step for step in seen if "zero_to_fp32" not in step] == [
