@@ -70,7 +70,8 @@ class BackgroundSave:
         self._all_well = False
         self._is_peer_lost = False
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
+        if len(self._ranks) > 1:
+            threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
@@ -126,7 +127,8 @@ class BackgroundSave:
             # Training goes first where both want a core. Only downwards: this needs no rights, and the thread ends with the save.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            self._store = self._store.clone()
+            if len(self._ranks) > 1:
+                self._store = self._store.clone()
             failure = self._attempt(lambda: self.job.write(self._description, self._fill))
             self._fill = _nothing  # the copy is free
             failed = self._agree("written", failure, self._ranks)
@@ -154,6 +156,8 @@ class BackgroundSave:
     def _agree(self, phase: str, failure: str, ranks: Sequence[int]) -> dict[str, str]:
         """Rank -> its failure, of those of `ranks` that failed; the same on all ranks."""
         own = self.job.node.rank
+        if len(self._ranks) == 1:
+            return {str(own): failure} if failure else {}
         if own in ranks:
             self._store.set(f"{self._prefix}/{phase}/{own}", failure)
         if own == 0:
@@ -179,12 +183,15 @@ class BackgroundSave:
 
     def _wait_for(self, names: list[str], limit: float, rank: int | None = None) -> bool:
         """Whether all are in the store within `limit` seconds and while `rank` lives. Looks: a client that waits is busy."""
-        start = heard = time.monotonic()
+        start = heard = asked = time.monotonic()
         pause, pulse = _POLL_S[0], b""
         while names and not self._store.check(names):
             now = time.monotonic()
-            if rank is not None and (beat := self._pulse_of(rank)) != pulse:
-                pulse, heard = beat, now
+            # Asked no more often than it beats: what this thread does keeps training from the interpreter.
+            if rank is not None and now - asked > _PULSE_S:
+                asked = now
+                if (beat := self._pulse_of(rank)) != pulse:
+                    pulse, heard = beat, now
             if self._is_peer_lost or now - start > limit or (rank is not None and now - heard > SILENCE_S):
                 return False
             time.sleep(pause)

@@ -20,6 +20,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
 from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.checkpoint.utils import separate
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.background_save import BackgroundSave
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -90,7 +91,7 @@ class SavingMixin(CheckpointParts):
             def fill(put: Put) -> None:
                 self._put_files(put, job.node, model, optimizer, client_state, exclude_frozen_parameters)
 
-            return describe(self, model, optimizer, exclude_frozen_parameters), fill if copy is None else _copied(fill, copy)
+            return describe(self, model, optimizer, exclude_frozen_parameters), _separated(fill) if copy is None else _copied(fill, copy)
 
         try:
             # One agreement, that the folder is there and the copy is taken: training waits for it.
@@ -234,8 +235,13 @@ class SavingMixin(CheckpointParts):
         return shared
 
 
+def _separated(fill: Callable[[Put], None]) -> Callable[[Put], None]:
+    """What gives the content that `fill` gives, each tensor with storage of its own."""
+    return lambda put: fill(lambda name, content: put(name, separate(content)))
+
+
 def _copied(fill: Callable[[Put], None], copy: HostCopy) -> Callable[[Put], None]:
-    """What gives a copy of what `fill` gives now."""
+    """What gives a copy of what `fill` gives now, each tensor with storage of its own."""
     copies: list[tuple[str, Any]] = []
     copy.reset()
     fill(lambda name, content: copies.append((name, copy(content))))

@@ -29,7 +29,6 @@ from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
 from deepspeed.checkpoint.manifest import merge_parts, write_part
 from deepspeed.checkpoint.retention import remove_oldest
-from deepspeed.checkpoint.utils import separate
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.storage_nodes import Put, StorageNode
 from deepspeed.utils.logging import logger
@@ -71,13 +70,14 @@ class SaveJob:
 
         Args:
             description: What this rank's files hold, for the manifest.
-            fill: Calls what it is given with name and content of each file.
+            fill: Calls what it is given with name and content of each file, in which each tensor has storage of its own: a client's
+                engine may save them by `torch.save`.
         """
         paths: list[str] = []
 
         def put(name: str, content: Any) -> None:
             paths.append(os.path.join(self.folder, name))
-            self.writer.save(separate(content), paths[-1])
+            self.writer.save(content, paths[-1])
 
         self.writer.set_commit_info(self.info)
         self.writer.create(self.info)

@@ -61,6 +61,7 @@ class TestInTheBackground(DistributedTest):
 
     def test_a_rank_that_falls_silent_is_given_up(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: waiting half an hour in destroy() for a rank that was killed while it wrote.
+        monkeypatch.setattr(background_save, "_PULSE_S", 0.2)
         monkeypatch.setattr(background_save, "SILENCE_S", 1.0)
         if dist.get_rank() == 1:
             monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)
