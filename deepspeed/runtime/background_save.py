@@ -9,6 +9,8 @@ connection of their own:
 4. Rank 0's waits for these and sets `all_published`, which all wait for: they know the outcome.
 5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
 
+The thread starts with the next backward, in which training leaves it the interpreter; a short time later without one.
+
 So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
 whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. Who
 waits for a save repeats that collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
@@ -41,6 +43,7 @@ SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
 _PULSE_S = 2.0
 _NICENESS = 19  # of the thread
+_START_S = 0.25  # after which it starts without a backward
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
 in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
@@ -69,13 +72,17 @@ class BackgroundSave:
         self._error: str | None = None
         self._all_well = False
         self._is_peer_lost = False
-        self._ended = threading.Event()
+        self._may_start, self._ended = threading.Event(), threading.Event()
         if len(self._ranks) > 1:
             threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
         self._thread.start()
+
+    def start(self) -> None:
+        """Begin to write, if the thread has not begun."""
+        self._may_start.set()
 
     def settle(self, device: torch.device, wait: bool) -> bool:
         """Whether the save has ended on all ranks, which then forget it. All ranks call it, together.
@@ -92,6 +99,7 @@ class BackgroundSave:
         while not self._have_all_ended(device):
             if not wait:
                 return False
+            self.start()
             self._thread.join(_POLL_S[1])
         in_flight.remove(self)
         if not self._all_well:
@@ -112,6 +120,7 @@ class BackgroundSave:
 
     def join(self) -> None:
         """Wait until this rank knows the outcome, without the others. What has failed is logged now and raised by `settle`."""
+        self.start()
         self._thread.join()
         if self._error is not None:
             logger.error(self._error)
@@ -126,6 +135,7 @@ class BackgroundSave:
         if sys.platform == "linux":  # elsewhere all threads of a process have one priority
             # Training goes first where both want a core. Only downwards: this needs no rights, and the thread ends with the save.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._may_start.wait(_START_S)
         try:
             if len(self._ranks) > 1:
                 self._store = self._store.clone()

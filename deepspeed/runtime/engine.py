@@ -369,6 +369,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def _begin_managed_backward(self) -> StepSequence:
         """A backward begins whose loss, or incoming gradient, the engine has divided and scaled itself."""
         sequence = self._require_optimizer("backward")
+        if self._background_save is not None:
+            self._background_save.start()
         self.timers.start_backward()
         self._begin_window(plain=False)
         self.tracker.state = BackwardState.RUNNING

@@ -99,6 +99,31 @@ class TestInTheBackground(DistributedTest):
         assert differences({"seen": [1], "value": torch.ones(2)}, loaded and {key: loaded[key] for key in client}) == []
         assert differences(unbroken[1:], train(other, 3)) == []
 
+    def test_writing_begins_with_the_next_backward_or_soon(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: a start before backward, a backward or a wait that does not start it, waiting for ever without a backward."""
+        engine = start(config(**KEYS))
+
+        def saved(tag: str) -> background_save.BackgroundSave:
+            engine.save_checkpoint(str(tmpdir), tag=tag)
+            return background_save.in_flight[-1]
+
+        monkeypatch.setattr(background_save, "_START_S", 1000.0)
+        save = saved("backward")
+        x, target = next(engine.batches)
+        loss = torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), target)
+        assert not save._may_start.is_set()
+        engine.backward(loss)
+        save._thread.join(20)
+        assert not save._thread.is_alive()
+        saved("wait")
+        engine._finish_saves()
+        monkeypatch.setattr(background_save, "_START_S", 0.01)
+        save = saved("soon")
+        save._thread.join(20)
+        assert not save._thread.is_alive()
+        assert {path.name for path in Path(str(tmpdir)).glob("[a-z]*/")} == {"backward", "wait", "soon"}
+        engine.destroy()
+
     def test_the_next_save_and_a_load_by_another_engine_wait(self, tmpdir: Any) -> None:
         """Kills: two saves in flight that write one folder, loading what is not there yet."""
         engine = start(config(**KEYS))
