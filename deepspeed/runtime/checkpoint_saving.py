@@ -91,7 +91,8 @@ class SavingMixin(CheckpointParts):
             def fill(put: Put) -> None:
                 self._put_files(put, job.node, model, optimizer, client_state, exclude_frozen_parameters)
 
-            return describe(self, model, optimizer, exclude_frozen_parameters), _separated(fill) if copy is None else _copied(fill, copy)
+            description = describe(self, model, optimizer, exclude_frozen_parameters)
+            return description, _separated(fill) if copy is None else _copied(fill, copy)
 
         try:
             # One agreement, that the folder is there and the copy is taken: training waits for it.
