@@ -112,11 +112,6 @@ class FileWriter:
         os.close(self._file)
 
     def _gather(self, source: memoryview) -> None:
-        end = self._filled + len(source)
-        if 0 < self._filled and end < len(self._buffers[self._current]):
-            _copy(self._buffers[self._current][self._filled : end], source)  # nearly always: torch writes headers piece by piece
-            self._filled = end
-            return
         taken = 0
         while taken < len(source) and self._error is None:
             buffer = self._buffers[self._current]

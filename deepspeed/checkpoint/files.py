@@ -162,10 +162,10 @@ def check_loadable(content: Any, what: str) -> None:
     Raises:
         ValueError: If `content` holds objects that are not data.
     """
-    if _is_data(content):
-        return
     buffer = io.BytesIO()
     try:
+        if _is_data(content):
+            return
         torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
         buffer.seek(0)
         with torch.serialization.safe_globals(safe_classes()):

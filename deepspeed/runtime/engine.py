@@ -369,8 +369,6 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def _begin_managed_backward(self) -> StepSequence:
         """A backward begins whose loss, or incoming gradient, the engine has divided and scaled itself."""
         sequence = self._require_optimizer("backward")
-        if self._background_save is not None:
-            self._background_save.start()
         self.timers.start_backward()
         self._begin_window(plain=False)
         self.tracker.state = BackwardState.RUNNING
@@ -458,6 +456,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
                 "or engine.scale(loss).backward()"
             )
         self._window_is_plain = plain
+        if self._background_save is not None:
+            self._background_save.start()  # backward leaves it the interpreter
 
     def _abort_backward(self) -> None:
         if self._sequence is not None:
@@ -648,7 +648,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
         """
         if schedule is not None or compiled_autograd_enabled:
-            raise NotImplementedError("compile(schedule=..., compiled_autograd_enabled=...): DeepCompile comes in a later release")
+            raise NotImplementedError("compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both out")
         if self._is_compiled:
             return
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))

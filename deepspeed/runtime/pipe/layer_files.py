@@ -41,15 +41,15 @@ class LayerFiles:
 
     def _layer_modules(self) -> dict[int, nn.Module]:
         """Global index -> module, of the own layers that have a file."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _layer_modules()")
 
     def _layer_name(self, index: int) -> str:
         """Name of layer `index` as a submodule."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _layer_name()")
 
     def _indices_of_weights(self, index: int) -> list[int]:
         """The layers whose file may hold the weights of layer `index`, itself first."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _indices_of_weights()")
 
     def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
         """Path prefix of this rank's files: all coordinates but the data-parallel one."""

@@ -108,20 +108,23 @@ class TestInTheBackground(DistributedTest):
             return background_save.in_flight[-1]
 
         monkeypatch.setattr(background_save, "_START_S", 1000.0)
-        save = saved("backward")
-        x, target = next(engine.batches)
-        loss = torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), target)
-        assert not save._may_start.is_set()
-        engine.backward(loss)
-        save._thread.join(20)
-        assert not save._thread.is_alive()
+        for tag, backward in (("backward", engine.backward), ("plain", lambda loss: loss.backward())):
+            save = saved(tag)
+            for number in range(engine.gradient_accumulation_steps()):  # ways must not change within them
+                x, target = next(engine.batches)
+                loss = torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), target)
+                assert save._may_start.is_set() == (number > 0)
+                backward(loss)
+                save._thread.join(20)
+                assert not save._thread.is_alive()
+                engine.step()
         saved("wait")
         engine._finish_saves()
         monkeypatch.setattr(background_save, "_START_S", 0.01)
         save = saved("soon")
         save._thread.join(20)
         assert not save._thread.is_alive()
-        assert {path.name for path in Path(str(tmpdir)).glob("[a-z]*/")} == {"backward", "wait", "soon"}
+        assert {path.name for path in Path(str(tmpdir)).glob("[a-z]*/")} == {"backward", "plain", "wait", "soon"}
         engine.destroy()
 
     def test_the_next_save_and_a_load_by_another_engine_wait(self, tmpdir: Any) -> None:

@@ -90,7 +90,7 @@ class Checks:
 
     def run(self) -> list[str]:
         """All steps; returns the failures."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define run()")
 
     def fail(self, step: int, message: str) -> None:
         """Remember what went wrong; the run goes on so that all ranks stay together."""
