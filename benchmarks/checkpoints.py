@@ -5,9 +5,11 @@
 Both parts train over gloo on the CPU, in processes of one thread each, and everything is flushed to disk.
 
 `beside`: the model and configuration of `examples/train_gpt.py`, `"checkpoint": {"writer": {"decoupled": true}}`. Blocks of steps
-without a save and saves with the steps until they are published take turns. `held` is how long `save_checkpoint` itself held the
-first of these steps: the copy, and what ranks agree about. "first / without" is that step with it; "steps / without" is the steps
-while the rest is written, and "all / without" the time of all of them, with `held`, over what as many cost without.
+without a save and saves with the steps until they are published take turns; a save is compared with the blocks before and after it.
+`held` is how long `save_checkpoint` itself held the first of these steps: the copy, and what ranks agree about. "first / without"
+is that step with it; "steps / without" is the steps while the rest is written, and "all / without" the time of all of them, with
+`held`, over what as many cost without. "without / without" compares each block without a save with those around it in the same way:
+what it is off 1 is the noise of the machine.
 
 `bandwidth`: a larger GPT. In each round a system saves, copies what it has saved (`shutil.copyfile` and `fsync`; each rank a share
 of the files), reads it into new memory, and loads it with `checkpoint.verify` "full" and "off". Files are in the page cache before
@@ -23,6 +25,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,41 +47,44 @@ def start(name: str, num_ranks: int, system: dict[str, Any], stderr: IO[str]) ->
 
 
 def measure_beside(num_ranks: int, folder: str, options: argparse.Namespace, stderr: IO[str]) -> list[dict[str, Any]]:
-    """For each round: seconds of steps without a save, of the call, and of the steps beside it; of the slowest rank."""
+    """For each round: seconds of a step without a save around it, of the call, and to the end of each step beside it."""
     system = {"folder": folder, "layers": None, "width": None, "checkpoint": {"writer": {"decoupled": True}}}
     ranks = start("beside", num_ranks, system, stderr)
-    rounds = []
+    rounds: list[dict[str, Any]] = []
+
+    def step_without() -> float:
+        return max(ends[-1] for ends in ranks.tell(f"steps {options.steps}")) / options.steps
+
     try:
         ranks.tell("save_beside")  # the first takes the memory that the others use again
+        before = step_without()
         for number in range(options.rounds):
-            plain = slowest(ranks.tell(f"steps {options.steps}"))
             saves = ranks.tell("save_beside")
-            held, beside = max(save["hold"] for save in saves), slowest([save["steps"] for save in saves])
-            rounds.append({"plain": plain, "held": held, "beside": beside})
+            after = step_without()
+            # Of each step the slowest rank's end.
+            ends = [max(step) for step in zip(*(save["ends"] for save in saves), strict=True)]
+            rounds.append({"before": before, "after": after, "held": max(save["held"] for save in saves), "ends": ends})
+            before = after
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
     finally:
         ranks.close()
     return rounds
 
 
-def slowest(of_ranks: list[list[float]]) -> list[float]:
-    """Of each step the slowest rank's time."""
-    return [max(step) for step in zip(*of_ranks, strict=True)]
-
-
 def beside_row(num_ranks: int, rounds: list[dict[str, Any]]) -> list[str]:
     """A row of the first table."""
-    plain = [statistics.median(part["plain"]) for part in rounds]
-    first = [(part["held"] + part["beside"][0]) / base for part, base in zip(rounds, plain, strict=True)]
-    beside = [statistics.mean(part["beside"]) / base for part, base in zip(rounds, plain, strict=True)]
-    whole = [(part["held"] + sum(part["beside"])) / len(part["beside"]) / base for part, base in zip(rounds, plain, strict=True)]
+    plain = [(part["before"] + part["after"]) / 2 for part in rounds]
+    first = [part["ends"][0] / base for part, base in zip(rounds, plain, strict=True)]
+    beside = [(part["ends"][-1] - part["held"]) / len(part["ends"]) / base for part, base in zip(rounds, plain, strict=True)]
+    whole = [part["ends"][-1] / len(part["ends"]) / base for part, base in zip(rounds, plain, strict=True)]
+    noise = [2 * part["after"] / (part["before"] + later["after"]) for part, later in pairwise(rounds)]
     low, high = middle_half(whole)
     return [
         str(num_ranks),
         f"{statistics.median(plain) * 1e3:.1f}",
         f"{statistics.median(part['held'] for part in rounds) * 1e3:.1f}",
-        f"{statistics.median(len(part['beside']) for part in rounds):.0f}",
-        *(f"{statistics.median(ratios):.3f}" for ratios in (first, beside, whole)),
+        f"{statistics.median(len(part['ends']) for part in rounds):.0f}",
+        *(f"{statistics.median(ratios):.3f}" for ratios in (noise, first, beside, whole)),
         f"{low:.3f}-{high:.3f}",
     ]
 
@@ -162,8 +168,8 @@ def main(argv: list[str] | None = None) -> int:
             print_log(stderr, error)
             return 1
     if beside:
-        names = ["ranks", "step without (ms)", "held (ms)", "steps beside", "first / without", "steps / without", "all / without"]
-        print(table([*names, "middle half"], beside) + "\n")
+        without = ["step without (ms)", "held (ms)", "steps beside", "without / without"]
+        print(table(["ranks", *without, "first / without", "steps / without", "all / without", "middle half"], beside) + "\n")
     if bandwidth:
         print(table(["ranks", "writer", "what", "against", "GB/s", "plain GB/s", "ratio", "middle half"], bandwidth))
     if options.json:

@@ -61,19 +61,25 @@ class Worker:
             yield batch
 
     def steps(self, count: str) -> list[float]:
-        """Seconds of each of `count` steps."""
-        return [timed(lambda: train_step(self.engine, self.batches)) for _ in range(int(count))]
+        """Seconds until the end of each of `count` steps."""
+        start, ends = time.perf_counter(), []
+        for _ in range(int(count)):
+            train_step(self.engine, self.batches)
+            ends.append(time.perf_counter() - start)
+        return ends
 
     def save_beside(self) -> dict[str, Any]:
-        """Save in the background: how long the call held the step, and seconds of each step until the checkpoint is published."""
+        """Save in the background: seconds until the call returned, and until the end of each step until the checkpoint is there."""
         if dist.get_rank() == 0:  # a run gives each checkpoint a name of its own, so saving replaces none
             shutil.rmtree(Path(self.folder, TAG), ignore_errors=True)
         dist.barrier()
-        hold = timed(lambda: self.engine.save_checkpoint(self.folder, tag=TAG))
-        steps = []
+        start, ends = time.perf_counter(), []
+        self.engine.save_checkpoint(self.folder, tag=TAG)
+        held = time.perf_counter() - start
         while in_flight:  # all ranks forget a save at the same step
-            steps += self.steps("1")
-        return {"hold": hold, "steps": steps}
+            train_step(self.engine, self.batches)
+            ends.append(time.perf_counter() - start)
+        return {"held": held, "ends": ends}
 
     def bandwidth(self) -> dict[str, float]:
         """Seconds of saving, loading and plain copies of this rank's share, and bytes of the whole folder."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.utils import is_plain, map_tensors, with_own_storage
+from deepspeed.checkpoint.utils import is_plain, map_tensors, on_storage
 
 _ALIGNMENT = 64
 _MIN_BLOCK_BYTES = 1 << 20
@@ -22,12 +22,12 @@ class HostCopy:
     """Copies tensors, each with storage of its own, into memory that `reset` frees for the next. Pinned where there is a device."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []  # 1-D bytes
+        self._blocks: list[torch.UntypedStorage] = []
         self._used = 0  # bytes of the last block
 
     def reset(self) -> None:
         """Forget all copies; their memory is used again."""
-        total = sum(block.numel() for block in self._blocks)
+        total = sum(block.nbytes() for block in self._blocks)
         if len(self._blocks) > 1:
             self._blocks = []
             self._blocks = [_allocate(total)]
@@ -43,12 +43,11 @@ class HostCopy:
         tensor = tensor.detach()
         if not is_plain(tensor) or tensor.numel() == 0:
             return tensor.clone().cpu()
-        memory = self._take(tensor.numel() * tensor.element_size())
-        return with_own_storage(memory.view(tensor.dtype).view(tensor.shape)).copy_(tensor, non_blocking=True)
+        return on_storage(self._take(tensor.numel() * tensor.element_size()), tensor).copy_(tensor, non_blocking=True)
 
-    def _take(self, count: int) -> torch.Tensor:
+    def _take(self, count: int) -> torch.UntypedStorage:
         aligned = -(-count // _ALIGNMENT) * _ALIGNMENT
-        if not self._blocks or self._used + aligned > self._blocks[-1].numel():
+        if not self._blocks or self._used + aligned > self._blocks[-1].nbytes():
             self._blocks.append(_allocate(max(aligned, _MIN_BLOCK_BYTES)))
             self._used = 0
         start = self._used
@@ -56,7 +55,7 @@ class HostCopy:
         return self._blocks[-1][start : start + count]
 
 
-def _allocate(count: int) -> torch.Tensor:
+def _allocate(count: int) -> torch.UntypedStorage:
     block = torch.empty(count, dtype=torch.uint8)
     accelerator = get_accelerator()
-    return block if accelerator.device_name() == "cpu" else accelerator.pin_memory(block)
+    return (block if accelerator.device_name() == "cpu" else accelerator.pin_memory(block)).untyped_storage()

@@ -63,8 +63,12 @@ def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callab
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory of a contiguous tensor, as a storage that holds nothing else; for `torch.save`, which writes storages."""
     start = tensor.storage_offset() * tensor.element_size()
-    own = tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()]  # keeps the memory alive
-    return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
+    return on_storage(tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()], tensor)
+
+
+def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the dtype and shape of `like` that is all of `storage`, which keeps the memory that it is cut from."""
+    return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -214,10 +214,10 @@ class BackgroundSave:
 
     def _beat(self) -> None:
         """In a thread of its own, and by a connection of its own: the other may be busy for minutes."""
-        store, key = self._store.clone(), f"{self._prefix}/pulse/{self.job.node.rank}"
+        store, key = None, f"{self._prefix}/pulse/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
-            store.add(key, 1)
             while not self._ended.wait(_PULSE_S):
+                store = store or self._store.clone()
                 store.add(key, 1)
 
 

@@ -182,13 +182,14 @@ class LoadingMixin(CheckpointParts):
         if module_only:
             return LoadedFiles(model, weights)
         host, position = self._read_host(folder)
-        return LoadedFiles(model, weights, self._read_optimizer(folder, model, slices, load_optimizer_states), host, position)
+        optimizer = self._read_optimizer(files, folder, model, slices, load_optimizer_states)
+        return LoadedFiles(model, weights, optimizer, host, position)
 
     def _read_optimizer(
-        self, folder: str, model: dict[str, Any], slices: OwnSlices | None, load_optimizer_states: bool
+        self, files: ModelFiles, folder: str, model: dict[str, Any], slices: OwnSlices | None, load_optimizer_states: bool
     ) -> RecutState | None:
         try:
-            return self._optimizer_files().read(folder, model, slices)
+            return self._optimizer_files(files).read(folder, model, slices)
         except (CheckpointError, CheckpointMismatchError):
             if load_optimizer_states:
                 raise
@@ -229,7 +230,8 @@ class LoadingMixin(CheckpointParts):
     def _restore_training(self, loaded: LoadedFiles, load_optimizer_states: bool, load_lr_scheduler_states: bool) -> None:
         if loaded.optimizer is not None:
             from_fp32 = self.zero_load_from_fp32_weights()  # type: ignore[attr-defined]  # from EngineSettings
-            self._optimizer_files().load(loaded.optimizer, load_optimizer_states, from_fp32)
+            files = self._optimizer_files(ModelFiles(self.module))
+            files.load(loaded.optimizer, load_optimizer_states, from_fp32)
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if load_lr_scheduler_states and self.lr_scheduler is not None and scheduler is not None:
             self.lr_scheduler.load_state_dict(scheduler)

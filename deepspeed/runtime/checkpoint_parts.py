@@ -16,7 +16,7 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import Deco
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_files import Cut
+from deepspeed.runtime.model_files import Cut, ModelFiles
 from deepspeed.runtime.optimizer_files import OptimizerFiles
 from deepspeed.runtime.storage_nodes import StorageNode, node_local_storage, shared_storage
 from deepspeed.utils import groups
@@ -78,12 +78,12 @@ class CheckpointParts:
         """Wait for saves in the background, of other engines of this process too, whose files this one may read or replace."""
         finish_saves(self.device)
 
-    def _optimizer_files(self) -> OptimizerFiles:
+    def _optimizer_files(self, model: ModelFiles) -> OptimizerFiles:
         tree = self._config.tree  # type: ignore[attr-defined]  # from DeepSpeedEngine
         return OptimizerFiles(
             self._sequence,
             self.optimizer,
-            self.module,
+            model,
             tree.bf16.enabled,
             tree.use_data_before_expert_parallelism,
             self.config,  # type: ignore[attr-defined]  # from EngineSettings

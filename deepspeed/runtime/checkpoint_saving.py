@@ -86,7 +86,8 @@ class SavingMixin(CheckpointParts):
 
         def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
-            model, optimizer = ModelFiles(self.module), self._optimizer_files()
+            model = ModelFiles(self.module)
+            optimizer = self._optimizer_files(model)
 
             def fill(put: Put) -> None:
                 self._put_files(put, job.node, model, optimizer, client_state, exclude_frozen_parameters)

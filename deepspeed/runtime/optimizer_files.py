@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
@@ -25,7 +23,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_files import Cut, ModelExperts
+from deepspeed.runtime.model_files import Cut, ModelFiles
 from deepspeed.runtime.recut import RecutState, recut_state
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
 from deepspeed.runtime.storage_nodes import StorageNode
@@ -46,7 +44,7 @@ class OptimizerFiles:
     Args:
         sequence: The step sequence; None for an engine that does not train.
         optimizer: Who has the state: the sequence, or the client's optimizer.
-        module: The model.
+        model: The model's files.
         bf16: It is trained in bf16, which its files' names tell.
         data_before_experts: Order of data- and expert-parallel ranks.
         config: The configuration, for the files.
@@ -56,7 +54,7 @@ class OptimizerFiles:
         self,
         sequence: StepSequence | None,
         optimizer: Any,
-        module: nn.Module,
+        model: ModelFiles,
         bf16: bool,
         data_before_experts: bool,
         config: Any,
@@ -66,8 +64,8 @@ class OptimizerFiles:
         self.bf16 = bf16
         self.data_before_experts = data_before_experts
         self.config = config
-        self.experts = ModelExperts(module)
-        self.names = {param: name for name, param in module.named_parameters()}
+        self.experts = model.experts
+        self.names = {param: name for name, param in model.module.named_parameters()}
         self.part = groups._get_model_parallel_rank()
 
     # Writing

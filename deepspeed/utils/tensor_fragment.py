@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from deepspeed.runtime.master_weights import MasterWeightOptimizer
 
 
-@dataclass
+@dataclass(frozen=True)
 class fragment_address:  # upstream's name; its import path is part of the checkpoint format
     """A fragment's place in a shard: `numel` elements from `start`."""
 
     numel: int
     start: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fragment_address:
+        """Itself: it cannot change, and a state dict has one for each parameter."""
+        return self
 
 
 def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
