@@ -46,7 +46,7 @@ class Manifest(NamedTuple):
 
 
 def write_part(folder: str, rank: int, files: Mapping[str, FileRecord], description: Mapping[str, Any]) -> None:
-    """Leave what a rank knows of its files in the folder, atomically.
+    """Leave what a rank knows of its files in the folder. Not flushed: it is merged, or nobody reads the folder.
 
     Args:
         folder: The unfinished checkpoint.
@@ -59,7 +59,8 @@ def write_part(folder: str, rank: int, files: Mapping[str, FileRecord], descript
     written = {name.split("/")[0] for name in files}
     own = {name: content for name, content in description.get("files", {}).items() if name in written}
     content = {"files": {name: list(record) for name, record in files.items()}, "description": {**description, "files": own}}
-    _replace(os.path.join(folder, _part(rank)), _dumped(content))
+    with open(os.path.join(folder, _part(rank)), "wb") as file:
+        file.write(_dumped(content))
 
 
 def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> None:
@@ -90,7 +91,10 @@ def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> N
             files[name] = [*record, rank]
         parts[rank] = part["description"]
     body = _dumped({"version": VERSION, "head": head, "files": files, "parts": parts})[1:]
-    _replace(os.path.join(folder, MANIFEST), _first_line(body) + body)
+    with open(os.path.join(folder, MANIFEST), "wb") as file:
+        file.write(_first_line(body) + body)
+        file.flush()
+        os.fsync(file.fileno())
     for path in paths.values():
         os.remove(path)
     sync_folder(folder)
@@ -138,12 +142,3 @@ def _first_line(body: bytes) -> bytes:
     checksum = Checksum()
     checksum.update(body)
     return _FIRST_LINE % checksum.value().encode()
-
-
-def _replace(path: str, content: bytes) -> None:
-    temporary = f"{path}.saving"
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -4,8 +4,8 @@
 Publisher is the first rank of those that share the folder. `D` is the folder of all checkpoints, `T` the tag.
 
 1. The publisher removes `D/.T.saving` of an earlier save and makes it anew. All wait.
-2. Each rank writes its files into it, each flushed to disk, then what it knows of them as `.manifest_part_R.json`. All wait: when
-   one rank could not write, the publisher removes the folder and every rank raises.
+2. Each rank writes its files into it, each flushed to disk, then what it knows of them as `.manifest_part_R.json`, not flushed.
+   All wait: when one rank could not write, the publisher removes the folder and every rank raises.
 3. The publisher makes `manifest.json` of the parts, flushes it and the folder, and writes `D/zero_to_fp32.py`.
 4. The publisher renames: an existing `D/T` to `D/.T.replaced`, then `D/.T.saving` to `D/T`; flushes `D`; removes `D/.T.replaced`.
 5. The publisher writes `D/.latest.saving`, flushes it, renames it to `D/latest`, flushes `D`.

@@ -1,6 +1,6 @@
 """Saving in the background: the state at the call is saved, errors come on all ranks at one step, nothing is lost or hangs.
 
-No test waits for time to pass: writers stand at a gate that the test opens.
+Only the tests of the pulse wait for time to pass: elsewhere writers stand at a gate that the test opens.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepspeed.runtime import background_save
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.save_job import SaveJob
 from unit.common import DistributedTest, get_master_port
 
 from . import pipeline
@@ -73,6 +75,24 @@ class TestInTheBackground(DistributedTest):
         if dist.get_rank() == 0:
             assert "rank 1 has not written its files in time; it may have been killed" in str(save._error)
         assert not Path(str(tmpdir), "latest").exists()
+
+    def test_a_rank_with_a_slow_disk_is_waited_for(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a pulse that is not sent, or not read, so a rank that writes for longer than SILENCE_S is given up.
+        monkeypatch.setattr(background_save, "_PULSE_S", 0.1)
+        monkeypatch.setattr(background_save, "SILENCE_S", 0.8)
+        write = SaveJob.write
+
+        def slow(job: SaveJob, *args: Any) -> None:
+            time.sleep(2.0)
+            write(job, *args)
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(SaveJob, "write", slow)
+        engine = start(config(**KEYS))
+        engine.save_checkpoint(str(tmpdir), tag="slow")
+        engine.destroy()  # without collectives, in which a rank that lives would be seen
+        dist.barrier()
+        assert Path(str(tmpdir), "latest").read_text() == "slow"
 
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
         """Kills: tensors shared with the running model, a live schedule or client value, a file of the state after a step."""

@@ -41,13 +41,9 @@ def test_everything_is_on_disk_before_its_name_and_latest_is_last(tmp_path: Path
         job.prepare()
         job.write({"files": {}}, lambda put: put("a.pt", {"x": 1}))
         job.publish()
-    part, manifest = ".T.saving/.manifest_part_0.json", ".T.saving/manifest.json"
     assert [step for step in seen if "zero_to_fp32" not in step] == [
         "flush .T.saving/a.pt",
-        f"flush {part}.saving",
-        f"{part}.saving -> {part}",
-        f"flush {manifest}.saving",
-        f"{manifest}.saving -> {manifest}",
+        "flush .T.saving/manifest.json",
         "flush .T.saving",
         "T -> .T.replaced",
         ".T.saving -> T",
