@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -55,6 +56,7 @@ def measure_beside(num_ranks: int, folder: str, options: argparse.Namespace, std
     def step_without() -> float:
         return max(ends[-1] for ends in ranks.tell(f"steps {options.steps}")) / options.steps
 
+    os.sync()  # what others have written takes processor time until it is on the disk
     try:
         ranks.tell("save_beside")  # the first takes the memory that the others use again
         before = step_without()

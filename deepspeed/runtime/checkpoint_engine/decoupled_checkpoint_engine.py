@@ -29,7 +29,7 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         super().__init__()
         if isinstance(inner, TorchCheckpointEngine):
             # Its threads would take cores from training, and an exiting interpreter does not let it start them.
-            inner.options = inner.options._replace(num_buffers=1)
+            inner.options = inner.options._replace(num_buffers=1, direct=True)
         self.inner = inner
         self.copy = HostCopy()
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import pickle
 import zipfile
@@ -117,6 +120,8 @@ OPTIONS = [
     WriteOptions(buffer_bytes=4096, num_buffers=1),
     WriteOptions(buffer_bytes=8192, crc32=False),
     WriteOptions(num_buffers=1, crc32=False),
+    WriteOptions(num_buffers=1, direct=True),
+    WriteOptions(buffer_bytes=5000, num_buffers=1, direct=True, crc32=False),
     WriteOptions(zip_format=False),
 ]
 
@@ -146,6 +151,70 @@ def test_a_full_device_is_told_as_such(options: WriteOptions) -> None:
         write_file("/dev/full", CONTENT, options)
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("refused", ["", "open", "write"])
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE - 1, 2 * mmap.PAGESIZE, 5 * mmap.PAGESIZE + 1])
+def test_a_file_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str) -> None:
+    """Kills: a tail that no device takes, a file system that cannot, a file that ends with what was in the buffer before."""
+    opened, written, system_open, system_write = [], [], os.open, os.write
+
+    def is_direct(file: int) -> bool:
+        return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def seen_open(path: Any, flags: int, *mode: int) -> int:
+        opened.append(bool(flags & os.O_DIRECT))
+        if opened[-1] and refused == "open":
+            raise OSError(errno.EINVAL, "refused")
+        return system_open(path, flags, *mode)
+
+    def seen_write(file: int, data: memoryview) -> int:
+        written.append((len(data), is_direct(file)))
+        if refused == "write" and is_direct(file):
+            raise OSError(errno.EINVAL, "refused")
+        return system_write(file, data)
+
+    content = bytes(range(256)) * (size // 256 + 1)
+    for last in (b"b" * 3 * mmap.PAGESIZE, content[:size]):  # the second has the first's buffer
+        monkeypatch.setattr(os, "open", seen_open)
+        monkeypatch.setattr(os, "write", seen_write)
+        with FileWriter(str(tmp_path / "x"), WriteOptions(2 * mmap.PAGESIZE, num_buffers=1, direct=True)) as file:
+            half = len(last) // 2
+            file.write(last[:half])
+            file.write(last[half:])
+            record = file.finish()
+        monkeypatch.undo()
+        assert (tmp_path / "x").read_bytes() == last
+        assert record == FileRecord(len(last), file_checksum(str(tmp_path / "x")))
+    assert opened[0]
+    assert refused == "write" or all(count % mmap.PAGESIZE == 0 for count, direct in written if direct)
+
+
+def test_files_past_the_page_cache_share_no_buffer_while_they_are_written(tmp_path: Path) -> None:
+    """Kills: one buffer for all files, and one that a process forked later shares."""
+    options = WriteOptions(2 * mmap.PAGESIZE, num_buffers=1, direct=True)
+    with FileWriter(str(tmp_path / "a"), options) as first:
+        first.write(b"a" * 100)
+        with FileWriter(str(tmp_path / "b"), options) as second:
+            second.write(b"b" * 100)
+            second.finish()
+        first.finish()
+    wait, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wait, 1)
+        with FileWriter(str(tmp_path / "c"), options) as forked:
+            forked.write(b"c" * 100)
+            os._exit(0)
+    with FileWriter(str(tmp_path / "d"), options) as last:
+        last.write(b"d" * 100)
+        os.write(go, b"!")
+        assert os.waitpid(child, 0)[1] == 0
+        last.finish()
+    os.close(wait)
+    os.close(go)
+    assert [(tmp_path / name).read_bytes() for name in "abd"] == [letter * 100 for letter in (b"a", b"b", b"d")]
+
+
 def test_the_writer_flushes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: no fsync."""
     synced: list[int] = []
@@ -169,7 +238,7 @@ def test_the_configuration_chooses() -> None:
     assert type(make_checkpoint_engine(CheckpointConfig(writer={}))) is FastCheckpointEngine
     decoupled = make_checkpoint_engine(CheckpointConfig(writer={"decoupled": True, "io_buffer_size": 1e6}))
     assert isinstance(decoupled, DecoupledCheckpointEngine) and isinstance(decoupled.inner, FastCheckpointEngine)
-    assert decoupled.inner.options == WriteOptions(1_000_000, num_buffers=1, crc32=False)
+    assert decoupled.inner.options == WriteOptions(1_000_000, num_buffers=1, direct=True, crc32=False)
     old = make_checkpoint_engine(CheckpointConfig(checkpoint_serialization=False))
     assert isinstance(old, TorchCheckpointEngine) and not old.options.zip_format
 
