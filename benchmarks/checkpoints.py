@@ -7,9 +7,9 @@ Both parts train over gloo on the CPU, in processes of one thread each, and ever
 `beside`: the model and configuration of `examples/train_gpt.py`, `"checkpoint": {"writer": {"decoupled": true}}`. Blocks of steps
 without a save and saves with the steps until they are published take turns; a save is compared with the blocks before and after it.
 `held` is how long `save_checkpoint` itself held the first of these steps: the copy, and what ranks agree about. "first / without"
-is that step with it; "steps / without" is the steps while the rest is written, and "all / without" the time of all of them, with
-`held`, over what as many cost without. "without / without" compares each block without a save with those around it in the same way:
-what it is off 1 is the noise of the machine.
+is that step with it; files are written beside the second and, if they take longer, the third; "all / without" is the time of all of
+them, with `held`, over what as many cost without. "without / without" compares each block without a save with those around it in
+the same way: what it is off 1 is the noise of the machine.
 
 `bandwidth`: a larger GPT. In each round a system saves, copies what it has saved (`shutil.copyfile` and `fsync`; each rank a share
 of the files), reads it into new memory, and loads it with `checkpoint.verify` "full" and "off". Files are in the page cache before
@@ -76,8 +76,11 @@ def measure_beside(num_ranks: int, folder: str, options: argparse.Namespace, std
 def beside_row(num_ranks: int, rounds: list[dict[str, Any]]) -> list[str]:
     """A row of the first table."""
     plain = [(part["before"] + part["after"]) / 2 for part in rounds]
-    first = [part["ends"][0] / base for part, base in zip(rounds, plain, strict=True)]
-    beside = [(part["ends"][-1] - part["held"]) / len(part["ends"]) / base for part, base in zip(rounds, plain, strict=True)]
+    # Times of the first three steps, of those rounds in which there were so many.
+    steps = [
+        [(after - before) / base for (before, after), base in zip(place, plain, strict=True) if after]
+        for place in zip(*(pairwise([0.0, *part["ends"], 0.0, 0.0][:4]) for part in rounds), strict=True)
+    ]
     whole = [part["ends"][-1] / len(part["ends"]) / base for part, base in zip(rounds, plain, strict=True)]
     noise = [2 * part["after"] / (part["before"] + later["after"]) for part, later in pairwise(rounds)]
     low, high = middle_half(whole)
@@ -86,7 +89,7 @@ def beside_row(num_ranks: int, rounds: list[dict[str, Any]]) -> list[str]:
         f"{statistics.median(plain) * 1e3:.1f}",
         f"{statistics.median(part['held'] for part in rounds) * 1e3:.1f}",
         f"{statistics.median(len(part['ends']) for part in rounds):.0f}",
-        *(f"{statistics.median(ratios):.3f}" for ratios in (noise, first, beside, whole)),
+        *(f"{statistics.median(ratios):.3f}" if ratios else "" for ratios in (noise, *steps, whole)),
         f"{low:.3f}-{high:.3f}",
     ]
 
@@ -171,7 +174,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     if beside:
         without = ["step without (ms)", "held (ms)", "steps beside", "without / without"]
-        print(table(["ranks", *without, "first / without", "steps / without", "all / without", "middle half"], beside) + "\n")
+        each = [f"{name} / without" for name in ("first", "second", "third", "all")]
+        print(table(["ranks", *without, *each, "middle half of all"], beside) + "\n")
     if bandwidth:
         print(table(["ranks", "writer", "what", "against", "GB/s", "plain GB/s", "ratio", "middle half"], bandwidth))
     if options.json:

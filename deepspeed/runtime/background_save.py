@@ -9,7 +9,8 @@ connection of their own:
 4. Rank 0's waits for these and sets `all_published`, which all wait for: they know the outcome.
 5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
 
-The thread starts with the next backward, in which training leaves it the interpreter; a short time later without one.
+The step that waits for the copy shall not bear the writing too: the thread starts with the first backward of the next step, in
+which training leaves it the interpreter. Without one it starts after `_START_S`.
 
 So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
 whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. Who
@@ -43,7 +44,7 @@ SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
 _PULSE_S = 2.0
 _NICENESS = 19  # of the thread
-_START_S = 0.25  # after which it starts without a backward
+_START_S = 1.0  # after which it starts without a backward
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
 in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
@@ -72,6 +73,7 @@ class BackgroundSave:
         self._error: str | None = None
         self._all_well = False
         self._is_peer_lost = False
+        self._is_first_step = True  # the one that has waited for the copy
         self._may_start, self._ended = threading.Event(), threading.Event()
         if len(self._ranks) > 1:
             threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
@@ -79,6 +81,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
         self._thread.start()
+
+    def on_backward(self) -> None:
+        """A backward begins."""
+        if not self._is_first_step:
+            self.start()
 
     def start(self) -> None:
         """Begin to write, if the thread has not begun."""
@@ -89,7 +96,7 @@ class BackgroundSave:
 
         Args:
             device: Where the collective's tensor is.
-            wait: Until it has.
+            wait: Until it has; otherwise a step has ended.
 
         Raises:
             CheckpointError: On every rank, if it has failed.
@@ -98,6 +105,7 @@ class BackgroundSave:
             return True  # all ranks have settled it when another engine saved or loaded
         while not self._have_all_ended(device):
             if not wait:
+                self._is_first_step = False
                 return False
             self.start()
             self._thread.join(_POLL_S[1])

@@ -457,7 +457,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             )
         self._window_is_plain = plain
         if self._background_save is not None:
-            self._background_save.start()  # backward leaves it the interpreter
+            self._background_save.on_backward()
 
     def _abort_backward(self) -> None:
         if self._sequence is not None:

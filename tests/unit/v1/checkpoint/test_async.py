@@ -119,8 +119,9 @@ class TestInTheBackground(DistributedTest):
         assert differences({"seen": [1], "value": torch.ones(2)}, loaded and {key: loaded[key] for key in client}) == []
         assert differences(unbroken[1:], train(other, 3)) == []
 
-    def test_writing_begins_with_the_next_backward_or_soon(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Kills: a start before backward, a backward or a wait that does not start it, waiting for ever without a backward."""
+    def test_writing_begins_with_backward_in_the_next_step_or_soon(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: a start in the step that has waited for the copy, or before backward; a backward or a wait that does not start it,
+        waiting for ever without a backward."""
         engine = start(config(**KEYS))
 
         def saved(tag: str) -> background_save.BackgroundSave:
@@ -130,13 +131,16 @@ class TestInTheBackground(DistributedTest):
         monkeypatch.setattr(background_save, "_START_S", 1000.0)
         for tag, backward in (("backward", engine.backward), ("plain", lambda loss: loss.backward())):
             save = saved(tag)
-            for number in range(engine.gradient_accumulation_steps()):  # ways must not change within them
+            count = engine.gradient_accumulation_steps()
+            for number in range(2 * count):
                 x, target = next(engine.batches)
                 loss = torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), target)
-                assert save._may_start.is_set() == (number > 0)
+                assert save._may_start.is_set() == (number > count)
                 backward(loss)
-                save._thread.join(20)
-                assert not save._thread.is_alive()
+                assert save._may_start.is_set() == (number >= count)
+                if number >= count:
+                    save._thread.join(20)
+                    assert not save._thread.is_alive()
                 engine.step()
         saved("wait")
         engine._finish_saves()
