@@ -120,6 +120,10 @@ class TestOptions(DistributedTest):
             engine.save_checkpoint(str(tmpdir), client_state={"module": 1})
         with pytest.raises(ValueError, match=r"client_state cannot be loaded back: .*add_safe_globals"):
             engine.save_checkpoint(str(tmpdir), client_state={"odd": Fraction(1, 3)})
+        endless: list[Any] = []
+        endless.append(endless)
+        with pytest.raises(ValueError, match="client_state cannot be loaded back: .*recursion"):
+            engine.save_checkpoint(str(tmpdir), client_state={"endless": endless})
         with pytest.raises(ValueError, match=r"tag: 'a/b' is no name of a folder"):
             engine.save_checkpoint(str(tmpdir), tag="a/b")
 
