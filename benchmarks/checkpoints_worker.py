@@ -22,7 +22,7 @@ from serving import start_distributed, take_stdout
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.background_save import in_flight
+from deepspeed.runtime.checkpointing.background_save import in_flight
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig  # noqa: E402  the path above is where it lies

@@ -18,7 +18,15 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from pipeline_systems import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, Workload
-from turns import UPSTREAM_PREFIX, Ranks, median_ms, middle_half, paired_ratios, print_log, run_turns
+from turns import (
+    UPSTREAM_PREFIX,
+    Ranks,
+    median_ms,
+    middle_half,
+    paired_ratios,
+    print_log,
+    run_turns,
+)
 
 BASELINE = "1f1b"
 UPSTREAM = UPSTREAM_PREFIX + "1f1b"

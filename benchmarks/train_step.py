@@ -19,7 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from turns import UPSTREAM_PREFIX, Ranks, Rounds, median_ms, middle_half, paired_ratios, print_log, run_turns
+from turns import (
+    UPSTREAM_PREFIX,
+    Ranks,
+    Rounds,
+    median_ms,
+    middle_half,
+    paired_ratios,
+    print_log,
+    run_turns,
+)
 
 NUM_RANKS = 2
 BASELINE = "ddp"

@@ -45,8 +45,8 @@ def workload(arguments: argparse.Namespace) -> Workload:
 def cut_out() -> Iterator[None]:
     """The engine as it would be without this project's checks."""
     from deepspeed.runtime import verification  # startup: after the accelerator is chosen
-    from deepspeed.runtime.base_optimizer import StepSequence
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.optimizers.step_sequence import StepSequence
 
     kept: list[tuple[Any, str, Any]] = []
 

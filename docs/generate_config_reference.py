@@ -23,7 +23,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deepspeed.runtime.config_models import base
-from deepspeed.runtime.config_models.reader import CPU_SWITCHES, PIN_MEMORY_SWITCH, RENAMED, nested_model
+from deepspeed.runtime.config_models.reader import (
+    CPU_SWITCHES,
+    PIN_MEMORY_SWITCH,
+    RENAMED,
+    nested_model,
+)
 from deepspeed.runtime.config_models.refusals import INERT, REFUSALS
 from deepspeed.runtime.config_models.training import TrainingConfig
 

@@ -18,7 +18,14 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.files import CheckpointError, read_file, replace_folder, sync_folder, write_file, write_latest
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    read_file,
+    replace_folder,
+    sync_folder,
+    write_file,
+    write_latest,
+)
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
 from deepspeed.checkpoint.reshape import LABELS

@@ -1,6 +1,6 @@
 """Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of them.
 
-Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written when `runtime.checkpointing`'s.
+Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written when `runtime.checkpointing.engine_checkpoint`'s.
 """
 
 from __future__ import annotations

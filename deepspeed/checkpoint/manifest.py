@@ -2,7 +2,7 @@
 
 Each rank leaves its part in the folder, as a hidden file; the rank that publishes the folder makes `manifest.json` of all parts and
 removes them. The manifest is JSON whose first line is the checksum of all that follows, so a changed, exchanged or shortened
-manifest shows like any other file. What descriptions mean is `runtime.checkpoint_description`'s and `checkpoint.verification`'s;
+manifest shows like any other file. What descriptions mean is `runtime.checkpointing.description`'s and `checkpoint.verification`'s;
 here they are only kept. A folder without a manifest was written by upstream or by an older version, unless its model files say that
 there was one (`constants.MANIFEST_VERSION`).
 """

@@ -2,7 +2,7 @@
 
 `WholeState` maps the files and notes where the pieces of each parameter lie; elements are read when one parameter is asked for, so
 memory is bounded by that parameter. `UniversalState` is the same of a universal checkpoint. What asks, and for what, is
-`ds_to_universal`'s (all of it) and `runtime.universal_loading`'s (a rank's share).
+`ds_to_universal`'s (all of it) and `runtime.checkpointing.universal_loading`'s (a rank's share).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.reshape import FP32, LABELS, SavedOptimizer, SavedPiece, scaler_state, tensor_degree
+from deepspeed.checkpoint.reshape import (
+    FP32,
+    LABELS,
+    SavedOptimizer,
+    SavedPiece,
+    scaler_state,
+    tensor_degree,
+)
 from deepspeed.checkpoint.tensor_slices import SlicePatterns
 from deepspeed.checkpoint.universal_checkpoint import own_slice, slots_in
 

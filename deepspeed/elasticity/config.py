@@ -9,7 +9,9 @@ import json
 from typing import Any
 
 from deepspeed.elasticity import constants as keys
-from deepspeed.elasticity.constants import DEEPSPEED_ELASTICITY_CONFIG as DEEPSPEED_ELASTICITY_CONFIG
+from deepspeed.elasticity.constants import (
+    DEEPSPEED_ELASTICITY_CONFIG as DEEPSPEED_ELASTICITY_CONFIG,
+)
 from deepspeed.elasticity.constants import LATEST_ELASTICITY_VERSION as LATEST_ELASTICITY_VERSION
 
 

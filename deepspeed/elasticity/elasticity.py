@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 
 from packaging.version import parse
 
-from deepspeed.elasticity.config import ElasticityConfig, ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from deepspeed.elasticity.config import (
+    ElasticityConfig,
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+)
 from deepspeed.elasticity.constants import (
     DEEPSPEED_ELASTICITY_CONFIG,
     ELASTICITY,

@@ -13,7 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT, node_timeout
+from deepspeed.launcher.constants import (
+    LOCAL_MASTER_ADDR,
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+    node_timeout,
+)
 from deepspeed.launcher.elastic import Elastic, rendezvous
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs

@@ -25,11 +25,25 @@ from deepspeed.launcher.agent import run_with_agent
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH
 from deepspeed.launcher.devices import device_environment
 from deepspeed.launcher.elastic import elastic_of
-from deepspeed.launcher.failures import Exit, Failure, describe_exit, make_failure, raised_before, write_failures
+from deepspeed.launcher.failures import (
+    Exit,
+    Failure,
+    describe_exit,
+    make_failure,
+    raised_before,
+    write_failures,
+)
 from deepspeed.launcher.hub import HubAddress, Verdict
 from deepspeed.launcher.lifeline import Lifeline
 from deepspeed.launcher.logs import RankLogs
-from deepspeed.launcher.plan import LaunchPlan, Place, bound_cores, build_command, place_of_node, usable_port
+from deepspeed.launcher.plan import (
+    LaunchPlan,
+    Place,
+    bound_cores,
+    build_command,
+    place_of_node,
+    usable_port,
+)
 from deepspeed.launcher.process_tree import children_ended, terminate_process_tree
 from deepspeed.launcher.signals import Interrupted, deferred_signals, raise_on_signals
 from deepspeed.utils.logging import get_log_level_from_string, logger

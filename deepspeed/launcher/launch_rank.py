@@ -19,7 +19,14 @@ from pathlib import Path
 from deepspeed.launcher.agent import WORKER
 from deepspeed.launcher.devices import device_environment
 from deepspeed.launcher.failures import Exit
-from deepspeed.launcher.launch import decode_world_info, exit_code, make_parser, node_plan, run, run_told
+from deepspeed.launcher.launch import (
+    decode_world_info,
+    exit_code,
+    make_parser,
+    node_plan,
+    run,
+    run_told,
+)
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, place_of_rank
 from deepspeed.launcher.signals import Interrupted

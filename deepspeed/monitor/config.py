@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import CometConfig as CometConfig
     from deepspeed.runtime.config_models.observe import CSVConfig as CSVConfig
-    from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig as DeepSpeedMonitorConfig
+    from deepspeed.runtime.config_models.observe import (
+        DeepSpeedMonitorConfig as DeepSpeedMonitorConfig,
+    )
     from deepspeed.runtime.config_models.observe import TensorBoardConfig as TensorBoardConfig
     from deepspeed.runtime.config_models.observe import WandbConfig as WandbConfig
 

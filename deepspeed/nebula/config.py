@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.features import DeepSpeedNebulaConfig as DeepSpeedNebulaConfig
+    from deepspeed.runtime.config_models.features import (
+        DeepSpeedNebulaConfig as DeepSpeedNebulaConfig,
+    )
 
 _MODELS = ("DeepSpeedNebulaConfig",)
 

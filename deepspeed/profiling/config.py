@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.profiling.constants import *  # noqa: F403  # upstream's path of these names
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig as DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.config_models.observe import (
+        DeepSpeedFlopsProfilerConfig as DeepSpeedFlopsProfilerConfig,
+    )
 
 _MODELS = ("DeepSpeedFlopsProfilerConfig",)
 

@@ -15,9 +15,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.elasticity.batch import elastic_batch_sizes
-from deepspeed.runtime.batch_config import BatchSizes, WorldSize, resolve_batch_sizes
-from deepspeed.runtime.config_getters import *  # noqa: F403 - scripts import the getters from here
-from deepspeed.runtime.config_source import load_config
+from deepspeed.runtime.config_models.batch import BatchSizes, WorldSize, resolve_batch_sizes
+from deepspeed.runtime.config_models.getters import *  # noqa: F403 - scripts import the getters from here
+from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import (
     DeepSpeedConfigError,
     ScientificNotationEncoder,
@@ -114,7 +114,11 @@ class DeepSpeedConfig:
 
     def __init__(self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
         # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
-        from deepspeed.runtime.config_models.reader import apply_deprecated_names, apply_dotted_keys, read_block
+        from deepspeed.runtime.config_models.reader import (
+            apply_deprecated_names,
+            apply_dotted_keys,
+            read_block,
+        )
         from deepspeed.runtime.config_models.refusals import inert_keys_of, refuse_unsupported
         from deepspeed.runtime.config_models.training import TrainingConfig
 

@@ -1,7 +1,7 @@
 """The training engine: forward, backward, step.
 
 Reads from top to bottom as a micro-batch lives: construction, forward, backward (managed by `engine.backward` or plain
-`loss.backward()`), reduction, step. Who owns gradients and how a step goes is the optimizer's (`base_optimizer.StepSequence`), what
+`loss.backward()`), reduction, step. Who owns gradients and how a step goes is the optimizer's (`optimizers.StepSequence`), what
 is the boundary the tracker's, saving and loading `checkpointing`'s; configuration getters are in `engine_settings`.
 """
 
@@ -19,16 +19,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
-from deepspeed.runtime.base_optimizer import StepSequence
-from deepspeed.runtime.checkpointing import CheckpointMixin
+from deepspeed.runtime.checkpointing.engine_checkpoint import CheckpointMixin
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
-from deepspeed.runtime.lr_scheduler_factory import build_lr_scheduler
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.model_setup import (
     broadcast_model,
     cast_model,
@@ -37,13 +33,17 @@ from deepspeed.runtime.model_setup import (
     sum_sequence_parallel_gradients,
 )
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
+from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.step_observer import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger_scope import LedgerScope
+    from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
 
 def ensure_distributed(dist_init_required: bool | None = None, distributed_port: int = 29500) -> None:
@@ -384,7 +384,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _ledger_scope(self) -> LedgerScope:
         """Whose contributions the ledger adds up."""
-        from deepspeed.runtime.gradients.ledger_scope import LedgerScope  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import (
+            LedgerScope,  # startup: only with a ledger
+        )
 
         ranks = self.model_ranks
         return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)

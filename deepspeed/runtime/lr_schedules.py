@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.lr_tuning import (
+from deepspeed.runtime.optimizers.lr_tuning import (
     COS_MIN_RATIO as COS_MIN_RATIO,
 )
-from deepspeed.runtime.lr_tuning import (
+from deepspeed.runtime.optimizers.lr_tuning import (
     LR_RANGE_TEST,
     LR_SCHEDULE,
     ONE_CYCLE,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
@@ -22,9 +21,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_ranks import ModelRanks
-from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
@@ -142,7 +142,10 @@ def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimi
 
 def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[..., torch.optim.Optimizer]:
     """Upstream's rule: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks for torch's default kernel."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # startup: only what is named is needed
+    from deepspeed.ops.adam import (  # startup: only what is named is needed
+        DeepSpeedCPUAdam,
+        FusedAdam,
+    )
 
     adam_w_mode = bool(params.pop("adam_w_mode", True)) or key == "adamw"
     if params.pop("torch_adam", False):

@@ -71,8 +71,12 @@ def clip_grad_norm_(
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across ranks")
     # cycle: both use this module
-    from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
-    from deepspeed.runtime.model_ranks import norm_selection
+    from deepspeed.runtime.gradients.norm import (
+        clip_factor,
+        local_squared_norm,
+        reduce_squared_norm,
+    )
+    from deepspeed.runtime.sharding.model_ranks import norm_selection
 
     params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     counts = norm_selection(bwc_tensor_model_parallel_rank(mpu))

@@ -17,7 +17,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import VerifyConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.gradients.ledger import GradientLedger
+    from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
 VARIABLE = "DS_VERIFY"
 CHECKS = ("ledger", "collectives", "streams")
@@ -57,7 +57,9 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
 
         intent.enable(timeout_s=block.collectives_timeout)
     if "streams" in wanted:
-        from deepspeed.verify.streams import check  # optional: only a run that asks for it pays for it
+        from deepspeed.verify.streams import (
+            check,  # optional: only a run that asks for it pays for it
+        )
 
         check.enable_stream_checking()
         at_step = check.raise_findings
@@ -74,7 +76,9 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
         engine: Whose gradients.
         raises: Raise on deviations; otherwise they are only kept in `findings`.
     """
-    from deepspeed.runtime.gradients.ledger import GradientLedger  # optional: only a run that asks for it pays for it
+    from deepspeed.runtime.gradients.ledger.gradient_ledger import (
+        GradientLedger,  # optional: only a run that asks for it pays for it
+    )
 
     sequence = engine._sequence
     if sequence is None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.master_weights import MasterWeightOptimizer
+    from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 
 
 @dataclass(frozen=True)

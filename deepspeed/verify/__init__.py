@@ -12,7 +12,7 @@ _NAMES = {
     "Finding": "deepspeed.verify.streams.findings",
     "StreamRaceError": "deepspeed.verify.streams.findings",
     "ledger": "deepspeed.verify.ledgers",
-    "GradientLedgerError": "deepspeed.runtime.gradients.ledger",
+    "GradientLedgerError": "deepspeed.runtime.gradients.ledger.gradient_ledger",
 }
 
 __getattr__ = lazy_attributes(__name__, _NAMES, ("streams", "oracle"))

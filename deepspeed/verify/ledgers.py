@@ -10,8 +10,8 @@ from deepspeed.runtime import verification
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.gradients.ledger import GradientLedger
-    from deepspeed.runtime.gradients.ledger_findings import LedgerFinding
+    from deepspeed.runtime.gradients.ledger.findings import LedgerFinding
+    from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
 
 class LedgerBook:

@@ -29,7 +29,7 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
     (style.test_only_accelerators_reach_torch_cuda, "a.py", GOOD + "import torch\ntorch.cuda.synchronize()\n"),
     (style.test_streams_are_made_in_one_place, "a.py", GOOD + "s = get_accelerator().Stream()\n"),
     (style.test_no_record_stream, "a.py", GOOD + "t.record_stream(s)\n"),
-    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n"),
+    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n")
     (style.test_imports_go_down_only, "runtime/zero/a.py", GOOD + "from ..engine import DeepSpeedEngine\n"),
     (style.test_imports_inside_functions_say_why, "a.py", GOOD + "def f() -> None:\n    import os\n"),
     (style.test_comments_are_ascii, "a.py", GOOD + "x = 1  # caf\u00e9\n"),

@@ -11,7 +11,10 @@ from typing import Any
 
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.host_copy import HostCopy
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 

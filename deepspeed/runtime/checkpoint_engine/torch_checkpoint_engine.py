@@ -8,7 +8,10 @@ from typing import Any
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.file_writer import WriteOptions
 from deepspeed.checkpoint.files import read_file, write_file
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
 from deepspeed.runtime.config_models.training import CheckpointConfig, CheckpointWriterConfig
 from deepspeed.utils.logging import logger
 

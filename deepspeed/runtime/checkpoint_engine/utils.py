@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config_models.training import CheckpointConfig, CheckpointWriterConfig

@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Size, Text, option
+from deepspeed.runtime.config_models.base import (
+    Bool,
+    DeepSpeedConfigModel,
+    Float,
+    Int,
+    Size,
+    Text,
+    option,
+)
 
 
 class OpenFeatureConfig(DeepSpeedConfigModel):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Text, option
+from deepspeed.runtime.config_models.base import (
+    Bool,
+    DeepSpeedConfigModel,
+    Float,
+    Int,
+    Text,
+    option,
+)
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):

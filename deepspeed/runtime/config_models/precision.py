@@ -7,7 +7,14 @@ from typing import Any
 from pydantic import ConfigDict, field_validator
 from pydantic_core import PydanticCustomError
 
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Text, option
+from deepspeed.runtime.config_models.base import (
+    Bool,
+    DeepSpeedConfigModel,
+    Float,
+    Int,
+    Text,
+    option,
+)
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 
 

@@ -8,7 +8,16 @@ from pydantic import BeforeValidator, ConfigDict, field_validator
 from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models import features, observe, precision, zero
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Interval, Size, Text, option
+from deepspeed.runtime.config_models.base import (
+    Bool,
+    DeepSpeedConfigModel,
+    Float,
+    Int,
+    Interval,
+    Size,
+    Text,
+    option,
+)
 from deepspeed.utils.logging import log_levels
 
 TAG_VALIDATION_MODES = ("WARN", "IGNORE", "FAIL")

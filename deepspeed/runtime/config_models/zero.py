@@ -9,7 +9,15 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from deepspeed.runtime.config_models.base import Bool, DeepSpeedConfigModel, Float, Int, Size, Text, option
+from deepspeed.runtime.config_models.base import (
+    Bool,
+    DeepSpeedConfigModel,
+    Float,
+    Int,
+    Size,
+    Text,
+    option,
+)
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.leaf_module_config import (
     DEFAULT_LEAF_MODULE_CLASSES,

@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.checkpoint.constants import FP32_GROUPS_FLAT, SCALER_KEYS
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.sharding.state import load_in_place
 
 

@@ -33,7 +33,7 @@ from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger_scope import LedgerScope
+    from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -92,7 +92,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _ledger_scope(self) -> LedgerScope:
         """See base class; also which weights stages share, and that the schedule runs all micro-batches."""
-        from deepspeed.runtime.gradients.ledger_scope import Passes  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import Passes  # startup: only with a ledger
 
         passes = Passes(self.tracker.divisor, self.module.num_model_chunks, self.module.grid.get_pipe_parallel_group())
         return replace(super()._ledger_scope(), shared=self._tied_weights(), passes=passes)

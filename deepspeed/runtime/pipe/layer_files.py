@@ -17,9 +17,9 @@ from torch import nn
 from deepspeed.checkpoint.experts import without_experts
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
 from deepspeed.checkpoint.utils import separate
-from deepspeed.runtime.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, shared_storage
 from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
-from deepspeed.runtime.storage_nodes import Put, StorageNode, shared_storage
 from deepspeed.runtime.utils import partition_uniform
 
 SUFFIX = "-model_states.pt"

@@ -25,9 +25,21 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.expert_layers import ExpertLayers
 from deepspeed.runtime.pipe.layer_files import LayerFiles
-from deepspeed.runtime.pipe.layer_spec import Layer, LayerSpec, PipelineError, TiedLayerSpec, checked_layers, layer_name
+from deepspeed.runtime.pipe.layer_spec import (
+    Layer,
+    LayerSpec,
+    PipelineError,
+    TiedLayerSpec,
+    checked_layers,
+    layer_name,
+)
 from deepspeed.runtime.pipe.partition import partition_layers
-from deepspeed.runtime.pipe.topology import PIPE_AXIS, PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.pipe.topology import (
+    PIPE_AXIS,
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    ProcessTopology,
+)
 from deepspeed.runtime.utils import set_random_seed, tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import logger

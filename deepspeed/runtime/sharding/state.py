@@ -1,6 +1,6 @@
 """State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and BF16_Optimizer files share.
 
-Written and read here is this rank's own cut of it; state that was cut otherwise is made into that by `runtime.recut`.
+Written and read here is this rank's own cut of it; state that was cut otherwise is made into that by `runtime.checkpointing.recut`.
 
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per group without padding with
 `elastic_checkpoint`. `param_slice_mappings` says where each parameter's fragment lies in this rank's shard.

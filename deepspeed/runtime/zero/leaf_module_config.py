@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.zero import DeepSpeedZeroLeafModuleConfig as DeepSpeedZeroLeafModuleConfig
+    from deepspeed.runtime.config_models.zero import (
+        DeepSpeedZeroLeafModuleConfig as DeepSpeedZeroLeafModuleConfig,
+    )
 
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

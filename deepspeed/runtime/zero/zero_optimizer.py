@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.utils.groups import OptimizerInstances
 
 

@@ -16,15 +16,29 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from deepspeed.runtime.config_source import load_config
+from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
-from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, precision_of, read_config, shape_of
+from deepspeed.verify.oracle.plan import (
+    Plan,
+    RunKind,
+    make_plan,
+    precision_of,
+    read_config,
+    shape_of,
+)
 from deepspeed.verify.oracle.ranks import run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.text import render
 from deepspeed.verify.oracle.verdicts import Report, make_report
-from deepspeed.verify.oracle.workload import GlobalBatches, Shape, UsageError, Workload, load_workload, seed_everything
+from deepspeed.verify.oracle.workload import (
+    GlobalBatches,
+    Shape,
+    UsageError,
+    Workload,
+    load_workload,
+    seed_everything,
+)
 
 FAILED, MISUSED = 1, 2
 DEFAULT_BACKEND = "inductor"

@@ -21,7 +21,13 @@ import torch
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.optimizer_factory import build_basic_optimizer
 from deepspeed.verify.oracle.plan import Run, read_config
-from deepspeed.verify.oracle.reference import FP32_TOLERANCE, ROUNDOFF, Expected, Tensors, global_norm
+from deepspeed.verify.oracle.reference import (
+    FP32_TOLERANCE,
+    ROUNDOFF,
+    Expected,
+    Tensors,
+    global_norm,
+)
 from deepspeed.verify.oracle.system import SGD_LEARNING_RATE, StepRecord, plain_optimizer
 
 UPDATE_TOLERANCE = 1e-4

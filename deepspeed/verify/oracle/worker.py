@@ -17,7 +17,14 @@ from typing import IO, Any
 import torch
 
 import deepspeed
-from deepspeed.verify.oracle.judge import Deviation, StepFindings, Twin, deviation, judge_sgd, judge_step
+from deepspeed.verify.oracle.judge import (
+    Deviation,
+    StepFindings,
+    Twin,
+    deviation,
+    judge_sgd,
+    judge_step,
+)
 from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
 from deepspeed.verify.oracle.reference import FP32_TOLERANCE, ROUNDOFF, Reference
 from deepspeed.verify.oracle.system import RunRecord, StepRecord, SystemRun

@@ -5,6 +5,11 @@
 the checker on. Users start at `deepspeed.verify.check_streams`.
 """
 
-from deepspeed.verify.streams.check import check_streams, disable_stream_checking, enable_stream_checking, raise_findings
+from deepspeed.verify.streams.check import (
+    check_streams,
+    disable_stream_checking,
+    enable_stream_checking,
+    raise_findings,
+)
 
 __all__ = ["check_streams", "disable_stream_checking", "enable_stream_checking", "raise_findings"]

@@ -11,10 +11,23 @@ from typing import Any
 
 import pytest
 
-from deepspeed.elasticity import compute_elastic_config, elasticity_enabled, ensure_immutable_elastic_config
+from deepspeed.elasticity import (
+    compute_elastic_config,
+    elasticity_enabled,
+    ensure_immutable_elastic_config,
+)
 from deepspeed.elasticity.cli import main as ds_elastic
-from deepspeed.elasticity.config import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
-from deepspeed.elasticity.elasticity import HCN_LIST, get_best_candidates, get_candidate_batch_sizes, get_valid_gpus
+from deepspeed.elasticity.config import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+)
+from deepspeed.elasticity.elasticity import (
+    HCN_LIST,
+    get_best_candidates,
+    get_candidate_batch_sizes,
+    get_valid_gpus,
+)
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 RECORDED = json.loads(Path(__file__).with_name("upstream_results.json").read_text())

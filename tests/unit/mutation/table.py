@@ -20,7 +20,7 @@ DIST_IMPORT = "from deepspeed import comm as dist\n"
 ACCELERATOR_IMPORT = "from deepspeed.accelerator import get_accelerator\n"
 BF16 = "deepspeed/runtime/bf16_optimizer.py"
 ENGINE = "deepspeed/runtime/engine.py"
-SEQUENCE = "deepspeed/runtime/base_optimizer.py"
+SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
 SINK = "deepspeed/runtime/gradients/sink.py"
 READINESS = "deepspeed/runtime/gradients/readiness.py"
 

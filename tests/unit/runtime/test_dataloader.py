@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader, ResumableDistributedSampler
+from deepspeed.runtime.dataloader import (
+    DeepSpeedDataLoader,
+    RepeatingLoader,
+    ResumableDistributedSampler,
+)
 
 
 class Numbers(Dataset):

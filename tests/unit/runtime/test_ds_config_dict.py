@@ -647,7 +647,7 @@ def test_models_are_found_under_upstreams_paths(module, name):
 
 def test_getters_read_raw_dicts_as_the_tree_does():
     from deepspeed.runtime import config as module
-    from deepspeed.runtime import config_getters
+    from deepspeed.runtime.config_models import getters
 
     raw = {
         "train_batch_size": 8,
@@ -658,7 +658,7 @@ def test_getters_read_raw_dicts_as_the_tree_does():
         "dump_state": True,
     }
     tree = DeepSpeedConfig(raw).tree
-    for name in config_getters.__all__:
+    for name in getters.__all__:
         key = name.removeprefix("get_")
         if key in TrainingConfig.model_fields and key != "communication_data_type":
             for given in (raw, {"train_batch_size": 8}):

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.runtime.gradients.fingerprint import DIMS, WIDTH, Fingerprint, fingerprint_roundoff
-from deepspeed.runtime.gradients.ledger_findings import LedgerFinding, RankRecord, explain
+from deepspeed.runtime.gradients.ledger.findings import LedgerFinding, RankRecord, explain
+from deepspeed.runtime.gradients.ledger.fingerprint import (
+    DIMS,
+    WIDTH,
+    Fingerprint,
+    fingerprint_roundoff,
+)
 
 CPU = torch.device("cpu")
 SIZES = (1, DIMS, DIMS + 1, WIDTH - 1, WIDTH, WIDTH + 1, 3 * WIDTH + 5)

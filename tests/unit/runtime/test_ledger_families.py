@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from deepspeed.runtime.gradients.fingerprint import DIMS
-from deepspeed.runtime.gradients.ledger_families import PieceKey, RankReport, explain_all
-from deepspeed.runtime.gradients.ledger_findings import LedgerFinding, RankRecord
+from deepspeed.runtime.gradients.ledger.families import PieceKey, RankReport, explain_all
+from deepspeed.runtime.gradients.ledger.findings import LedgerFinding, RankRecord
+from deepspeed.runtime.gradients.ledger.fingerprint import DIMS
 
 STAGES = ((0, 1), (2, 3))
 REPLICAS = 2

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from deepspeed.runtime.gradients.norm import CLIP_EPSILON, clip_factor, joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.norm import (
+    CLIP_EPSILON,
+    clip_factor,
+    joined,
+    local_squared_norm,
+    reduce_squared_norm,
+)
 
 CPU = torch.device("cpu")
 

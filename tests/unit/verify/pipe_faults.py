@@ -6,9 +6,9 @@ from unit.verify.mutation_form import Mutation
 
 PIPE = "deepspeed/runtime/pipe/"
 ENGINE, CHANNEL, SCHEDULE, BUFFERS = (PIPE + name for name in ("engine.py", "channel.py", "schedule.py", "buffers.py"))
-REPLICATED = "deepspeed/runtime/replicated_optimizer.py"
-MODEL_RANKS = "deepspeed/runtime/model_ranks.py"
-SEQUENCE = "deepspeed/runtime/base_optimizer.py"
+REPLICATED = "deepspeed/runtime/optimizers/replicated_optimizer.py"
+MODEL_RANKS = "deepspeed/runtime/sharding/model_ranks.py"
+SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
 
 TIED = "            dist.all_reduce(sequence.local_gradient(param), group=group)\n"
 SEND_GRADS = "        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above\n"

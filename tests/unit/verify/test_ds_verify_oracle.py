@@ -93,7 +93,7 @@ class TestFaults(DistributedTest):
 
     def test_an_optimizer_that_steps_too_far(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Kills: parameters that are not compared, as the gradients are right here."""
-        monkeypatch.setattr("deepspeed.runtime.base_optimizer.clip_factor", lambda norm, limit: 1.0)
+        monkeypatch.setattr("deepspeed.runtime.optimizers.step_sequence.clip_factor", lambda norm, limit: 1.0)
         report = report_of(plan_of(config_of(1), "right", (RunKind.SGD, RunKind.USER)))
         wrong = [row for row in report.rows if row.verdict.value == "FAIL"]
         assert any("value after the step" in row.detail and row.check == "SGD" for row in wrong)

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.gradients.ledger import GradientLedgerError
-from deepspeed.runtime.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
+from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from unit.common import DistributedTest
 from unit.v1.contract import test_contract_bites as bites

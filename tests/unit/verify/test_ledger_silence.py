@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config_models.observe import VerifyConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.gradients.ledger import GradientLedger, GradientLedgerError
+from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger, GradientLedgerError
 from deepspeed.runtime.verification import wanted_checks
 from deepspeed.utils import safe_set_full_grad
 from deepspeed.verify import ledger
@@ -282,7 +282,7 @@ class TestCost(DistributedTest):
             sizes.append(tensor.numel())
             return original(tensor, *args, **kwargs)
 
-        monkeypatch.setattr("deepspeed.runtime.gradients.ledger.dist.all_reduce", all_reduce)
+        monkeypatch.setattr("deepspeed.runtime.gradients.ledger.gradient_ledger.dist.all_reduce", all_reduce)
         settle = GradientLedger.settle
 
         def settled(self: GradientLedger, factor: float) -> None:
@@ -318,7 +318,7 @@ def test_nothing_is_imported_when_off() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     off, on = [line for line in done.stdout.splitlines() if line.startswith("[") and "INFO" not in line and "WARN" not in line]
-    assert off == "[]" and "deepspeed.runtime.gradients.ledger" in on and "intent" not in on
+    assert off == "[]" and "deepspeed.runtime.gradients.ledger.gradient_ledger" in on and "intent" not in on
 
 
 class TestSwitches:

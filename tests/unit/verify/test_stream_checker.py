@@ -13,7 +13,11 @@ from deepspeed.accelerator.stream_trace import Access
 from deepspeed.utils import memory_names
 from deepspeed.verify import StreamChecker, StreamRaceError, check_streams
 from deepspeed.verify.streams.accesses import AccessMap, Launch, Use
-from deepspeed.verify.streams.check import disable_stream_checking, enable_stream_checking, raise_findings
+from deepspeed.verify.streams.check import (
+    disable_stream_checking,
+    enable_stream_checking,
+    raise_findings,
+)
 from deepspeed.verify.streams.checker import SWEEP_INTERVAL
 from deepspeed.verify.streams.findings import Kind
 

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.runtime.background_save import in_flight
+from deepspeed.runtime.checkpointing.background_save import in_flight
 from unit.v1.checkpoint.runs import config, differences, look, start, train
 
 ROOM_BYTES = 16384  # less than a rank's files

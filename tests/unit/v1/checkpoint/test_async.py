@@ -19,11 +19,13 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.host_copy import HostCopy
-from deepspeed.runtime import background_save
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.save_job import SaveJob
+from deepspeed.runtime.checkpointing import background_save
+from deepspeed.runtime.checkpointing.save_job import SaveJob
 from unit.common import DistributedTest, get_master_port
 
 from . import pipeline

@@ -19,9 +19,14 @@ from deepspeed.checkpoint import dcp_files
 from deepspeed.checkpoint.checksum import FileRecord, file_checksum
 from deepspeed.checkpoint.file_writer import FileWriter, WriteOptions
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.dcp_checkpoint_engine import DcpCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine

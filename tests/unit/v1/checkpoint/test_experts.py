@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deepspeed import comm as dist
-from deepspeed.runtime import background_save
-from deepspeed.runtime.storage_nodes import StorageNode
+from deepspeed.runtime.checkpointing import background_save
+from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from unit.common import DistributedTest
 
 from . import pipeline, test_experts

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed.checkpoint import retention
 from deepspeed.checkpoint.retention import newest_common_tag, published_tags, remove_oldest
-from deepspeed.runtime import background_save
+from deepspeed.runtime.checkpointing import background_save
 from unit.common import DistributedTest
 
 from .runs import config, differences, look, start, train

@@ -10,8 +10,8 @@ import pytest
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.save_job import SaveJob
-from deepspeed.runtime.storage_nodes import StorageNode
+from deepspeed.runtime.checkpointing.save_job import SaveJob
+from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 
 
 def test_everything_is_on_disk_before_its_name_and_latest_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unit.v1.contract.model import Batch, ContractModel, concatenated, global_batch, make_model, parameter_groups
+from unit.v1.contract.model import (
+    Batch,
+    ContractModel,
+    concatenated,
+    global_batch,
+    make_model,
+    parameter_groups,
+)
 
 # Small enough that a step doesn't throw the model about: a rounding error of one step would grow in the next ones' gradients.
 LEARNING_RATE = 0.1

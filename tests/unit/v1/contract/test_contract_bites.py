@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from deepspeed.comm.shard_ops import PendingShards
-from deepspeed.runtime import base_optimizer, bf16_optimizer, master_weights
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.gradients import sink
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from deepspeed.runtime.gradients.replicated import FlatGradients
+from deepspeed.runtime.optimizers import master_weights, step_sequence
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.zero import stage_1_and_2, zero_optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -166,8 +167,8 @@ def send_what_is_ready_only(patch: pytest.MonkeyPatch) -> None:
 
 def clip_by_the_scaled_norm(patch: pytest.MonkeyPatch) -> None:
     """The loss scale, or something like it, in the clipping factor."""
-    original = base_optimizer.clip_factor
-    patch.setattr(base_optimizer, "clip_factor", lambda norm, limit: original(norm * 1.01, limit))
+    original = step_sequence.clip_factor
+    patch.setattr(step_sequence, "clip_factor", lambda norm, limit: original(norm * 1.01, limit))
 
 
 def stay_inside_the_instance(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import pytest
 
 from unit.common import DistributedTest
-from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, Case, chunk, instance_cases, of_world, pairwise_cases, product_cases
+from unit.v1.contract.matrix import (
+    CHUNKS_PER_WORLD,
+    FACTORS,
+    Case,
+    chunk,
+    instance_cases,
+    of_world,
+    pairwise_cases,
+    product_cases,
+)
 from unit.v1.contract.runner import run_cases
 
 

@@ -9,7 +9,14 @@ import torch
 
 from deepspeed.moe import gating
 from deepspeed.moe.dispatch import combine, dispatch, route_map
-from deepspeed.moe.sharded_moe import TopKGate, gumbel_rsample, multiplicative_jitter, top1gating, top2gating, topkgating
+from deepspeed.moe.sharded_moe import (
+    TopKGate,
+    gumbel_rsample,
+    multiplicative_jitter,
+    top1gating,
+    top2gating,
+    topkgating,
+)
 from unit.v1.moe.slow_gate import Gate, route
 
 SHAPES = [(12, 4), (17, 3), (8, 8), (3, 4)]

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.comm import intent
 from deepspeed.moe import layer, sharded_moe
-from deepspeed.runtime.gradients.ledger import GradientLedgerError
+from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from unit.common import DistributedTest
 from unit.v1.moe.runner import Case, CaseRun

@@ -18,7 +18,11 @@ from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.layer_spec import Layer, PipelineError
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+)
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.utils import groups
 from unit.common import DistributedTest

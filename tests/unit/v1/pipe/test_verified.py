@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import intent
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.gradients.ledger import GradientLedgerError
+from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.verify import ledger
 from unit.common import DistributedTest

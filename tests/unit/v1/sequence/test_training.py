@@ -22,7 +22,16 @@ from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entro
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_fp32_params, safe_get_full_grads
 from unit.common import DistributedTest
-from unit.v1.sequence.model import IGNORED, LEARNING_RATE, LENGTH, ROWS, Tensors, make_model, reference_step, samples
+from unit.v1.sequence.model import (
+    IGNORED,
+    LEARNING_RATE,
+    LENGTH,
+    ROWS,
+    Tensors,
+    make_model,
+    reference_step,
+    samples,
+)
 
 STEPS = 2
 # fp32: sums are grouped otherwise (over ranks, and in the attention's exchange), relative to a gradient's norm a few 1e-7.

@@ -21,7 +21,7 @@ def trained(fuses: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         if not fuses:
             # What the step sees is then no optimizer of the host's: it scales before and rounds after.
-            patched.setattr("deepspeed.runtime.master_weights.HostOptimizer", int)
+            patched.setattr("deepspeed.runtime.optimizers.master_weights.HostOptimizer", int)
         client = DeepSpeedCPUAdam(model.parameters(), lr=0.01, weight_decay=0.1)
         engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=config)
         dtype = next(model.parameters()).dtype

@@ -14,8 +14,8 @@ from torch import nn
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients import sink
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding import publisher
 from deepspeed.runtime.sharding.publisher import Publisher
 from unit.common import DistributedTest

@@ -25,7 +25,11 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.utils.tensor_fragment import safe_get_full_fp32_params, safe_get_full_grads, safe_get_full_optimizer_states
+from deepspeed.utils.tensor_fragment import (
+    safe_get_full_fp32_params,
+    safe_get_full_grads,
+    safe_get_full_optimizer_states,
+)
 from unit.common import DistributedTest
 from unit.v1.looping import each
 

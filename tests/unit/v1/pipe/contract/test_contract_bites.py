@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.model_ranks import ModelRanks
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import PipeBuffer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.outputs import BatchOutputs
 from deepspeed.runtime.pipe.p2p import Channel
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases
 from unit.v1.contract.test_contract_bites import reduce_before_the_last_micro_batch

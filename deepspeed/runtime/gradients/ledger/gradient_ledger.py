@@ -40,10 +40,20 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
-from deepspeed.runtime.gradients.fingerprint import DIMS, SLACK, Fingerprint, fingerprint_roundoff
-from deepspeed.runtime.gradients.ledger_families import PieceKey, RankReport, explain_all
-from deepspeed.runtime.gradients.ledger_findings import NAMES_SHOWN, LedgerFinding, RankRecord
-from deepspeed.runtime.gradients.ledger_scope import ContributorSum, GradientPiece, LedgerScope, with_common_cuts
+from deepspeed.runtime.gradients.ledger.families import PieceKey, RankReport, explain_all
+from deepspeed.runtime.gradients.ledger.findings import NAMES_SHOWN, LedgerFinding, RankRecord
+from deepspeed.runtime.gradients.ledger.fingerprint import (
+    DIMS,
+    SLACK,
+    Fingerprint,
+    fingerprint_roundoff,
+)
+from deepspeed.runtime.gradients.ledger.scope import (
+    ContributorSum,
+    GradientPiece,
+    LedgerScope,
+    with_common_cuts,
+)
 from deepspeed.utils.logging import logger
 
 FP16_SMALLEST = 2.0**-24

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.files import CheckpointError, read_file, read_latest, recover_folder, together
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    read_file,
+    read_latest,
+    recover_folder,
+    together,
+)
 from deepspeed.checkpoint.manifest import MANIFEST, read_manifest
 from deepspeed.checkpoint.retention import newest_common_tag, published_tags
 from deepspeed.checkpoint.verification import (
@@ -25,14 +31,14 @@ from deepspeed.checkpoint.verification import (
     raise_problems,
 )
 from deepspeed.checkpoint.whole_state import OwnSlices
-from deepspeed.runtime.checkpoint_parts import CheckpointParts
-from deepspeed.runtime.host_state import restore_host_state, restore_position
+from deepspeed.runtime.checkpointing.host_state import restore_host_state, restore_position
+from deepspeed.runtime.checkpointing.model_files import Cut, LayeredModule, ModelFiles, ReadWeights
+from deepspeed.runtime.checkpointing.parts import CheckpointParts
+from deepspeed.runtime.checkpointing.recut import RecutState
+from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
+from deepspeed.runtime.checkpointing.universal_loading import own_slices, read_slices
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.model_files import Cut, LayeredModule, ModelFiles, ReadWeights
-from deepspeed.runtime.recut import RecutState
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
-from deepspeed.runtime.storage_nodes import StorageNode
-from deepspeed.runtime.universal_loading import own_slices, read_slices
 from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 

@@ -29,8 +29,11 @@ from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
 from deepspeed.checkpoint.manifest import merge_parts, write_part
 from deepspeed.checkpoint.retention import remove_oldest
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.storage_nodes import Put, StorageNode
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
 from deepspeed.utils.logging import logger
 
 _CONVERTER = os.path.join(os.path.dirname(utils.__file__), "zero_to_fp32.py")

@@ -10,15 +10,21 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import read_by
-from deepspeed.runtime.background_save import finish_saves
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_files import Cut, ModelFiles
-from deepspeed.runtime.optimizer_files import OptimizerFiles
-from deepspeed.runtime.storage_nodes import StorageNode, node_local_storage, shared_storage
+from deepspeed.runtime.checkpointing.background_save import finish_saves
+from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
+from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
+from deepspeed.runtime.checkpointing.storage_nodes import (
+    StorageNode,
+    node_local_storage,
+    shared_storage,
+)
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.utils import groups
 
 

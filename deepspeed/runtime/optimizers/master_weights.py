@@ -15,15 +15,15 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.ops.host_optimizer import HostOptimizer
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger_scope import GradientPiece
+    from deepspeed.runtime.gradients.ledger.scope import GradientPiece
     from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
@@ -261,7 +261,9 @@ class MasterWeightOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: the fragments of all parameters."""
-        from deepspeed.runtime.gradients.ledger_scope import GradientPiece  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import (
+            GradientPiece,  # startup: only with a ledger
+        )
 
         pieces = []
         for group in self.groups:

@@ -18,15 +18,15 @@ from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.reshape import SavedOptimizer
 from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
+from deepspeed.runtime.checkpointing.recut import RecutState, recut_state
+from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.model_files import Cut, ModelFiles
-from deepspeed.runtime.recut import RecutState, recut_state
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
-from deepspeed.runtime.storage_nodes import StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 

@@ -18,10 +18,10 @@ from torch import nn
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.reshape import FP32, SavedOptimizer, SavedPiece
 from deepspeed.checkpoint.whole_state import OwnSlices
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.state import CheckpointMismatchError, slice_mapping
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.runtime.gradients.ledger_findings import Family, LedgerFinding, RankRecord, explain
+from deepspeed.runtime.gradients.ledger.findings import Family, LedgerFinding, RankRecord, explain
 
 
 class PieceKey(NamedTuple):

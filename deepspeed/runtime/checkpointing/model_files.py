@@ -18,7 +18,7 @@ from deepspeed.checkpoint import experts
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
-from deepspeed.runtime.storage_nodes import Put, StorageNode
+from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
 from deepspeed.utils import groups
 
 

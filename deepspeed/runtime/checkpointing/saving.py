@@ -22,17 +22,19 @@ from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.utils import separate
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.background_save import BackgroundSave
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.checkpoint_description import describe, describe_whole
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
-from deepspeed.runtime.checkpoint_parts import CheckpointParts
-from deepspeed.runtime.host_state import host_state
-from deepspeed.runtime.model_files import Cut, LayeredModule, ModelFiles
-from deepspeed.runtime.optimizer_files import OptimizerFiles
-from deepspeed.runtime.save_job import SaveJob
-from deepspeed.runtime.storage_nodes import Put, StorageNode
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
+from deepspeed.runtime.checkpointing.background_save import BackgroundSave
+from deepspeed.runtime.checkpointing.description import describe, describe_whole
+from deepspeed.runtime.checkpointing.host_state import host_state
+from deepspeed.runtime.checkpointing.model_files import Cut, LayeredModule, ModelFiles
+from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
+from deepspeed.runtime.checkpointing.parts import CheckpointParts
+from deepspeed.runtime.checkpointing.save_job import SaveJob
+from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 from deepspeed.utils.logging import logger

@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import together, write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.runtime.checkpoint_loading import LoadingMixin
-from deepspeed.runtime.checkpoint_saving import SavingMixin
+from deepspeed.runtime.checkpointing.loading import LoadingMixin
+from deepspeed.runtime.checkpointing.saving import SavingMixin
 
 
 class CheckpointMixin(SavingMixin, LoadingMixin):

@@ -16,7 +16,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.whole_state import OwnSlices, Parameters, UniversalState, WholeState
-from deepspeed.runtime.model_files import Cut, ModelFiles, ReadWeights
+from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles, ReadWeights
 from deepspeed.utils import groups
 
 

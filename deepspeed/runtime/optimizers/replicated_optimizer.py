@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from deepspeed.runtime.base_optimizer import StepSequence
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deepspeed.runtime.gradients.ledger_scope import GradientPiece
+    from deepspeed.runtime.gradients.ledger.scope import GradientPiece
 
 
 class ReplicatedLink(NamedTuple):
@@ -131,7 +131,9 @@ class ReplicatedOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: every rank holds every parameter's gradient whole."""
-        from deepspeed.runtime.gradients.ledger_scope import GradientPiece  # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import (
+            GradientPiece,  # startup: only with a ledger
+        )
 
         pieces = []
         for gradients in self.gradients:
