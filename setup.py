@@ -1,7 +1,8 @@
 """Packaging of deepspeed: what goes into the wheel and which commands it installs.
 
-Owns: metadata, requirements, the generated version module and the packaged copy of `op_builder/` and `csrc/`.
-Needs neither torch nor a compiler, unless native ops are asked for ahead of time with DS_BUILD_OPS=1.
+Owns: metadata, requirements, the generated version module and the packaged copy of `op_builder/`
+and `csrc/`. Needs neither torch nor a compiler, unless native ops are asked for ahead of time with
+DS_BUILD_OPS=1.
 """
 
 import os
@@ -20,7 +21,9 @@ EXTRAS = ("tensorboard", "wandb", "comet", "mpi", "transformers")
 def read_requirements(name: str) -> list[str]:
     """Return the requirement lines of requirements/`name`, without comments and options."""
     lines = (ROOT / "requirements" / name).read_text(encoding="ascii").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(("#", "-"))]
+    return [
+        line.strip() for line in lines if line.strip() and not line.lstrip().startswith(("#", "-"))
+    ]
 
 
 def git_output(*args: str) -> str:
@@ -28,14 +31,18 @@ def git_output(*args: str) -> str:
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
-        result = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return result.stdout.strip() or "unknown"
 
 
 class BuildPyWithVersion(build_py):
-    """build_py that also writes the version module into the build folder, never into the checkout."""
+    """build_py that also writes the version module into the build folder, never into the
+    checkout.
+    """
 
     def run(self) -> None:
         """Copy the packages, then write `deepspeed/git_version_info_installed.py` beside them."""
@@ -64,7 +71,9 @@ def native_extensions() -> list[Extension]:
         from op_builder import ALL_OPS
     finally:
         sys.path.remove(str(ROOT))
-    return [builder.builder() for builder in ALL_OPS.values() if builder.is_compatible(verbose=True)]
+    return [
+        builder.builder() for builder in ALL_OPS.values() if builder.is_compatible(verbose=True)
+    ]
 
 
 def extras() -> dict[str, list[str]]:

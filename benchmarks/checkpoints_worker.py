@@ -1,7 +1,9 @@
-"""One rank of one system of `checkpoints.py`: an engine that saves and loads, and copies the same files, when told to.
+"""One rank of one system of `checkpoints.py`: an engine that saves and loads, and copies the same
+files, when told to.
 
-Protocol: one JSON line on stdout when ready; then for each line on stdin one JSON line with what the command of that name returns;
-end of input ends the process. While it waits it uses no processor time.
+Protocol: one JSON line on stdout when ready; then for each line on stdin one JSON line with what
+the command of that name returns; end of input ends the process. While it waits it uses no processor
+time.
 """
 
 from __future__ import annotations
@@ -42,14 +44,24 @@ class Worker:
         checkpoint: The `checkpoint` block.
     """
 
-    def __init__(self, folder: str, layers: int | None, width: int | None, checkpoint: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: str, layers: int | None, width: int | None, checkpoint: dict[str, Any]
+    ) -> None:
         demo = parse_arguments([])
         if layers is not None and width is not None:
             demo.layers, demo.width, demo.micro_batch, demo.context = layers, width, 1, 16
         torch.manual_seed(0)
-        model = GPT(GPTConfig(demo.layers, demo.width, demo.width // 32, demo.context, wide_products=True))
-        config = {**engine_config(demo, total_steps=10**6), "checkpoint": checkpoint, "steps_per_print": 10**9}
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        model = GPT(
+            GPTConfig(demo.layers, demo.width, demo.width // 32, demo.context, wide_products=True)
+        )
+        config = {
+            **engine_config(demo, total_steps=10**6),
+            "checkpoint": checkpoint,
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
         self.folder = folder
         self.batches = self._batches(demo.micro_batch, demo.context)
 
@@ -69,8 +81,11 @@ class Worker:
         return ends
 
     def save_beside(self) -> dict[str, Any]:
-        """Save in the background: seconds until the call returned, and until the end of each step until the checkpoint is there."""
-        if dist.get_rank() == 0:  # a run gives each checkpoint a name of its own, so saving replaces none
+        """Save in the background: seconds until the call returned, and until the end of each step
+        until the checkpoint is there.
+        """
+        # a run gives each checkpoint a name of its own, so saving replaces none
+        if dist.get_rank() == 0:
             shutil.rmtree(Path(self.folder, TAG), ignore_errors=True)
         dist.barrier()
         start, ends = time.perf_counter(), []
@@ -82,10 +97,15 @@ class Worker:
         return {"held": held, "ends": ends}
 
     def bandwidth(self) -> dict[str, float]:
-        """Seconds of saving, loading and plain copies of this rank's share, and bytes of the whole folder."""
+        """Seconds of saving, loading and plain copies of this rank's share, and bytes of the whole
+        folder.
+        """
         found = {"save": together(lambda: self.engine.save_checkpoint(self.folder, tag=TAG))}
         tag = Path(self.folder, TAG)
-        files = sorted((path for path in tag.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
+        files = sorted(
+            (path for path in tag.rglob("*") if path.is_file()),
+            key=lambda path: -path.stat().st_size,
+        )
         share = files[dist.get_rank() :: dist.get_world_size()]
         found["bytes"] = sum(path.stat().st_size for path in files)
         target = Path(self.folder, COPY)
@@ -95,7 +115,9 @@ class Worker:
         found["read"] = together(lambda: self.read(share))
         for level in ("full", "off"):
             self.engine._config.tree.checkpoint.verify = level
-            found[f"load {level}"] = together(lambda: self.engine.load_checkpoint(self.folder, tag=TAG))
+            found[f"load {level}"] = together(
+                lambda: self.engine.load_checkpoint(self.folder, tag=TAG)
+            )
         for path in share:
             (target / path.name).unlink()
         dist.barrier()

@@ -1,10 +1,12 @@
-"""AdamW on the host: this project's op, torch's fused kernel and upstream's op, beside a STREAM-like triad, in one run.
+"""AdamW on the host: this project's op, torch's fused kernel and upstream's op, beside a
+STREAM-like triad, in one run.
 
-Every system steps the same number of parameters with bf16 gradients and a bf16 copy of the new parameters, including the casts that
-it needs for that. Systems take turns within a round, so that what else the machine does meets all of them; ratios are taken within
-rounds. Each interpreter is a worker process, because both packages have the same name. Bytes are counted as STREAM does: what the
-arithmetic reads and writes, 28 per element for AdamW (12 for the triad); a line that is read only because it is then written does
-not count.
+Every system steps the same number of parameters with bf16 gradients and a bf16 copy of the new
+parameters, including the casts that it needs for that. Systems take turns within a round, so that
+what else the machine does meets all of them; ratios are taken within rounds. Each interpreter is a
+worker process, because both packages have the same name. Bytes are counted as STREAM does: what the
+arithmetic reads and writes, 28 per element for AdamW (12 for the triad); a line that is read only
+because it is then written does not count.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def systems_here(numel: int) -> dict[str, Callable[[], object]]:
 
 
 def systems_upstream(numel: int) -> dict[str, Callable[[], object]]:
-    """Upstream's op, whose gradients must have the parameter's dtype (it ends the process on bf16 ones beside fp32 masters)."""
+    """Upstream's op, whose gradients must have the parameter's dtype (it ends the process on bf16
+    ones beside fp32 masters).
+    """
     from deepspeed.ops.adam import (
         DeepSpeedCPUAdam,  # startup: the name means another package in the other worker
     )
@@ -97,14 +101,23 @@ class Worker:
     """A process of one interpreter that steps on demand."""
 
     def __init__(self, python: str, path: str, numel: int, threads: int, upstream: bool) -> None:
-        command = [python, __file__, "--worker", "--numel", str(numel)] + (["--upstream-python", python] if upstream else [])
+        command = [python, __file__, "--worker", "--numel", str(numel)] + (
+            ["--upstream-python", python] if upstream else []
+        )
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         while (line := self._line()) != "ready\n":
             if not line:
-                raise RuntimeError(f"{python} ended before it was ready; run by hand: {' '.join(command)}")
+                raise RuntimeError(
+                    f"{python} ended before it was ready; run by hand: {' '.join(command)}"
+                )
 
     def _line(self) -> str:
         if self.process.stdout is None:
@@ -125,7 +138,9 @@ class Worker:
         self.process.communicate()
 
 
-def measure(numel: int, threads: int, rounds: int, upstream_python: str | None) -> dict[str, list[Timing]]:
+def measure(
+    numel: int, threads: int, rounds: int, upstream_python: str | None
+) -> dict[str, list[Timing]]:
     """Times of every system in every round."""
     here = Worker(sys.executable, str(ROOT), numel, threads, upstream=False)
     workers = dict.fromkeys(HERE, here)
@@ -142,28 +157,47 @@ def measure(numel: int, threads: int, rounds: int, upstream_python: str | None) 
 
 def table(found: dict[str, list[Timing]], numel: int) -> str:
     """The results as markdown."""
-    lines = ["| system | best (ms) | median (ms) | processor, best (ms) | GB/s, best | x ours (middle half) | x ours, processor |"]
+    lines = [
+        "| system | best (ms) | median (ms) | processor, best (ms) | GB/s, best | x ours (middle "
+        "half) | x ours, processor |"
+    ]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for system, times in found.items():
         moved = numel * (TRIAD_BYTES if system == "triad" else ADAM_BYTES)
         walls, processors = [one.wall for one in times], [one.processor for one in times]
         ratios = [one.wall / ours.wall for one, ours in zip(times, found["ours"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        processor = statistics.median(one.processor / ours.processor for one, ours in zip(times, found["ours"], strict=True))
-        lines.append(
-            f"| {system} | {min(walls) * 1e3:.1f} | {statistics.median(walls) * 1e3:.1f} | {min(processors) * 1e3:.1f} "
-            f"| {moved / min(walls) / 1e9:.1f} | {middle:.2f} ({low:.2f}-{high:.2f}) | {processor:.2f} |"
+        processor = statistics.median(
+            one.processor / ours.processor for one, ours in zip(times, found["ours"], strict=True)
         )
-    share = [ADAM_BYTES / ours.wall * triad.wall / TRIAD_BYTES for ours, triad in zip(found["ours"], found["triad"], strict=True)]
-    best = ADAM_BYTES / min(one.wall for one in found["ours"]) * min(one.wall for one in found["triad"]) / TRIAD_BYTES
+        lines.append(
+            f"| {system} | {min(walls) * 1e3:.1f} | {statistics.median(walls) * 1e3:.1f} | "
+            f"{min(processors) * 1e3:.1f} | {moved / min(walls) / 1e9:.1f} | {middle:.2f} "
+            f"({low:.2f}-{high:.2f}) | {processor:.2f} |"
+        )
+    share = [
+        ADAM_BYTES / ours.wall * triad.wall / TRIAD_BYTES
+        for ours, triad in zip(found["ours"], found["triad"], strict=True)
+    ]
+    best = (
+        ADAM_BYTES
+        / min(one.wall for one in found["ours"])
+        * min(one.wall for one in found["triad"])
+        / TRIAD_BYTES
+    )
     lines.append("")
-    lines.append(f"Bandwidth of `ours` / triad: {statistics.median(share):.2f} (median of rounds), {best:.2f} (best of each).")
+    lines.append(
+        f"Bandwidth of `ours` / triad: {statistics.median(share):.2f} (median of rounds), "
+        f"{best:.2f} (best of each)."
+    )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure and print, or be a worker."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--numel", type=int, default=50_000_000, help="parameters")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
@@ -175,7 +209,14 @@ def main() -> None:
         return
     for threads in map(int, options.threads.split(",")):
         print(f"{options.numel} parameters, {threads} thread(s), {options.rounds} rounds\n")
-        print(table(measure(options.numel, threads, options.rounds, options.upstream_python), options.numel) + "\n", flush=True)
+        print(
+            table(
+                measure(options.numel, threads, options.rounds, options.upstream_python),
+                options.numel,
+            )
+            + "\n",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/import_time.py
 
-Fresh interpreters in turn, one with torch alone and one with both, so that a busy machine slows both down.
+Fresh interpreters in turn, one with torch alone and one with both, so that a busy machine slows
+both down.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def added_seconds(then: str) -> tuple[float, float]:
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE.format(then=then)]
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
+    output = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
     if output[2] != "False":
         raise RuntimeError(f"{then} initialized CUDA")
     return float(output[0]), float(output[1])
@@ -46,7 +49,10 @@ def main() -> None:
     runs = parser.parse_args().runs
     cases = ("import deepspeed", "from deepspeed.runtime import engine")
     times = {case: [added_seconds(case) for _ in range(runs)] for case in cases}
-    print(f"import torch: {statistics.median(first for case in cases for first, _ in times[case]):.3f} s")
+    print(
+        "import torch: "
+        f"{statistics.median(first for case in cases for first, _ in times[case]):.3f} s"
+    )
     for case in cases:
         added = [second for _, second in times[case]]
         print(f"{case}: + {statistics.median(added):.3f} s (slowest {max(added):.3f})")

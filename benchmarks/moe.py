@@ -1,9 +1,11 @@
-"""Time of forward and backward of a mixture-of-experts layer: this project's beside upstream's, in turns.
+"""Time of forward and backward of a mixture-of-experts layer: this project's beside upstream's, in
+turns.
 
     python benchmarks/moe.py --peer-python /path/to/python
 
-On 1 and then on 2 ranks over gloo (the experts spread over them), one thread each. Both systems run a block of steps of every case
-in each round; a ratio is taken within the round. `--peer-python` is the interpreter of an environment with upstream DeepSpeed.
+On 1 and then on 2 ranks over gloo (the experts spread over them), one thread each. Both systems run
+a block of steps of every case in each round; a ratio is taken within the round. `--peer-python` is
+the interpreter of an environment with upstream DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,29 +23,51 @@ OURS, UPSTREAM = "ours", UPSTREAM_PREFIX + "moe"
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", required=True, help="interpreter with upstream DeepSpeed installed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer-python", required=True, help="interpreter with upstream DeepSpeed installed"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--experts", type=int, default=8, help="over all ranks; each has a hidden layer of twice the width")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=8,
+        help="over all ranks; each has a hidden layer of twice the width",
+    )
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2], help="routes per token")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="per rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="timed steps per block")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed steps at the start of each block")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed steps at the start of each block"
+    )
     return parser.parse_args(argv)
 
 
-def measure(num_ranks: int, arguments: argparse.Namespace, stderr: IO[str]) -> dict[str, dict[str, tuple[Rounds, Rounds]]]:
+def measure(
+    num_ranks: int, arguments: argparse.Namespace, stderr: IO[str]
+) -> dict[str, dict[str, tuple[Rounds, Rounds]]]:
     """For each case and system, seconds and processor seconds of all rounds.
 
     Raises:
         RuntimeError: A system did not start.
     """
     cases = [f"{k}-{tokens}" for k in arguments.k for tokens in arguments.tokens]
-    options = ["--width", str(arguments.width), "--experts", str(arguments.experts), "--cases", *cases]
+    options = [
+        "--width",
+        str(arguments.width),
+        "--experts",
+        str(arguments.experts),
+        "--cases",
+        *cases,
+    ]
     systems: list[Ranks] = []
-    times: dict[str, dict[str, tuple[Rounds, Rounds]]] = {case: {OURS: ([], []), UPSTREAM: ([], [])} for case in cases}
+    times: dict[str, dict[str, tuple[Rounds, Rounds]]] = {
+        case: {OURS: ([], []), UPSTREAM: ([], [])} for case in cases
+    }
     try:
         for name, python in ((OURS, sys.executable), (UPSTREAM, arguments.peer_python)):
             systems.append(Ranks(name, [python, "moe_worker.py", *options], num_ranks, stderr))
@@ -63,7 +87,8 @@ def measure(num_ranks: int, arguments: argparse.Namespace, stderr: IO[str]) -> d
 def table(times: dict[str, dict[str, tuple[Rounds, Rounds]]]) -> str:
     """The results as a Markdown table; ratios above 1 say that upstream takes longer."""
     lines = [
-        "| k | tokens per rank | ours (ms) | upstream (ms) | upstream / ours | middle half | ratio of processor times |",
+        "| k | tokens per rank | ours (ms) | upstream (ms) | upstream / ours | middle half | ratio "
+        "of processor times |",
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case, systems in times.items():
@@ -73,8 +98,8 @@ def table(times: dict[str, dict[str, tuple[Rounds, Rounds]]]) -> str:
         k, tokens = case.split("-")
         cpu = statistics.median(paired_ratios(upstream_cpu, ours_cpu))
         lines.append(
-            f"| {k} | {tokens} | {median_ms(ours):.1f} | {median_ms(upstream):.1f} | {statistics.median(ratios):.2f} | "
-            f"{low:.2f}-{high:.2f} | {cpu:.2f} |"
+            f"| {k} | {tokens} | {median_ms(ours):.1f} | {median_ms(upstream):.1f} | "
+            f"{statistics.median(ratios):.2f} | {low:.2f}-{high:.2f} | {cpu:.2f} |"
         )
     return "\n".join(lines)
 
@@ -82,7 +107,10 @@ def table(times: dict[str, dict[str, tuple[Rounds, Rounds]]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     arguments = parse_arguments(argv)
-    print(f"width {arguments.width}, {arguments.experts} experts, {arguments.rounds} rounds of {arguments.steps} steps")
+    print(
+        f"width {arguments.width}, {arguments.experts} experts, {arguments.rounds} rounds of "
+        f"{arguments.steps} steps"
+    )
     for num_ranks in arguments.ranks:
         with tempfile.TemporaryFile("w+") as stderr:
             try:

@@ -1,7 +1,8 @@
-"""One rank that runs mixture-of-experts layers, this project's or upstream's; started by `moe.py`. See `serving`.
+"""One rank that runs mixture-of-experts layers, this project's or upstream's; started by `moe.py`.
+See `serving`.
 
-Cases are named `K-TOKENS`: routes per token, and tokens per rank. A step is forward and backward of the layer alone, without an
-engine: what is timed is gate, dispatch, exchange, experts and combine.
+Cases are named `K-TOKENS`: routes per token, and tokens per rank. A step is forward and backward of
+the layer alone, without an engine: what is timed is gate, dispatch, exchange, experts and combine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ def build_step(width: int, experts: int, k: int, tokens: int) -> Step:
     expert = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
     layer = MoE(width, expert, num_experts=experts, ep_size=dist.get_world_size(), k=k)
     layer.set_deepspeed_parallelism()
-    hidden = torch.randn(1, tokens, width, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    hidden = torch.randn(
+        1,
+        tokens,
+        width,
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+        requires_grad=True,
+    )
 
     def step() -> None:
         output, l_aux, _ = layer(hidden)

@@ -1,11 +1,15 @@
-"""Time of a ZeRO-2 step whose optimizer is on the host: this project and upstream DeepSpeed, interleaved in one run.
+"""Time of a ZeRO-2 step whose optimizer is on the host: this project and upstream DeepSpeed,
+interleaved in one run.
 
-    TORCH_EXTENSIONS_DIR=/an/empty/folder python benchmarks/offload_step.py --upstream-python /path/to/python
+    TORCH_EXTENSIONS_DIR=/an/empty/folder python benchmarks/offload_step.py --upstream-python
+    /path/to/python
 
-Both train the same GPT with bf16 weights, accumulation, `zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}` and their
-own DeepSpeedCPUAdam, in processes of one thread each over gloo, on the CPU: there "offloaded" state lies beside the model, no byte
-crosses a bus, and what is compared is the work that the step does. Systems take turns as in `train_step.py`, and a ratio is taken
-within a round. `step` is the whole training step; `update` is the part of it in `engine.step()` at the boundary.
+Both train the same GPT with bf16 weights, accumulation, `zero_optimization: {stage: 2,
+offload_optimizer: {device: cpu}}` and their own DeepSpeedCPUAdam, in processes of one thread each
+over gloo, on the CPU: there "offloaded" state lies beside the model, no byte crosses a bus, and
+what is compared is the work that the step does. Systems take turns as in `train_step.py`, and a
+ratio is taken within a round. `step` is the whole training step; `update` is the part of it in
+`engine.step()` at the boundary.
 """
 
 from __future__ import annotations
@@ -51,8 +55,12 @@ class Result:
 Times = dict[str, dict[str, tuple[Rounds, Rounds]]]
 
 
-def measure(systems: dict[str, str], num_ranks: int, options: argparse.Namespace, stderr: IO[str]) -> Times:
-    """Let the systems (name -> interpreter) take turns; their processes have ended when this returns."""
+def measure(
+    systems: dict[str, str], num_ranks: int, options: argparse.Namespace, stderr: IO[str]
+) -> Times:
+    """Let the systems (name -> interpreter) take turns; their processes have ended when this
+    returns.
+    """
     times: Times = {case: {name: ([], []) for name in systems} for case in CASES}
     running: dict[str, Ranks] = {}
     try:
@@ -87,7 +95,15 @@ def summarize(times: Times, num_ranks: int) -> list[Result]:
         ratios = paired_ratios(theirs, ours)
         cpu = statistics.median(paired_ratios(theirs_cpu, ours_cpu))
         results.append(
-            Result(num_ranks, case, median_ms(ours), median_ms(theirs), statistics.median(ratios), *middle_half(ratios), cpu)
+            Result(
+                num_ranks,
+                case,
+                median_ms(ours),
+                median_ms(theirs),
+                statistics.median(ratios),
+                *middle_half(ratios),
+                cpu,
+            )
         )
     return results
 
@@ -95,7 +111,8 @@ def summarize(times: Times, num_ranks: int) -> list[Result]:
 def table(results: list[Result]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| ranks | part | ours (ms) | upstream (ms) | upstream / ours | middle half | processor, upstream / ours |",
+        "| ranks | part | ours (ms) | upstream (ms) | upstream / ours | middle half | processor, "
+        "upstream / ours |",
         "|---:|---|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -103,7 +120,11 @@ def table(results: list[Result]) -> str:
         if result.upstream_ms is None:
             cells += ["-"] * 4
         else:
-            cells += [f"{result.upstream_ms:.1f}", f"{result.ratio:.2f}", f"{result.low:.2f}-{result.high:.2f}"]
+            cells += [
+                f"{result.upstream_ms:.1f}",
+                f"{result.ratio:.2f}",
+                f"{result.low:.2f}-{result.high:.2f}",
+            ]
             cells.append(f"{result.cpu_ratio:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -126,20 +147,32 @@ def workload(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, separated by commas")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and micro-batch")
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, help="sequences per rank and micro-batch"
+    )
     parser.add_argument("--context", type=int, default=32, help="bytes per sequence")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
-    parser.add_argument("--narrow-products", action="store_true", help="multiply in bf16, for processors that can")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)"
+    )
+    parser.add_argument(
+        "--narrow-products", action="store_true", help="multiply in bf16, for processors that can"
+    )
     parser.add_argument("--upstream-python", help="interpreter with upstream DeepSpeed installed")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=4, help="timed steps per block")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed steps at the start of each block")
-    parser.add_argument("--profile", choices=(OURS, UPSTREAM), help="profile this system alone instead")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed steps at the start of each block"
+    )
+    parser.add_argument(
+        "--profile", choices=(OURS, UPSTREAM), help="profile this system alone instead"
+    )
     parser.add_argument("--json", help="file for all times")
     return parser.parse_args(argv)
 
@@ -163,7 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.profile:
         profile(options)
         return 0
-    systems = {OURS: sys.executable, **({UPSTREAM: options.upstream_python} if options.upstream_python else {})}
+    systems = {
+        OURS: sys.executable,
+        **({UPSTREAM: options.upstream_python} if options.upstream_python else {}),
+    }
     record: dict[str, Any] = {"workload": workload(options), "seconds": {}}
     results: list[Result] = []
     for num_ranks in map(int, options.ranks.split(",")):

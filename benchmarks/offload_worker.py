@@ -1,4 +1,6 @@
-"""One rank of one system of `offload_step.py`, under the interpreter of the deepspeed that it measures. See `serving`."""
+"""One rank of one system of `offload_step.py`, under the interpreter of the deepspeed that it
+measures. See `serving`.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Time of a pipeline step: this project's schedules, upstream's engine and torch.distributed.pipelining, in turns.
+"""Time of a pipeline step: this project's schedules, upstream's engine and
+torch.distributed.pipelining, in turns.
 
     python benchmarks/pipeline.py --peer-python /path/to/python
 
-The same GPT, parts, micro-batches, data and optimizer in all systems, on 2 and then on 4 ranks over gloo, one thread each. Systems
-take turns (see turns.py); a ratio is taken within a round, against `1f1b`; reported is its median. Without `--peer-python`, the
-interpreter of an environment with upstream DeepSpeed, upstream is left out.
+The same GPT, parts, micro-batches, data and optimizer in all systems, on 2 and then on 4 ranks over
+gloo, one thread each. Systems take turns (see turns.py); a ratio is taken within a round, against
+`1f1b`; reported is its median. Without `--peer-python`, the interpreter of an environment with
+upstream DeepSpeed, upstream is left out.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ UPSTREAM = UPSTREAM_PREFIX + "1f1b"
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer-python", help="interpreter with upstream DeepSpeed installed")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--blocks", type=int, default=Workload.blocks, help="a multiple of twice the ranks")
+    parser.add_argument(
+        "--blocks", type=int, default=Workload.blocks, help="a multiple of twice the ranks"
+    )
     parser.add_argument("--width", type=int, default=Workload.width)
     parser.add_argument("--micro-batch", type=int, default=Workload.micro_batch)
     parser.add_argument("--micro-batches", type=int, default=Workload.micro_batches)
@@ -47,8 +53,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", help=f"comma-separated choice ({BASELINE} is always run)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="timed steps per block")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed steps at the start of each block")
-    parser.add_argument("--profile", metavar="SYSTEM", help="profile this system alone instead, all ranks")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed steps at the start of each block"
+    )
+    parser.add_argument(
+        "--profile", metavar="SYSTEM", help="profile this system alone instead, all ranks"
+    )
     return parser.parse_args(argv)
 
 
@@ -73,7 +83,9 @@ def chosen_systems(arguments: argparse.Namespace) -> list[str]:
     return names
 
 
-def start_ranks(name: str, work: Workload, num_ranks: int, peer_python: str | None, stderr: IO[str]) -> Ranks:
+def start_ranks(
+    name: str, work: Workload, num_ranks: int, peer_python: str | None, stderr: IO[str]
+) -> Ranks:
     """Processes of one system.
 
     Raises:
@@ -116,7 +128,8 @@ def table(systems: list[Ranks]) -> str:
     """The results as a Markdown table; ratios are to the first system."""
     base = systems[0]
     lines = [
-        f"| system | median step (ms) | x {base.name} | middle half | processor per rank (ms) | x {base.name} |",
+        f"| system | median step (ms) | x {base.name} | middle half | processor per rank (ms) | x "
+        f"{base.name} |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for system in systems:
@@ -139,7 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     work = workload(arguments)
     if arguments.profile:
-        system = start_ranks(arguments.profile, work, arguments.ranks[0], arguments.peer_python, sys.stderr)
+        system = start_ranks(
+            arguments.profile, work, arguments.ranks[0], arguments.peer_python, sys.stderr
+        )
         try:
             system.wait_until_ready()
             system.tell(f"profile {arguments.steps * arguments.rounds}")

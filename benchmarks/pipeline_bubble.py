@@ -2,9 +2,10 @@
 
     python benchmarks/pipeline_bubble.py
 
-Layers sleep instead of computing, equally long in the forward, for the gradient of the input and for the weight's: stages that
-share processors don't slow each other then, and everything else that a step does (instructions, messages, reductions, the
-optimizer) still costs what it costs. The bubble is the share of the step in which a stage does not sleep in a layer.
+Layers sleep instead of computing, equally long in the forward, for the gradient of the input and
+for the weight's: stages that share processors don't slow each other then, and everything else that
+a step does (instructions, messages, reductions, the optimizer) still costs what it costs. The
+bubble is the share of the step in which a stage does not sleep in a layer.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ from deepspeed.runtime.pipe.simulator import CostModel, Simulation, simulate  # 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", choices=DEEPSPEED_SCHEDULES, default=DEEPSPEED_SCHEDULES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", choices=DEEPSPEED_SCHEDULES, default=DEEPSPEED_SCHEDULES
+    )
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--sleep-ms", type=float, default=10.0, help="of each of a layer's three passes; a stage has two layers")
+    parser.add_argument(
+        "--sleep-ms",
+        type=float,
+        default=10.0,
+        help="of each of a layer's three passes; a stage has two layers",
+    )
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args(argv)
 
@@ -39,7 +49,10 @@ def predict(schedule: str, arguments: argparse.Namespace) -> Simulation:
     """What the simulator says, in milliseconds."""
     chunks = 2 if schedule == "interleaved" else 1
     stages = range(arguments.stages)
-    plans = [make_schedule(schedule, arguments.micro_batches, arguments.stages, stage, chunks) for stage in stages]
+    plans = [
+        make_schedule(schedule, arguments.micro_batches, arguments.stages, stage, chunks)
+        for stage in stages
+    ]
     of_stage = 2 * arguments.sleep_ms
     return simulate(plans, CostModel(of_stage, of_stage, of_stage))
 
@@ -51,7 +64,11 @@ def measure(schedule: str, arguments: argparse.Namespace, stderr: IO[str]) -> fl
         RuntimeError: The ranks did not start.
     """
     work = Workload(
-        blocks=2 * arguments.stages, micro_batch=1, context=1, micro_batches=arguments.micro_batches, sleep_ms=arguments.sleep_ms
+        blocks=2 * arguments.stages,
+        micro_batch=1,
+        context=1,
+        micro_batches=arguments.micro_batches,
+        sleep_ms=arguments.sleep_ms,
     )
     ranks = start_ranks(schedule, work, arguments.stages, None, stderr)
     try:
@@ -65,8 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     arguments = parse_arguments(argv)
     busy = arguments.micro_batches * 6 * arguments.sleep_ms
-    print(f"{arguments.stages} ranks, {arguments.micro_batches} micro-batches, {arguments.sleep_ms} ms per pass of a layer\n")
-    print("| schedule | predicted step (ms) | measured step (ms) | predicted bubble | measured bubble |\n|---|---:|---:|---:|---:|")
+    print(
+        f"{arguments.stages} ranks, {arguments.micro_batches} micro-batches, {arguments.sleep_ms} "
+        "ms per pass of a layer\n"
+    )
+    print(
+        "| schedule | predicted step (ms) | measured step (ms) | predicted bubble | measured "
+        "bubble |\n|---|---:|---:|---:|---:|"
+    )
     for schedule in arguments.schedules:
         predicted = predict(schedule, arguments)
         with tempfile.TemporaryFile("w+") as stderr:

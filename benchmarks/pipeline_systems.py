@@ -1,7 +1,9 @@
-"""The pipelines that the benchmark compares: one GPT as a list of layers, in this project's engine, upstream's and torch's.
+"""The pipelines that the benchmark compares: one GPT as a list of layers, in this project's engine,
+upstream's and torch's.
 
-`build_step` returns a function that trains one batch on this rank's stage. Runs in a worker process (`pipeline_worker.py`), under
-this project's interpreter or upstream's; imports deepspeed only for the systems that use it.
+`build_step` returns a function that trains one batch on this rank's stage. Runs in a worker process
+(`pipeline_worker.py`), under this project's interpreter or upstream's; imports deepspeed only for
+the systems that use it.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ class Workload:
         context: Positions per sequence.
         micro_batches: Micro-batches per step.
         precision: "fp32" or "bf16" (the products stay fp32: see examples/gpt.py).
-        groups: Parameter groups of the optimizer; with 3, those without weight decay and the norms' weights are apart.
+        groups: Parameter groups of the optimizer; with 3, those without weight decay and the norms'
+            weights are apart.
         clip: Largest gradient norm; 0 for no clipping.
         zero_stage: ZeRO stage of the deepspeed systems.
-        sleep_ms: If positive, layers sleep so long per forward, gradient of the input and gradient of the weights instead of
-            computing: processes that share processors don't slow each other then.
+        sleep_ms: If positive, layers sleep so long per forward, gradient of the input and gradient
+            of the weights instead of computing: processes that share processors don't slow each
+            other then.
     """
 
     blocks: int = 8
@@ -108,7 +112,8 @@ class PipeBlockThatSleeps(nn.Module):
     """A layer whose passes each take a fixed time without using a processor.
 
     Args:
-        seconds: Of the forward, of the gradient of the input and of the gradient of the weight each.
+        seconds: Of the forward, of the gradient of the input and of the gradient of the weight
+            each.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -123,7 +128,8 @@ class PipeBlockThatSleeps(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, later."""
         time.sleep(self._seconds)
-        # Of its own node: a backward that leaves weights for later runs it once, and the product's node twice.
+        # Of its own node: a backward that leaves weights for later runs it once, and the product's
+        # node twice.
         x = x + 0.0
         if x.requires_grad:
             x.register_hook(self._sleep)
@@ -147,12 +153,16 @@ def build_layers(work: Workload) -> list[nn.Module]:
     torch.manual_seed(0)
     if work.sleep_ms:
         return [Shift(), *(PipeBlockThatSleeps(work.sleep_ms / 1e3) for _ in range(work.blocks))]
-    config = GPTConfig(work.blocks, work.width, HEADS, work.context, wide_products=work.precision == "bf16")
+    config = GPTConfig(
+        work.blocks, work.width, HEADS, work.context, wide_products=work.precision == "bf16"
+    )
     return [Embedding(work.width), *(PipeBlock(config) for _ in range(work.blocks)), Head(config)]
 
 
 def part_bounds(blocks: int, num_layers: int, parts: int) -> list[int]:
-    """Where parts with equally many blocks begin among the layers; the first has the embedding, the last the head."""
+    """Where parts with equally many blocks begin among the layers; the first has the embedding, the
+    last the head.
+    """
     inner = [1 + blocks * part // parts for part in range(1, parts)]
     return [0, *inner, num_layers]
 
@@ -165,21 +175,35 @@ def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def build_batch(work: Workload) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a step, int64, [micro_batches * micro_batch, context]; every step uses the same."""
+    """Inputs and targets of a step, int64, [micro_batches * micro_batch, context]; every step uses
+    the same.
+    """
     text = torch.randint(
-        NUM_BYTES, (work.micro_batches * work.micro_batch, work.context + 1), generator=torch.Generator().manual_seed(1)
+        NUM_BYTES,
+        (work.micro_batches * work.micro_batch, work.context + 1),
+        generator=torch.Generator().manual_seed(1),
     )
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def parameter_groups(module: nn.Module, count: int) -> list[dict[str, Any]]:
-    """One group, or three: matrices, the rest of even and of odd number, both without weight decay."""
+    """One group, or three: matrices, the rest of even and of odd number, both without weight
+    decay.
+    """
     params = list(module.parameters())
     if count == 1:
         return [{"params": params}]
     rest = [param for param in params if param.dim() < 2]
-    groups = [{"params": [param for param in params if param.dim() >= 2]}, {"params": rest[::2]}, {"params": rest[1::2]}]
-    return [{**group, "weight_decay": 0.01 if number == 0 else 0.0} for number, group in enumerate(groups) if group["params"]]
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2]},
+        {"params": rest[::2]},
+        {"params": rest[1::2]},
+    ]
+    return [
+        {**group, "weight_decay": 0.01 if number == 0 else 0.0}
+        for number, group in enumerate(groups)
+        if group["params"]
+    ]
 
 
 def build_optimizer(module: nn.Module, work: Workload) -> torch.optim.Optimizer:
@@ -216,12 +240,18 @@ def build_deepspeed(work: Workload, schedule: str) -> Step:
     layers = build_layers(work)
     options: dict[str, Any] = {"num_model_chunks": chunks} if chunks > 1 else {}
     # Balances layers of this name: the same parts as `part_bounds`.
-    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="type:PipeBlock", **options)
+    module = PipelineModule(
+        layers, num_stages=stages, loss_fn=loss_fn, partition_method="type:PipeBlock", **options
+    )
     engine, *_ = deepspeed.initialize(
-        model=module, optimizer=build_optimizer(module, work), config=deepspeed_config(work, schedule)
+        model=module,
+        optimizer=build_optimizer(module, work),
+        config=deepspeed_config(work, schedule),
     )
     inputs, targets = build_batch(work)
-    batches: Iterator[Any] = cycle(list(zip(inputs.split(work.micro_batch), targets.split(work.micro_batch), strict=True)))
+    batches: Iterator[Any] = cycle(
+        list(zip(inputs.split(work.micro_batch), targets.split(work.micro_batch), strict=True))
+    )
 
     def step() -> None:
         engine.train_batch(batches)
@@ -256,7 +286,9 @@ def build_torch(work: Workload, system: str) -> Step:
     def step() -> None:
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if rank == 0 else ()
-        schedule.step(*arguments, **({"target": targets, "losses": losses} if rank == stages - 1 else {}))
+        schedule.step(
+            *arguments, **({"target": targets, "losses": losses} if rank == stages - 1 else {})
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -273,4 +305,7 @@ def build_step(work: Workload, system: str) -> Step:
         return build_torch(work, system)
     if system in (*DEEPSPEED_SCHEDULES, "upstream"):
         return build_deepspeed(work, system)
-    raise ValueError(f"system {system!r} is unknown; use one of {', '.join([*DEEPSPEED_SCHEDULES, *TORCH_SCHEDULES, 'upstream'])}")
+    raise ValueError(
+        f"system {system!r} is unknown; use one of "
+        f"{', '.join([*DEEPSPEED_SCHEDULES, *TORCH_SCHEDULES, 'upstream'])}"
+    )

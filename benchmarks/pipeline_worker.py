@@ -1,4 +1,6 @@
-"""One rank of one pipeline of `pipeline.py`, under the interpreter of the deepspeed that it measures. See `serving`."""
+"""One rank of one pipeline of `pipeline.py`, under the interpreter of the deepspeed that it
+measures. See `serving`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def main() -> None:
     protocol = take_stdout()
     torch.set_num_threads(1)
     versions = start_distributed(arguments.system not in TORCH_SCHEDULES)
-    serve(protocol, versions, {"": build_step(Workload(**json.loads(arguments.workload)), arguments.system)})
+    serve(
+        protocol,
+        versions,
+        {"": build_step(Workload(**json.loads(arguments.workload)), arguments.system)},
+    )
 
 
 if __name__ == "__main__":

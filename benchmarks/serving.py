@@ -1,8 +1,10 @@
-"""What every worker process does when its systems are built: trains blocks of steps when told to, and says how long each took.
+"""What every worker process does when its systems are built: trains blocks of steps when told to,
+and says how long each took.
 
-Protocol: one JSON line on stdout when ready; then for each line `[CASE] N` on stdin, N steps and one JSON line with a list of
-(seconds, processor seconds); `profile [CASE] N` writes a cProfile report to stderr, `count [CASE] N` answers with the scalar
-collectives of N steps by function; end of input ends the process. While it waits it uses no processor time.
+Protocol: one JSON line on stdout when ready; then for each line `[CASE] N` on stdin, N steps and
+one JSON line with a list of (seconds, processor seconds); `profile [CASE] N` writes a cProfile
+report to stderr, `count [CASE] N` answers with the scalar collectives of N steps by function; end
+of input ends the process. While it waits it uses no processor time.
 """
 
 from __future__ import annotations
@@ -40,13 +42,18 @@ def start_distributed(with_deepspeed: bool) -> dict[str, Any]:
         import deepspeed  # optional: torch's own systems run without it
 
         deepspeed.init_distributed(dist_backend="gloo")
-        return {**versions, "deepspeed": deepspeed.__version__, "path": os.path.dirname(deepspeed.__file__)}
+        return {
+            **versions,
+            "deepspeed": deepspeed.__version__,
+            "path": os.path.dirname(deepspeed.__file__),
+        }
     dist.init_process_group("gloo")
     return versions
 
 
 def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
-    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is collected before, not within.
+    """Seconds and processor seconds of each of `count` steps. Ranks begin together; garbage is
+    collected before, not within.
 
     A step that is about a part of what it does returns the seconds of that part.
     """
@@ -56,12 +63,16 @@ def time_steps(step: Step, count: int) -> list[tuple[float, float]]:
     for _ in range(count):
         start, cpu_start = time.perf_counter(), time.process_time()
         part = step()
-        times.append((time.perf_counter() - start if part is None else part, time.process_time() - cpu_start))
+        times.append(
+            (time.perf_counter() - start if part is None else part, time.process_time() - cpu_start)
+        )
     return times
 
 
 def profile_steps(step: Step, count: int) -> None:
-    """Where the main thread's processor time goes, to stderr: waiting counts nothing, nor does other work on the machine."""
+    """Where the main thread's processor time goes, to stderr: waiting counts nothing, nor does
+    other work on the machine.
+    """
     profile = cProfile.Profile(time.thread_time)
     dist.barrier()
     profile.enable()
@@ -95,11 +106,17 @@ def count_scalars(step: Step, count: int) -> dict[str, int]:
     return {name: number for name, number in calls.items() if number}
 
 
-ACTIONS: dict[str, Callable[[Step, int], Any]] = {"time": time_steps, "profile": profile_steps, "count": count_scalars}
+ACTIONS: dict[str, Callable[[Step, int], Any]] = {
+    "time": time_steps,
+    "profile": profile_steps,
+    "count": count_scalars,
+}
 
 
 def serve(protocol: TextIO, versions: Mapping[str, Any], cases: Mapping[str, Step]) -> None:
-    """Train a step of each case, then serve until stdin ends. A line without a case means the one named ""."""
+    """Train a step of each case, then serve until stdin ends. A line without a case means the one
+    named "".
+    """
     for step in cases.values():
         step()
     print(json.dumps(versions), file=protocol, flush=True)

@@ -1,4 +1,6 @@
-"""One rank of one system of `train_step.py`, under the interpreter of the deepspeed that it measures. See `serving`."""
+"""One rank of one system of `train_step.py`, under the interpreter of the deepspeed that it
+measures. See `serving`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def main() -> None:
     protocol = take_stdout()
     torch.set_num_threads(1)
     versions = start_distributed(arguments.system.startswith("zero"))
-    step = build_step(Workload(**json.loads(arguments.workload)), arguments.system, arguments.torch_adam)
+    step = build_step(
+        Workload(**json.loads(arguments.workload)), arguments.system, arguments.torch_adam
+    )
     serve(protocol, versions, {"": step})
 
 

@@ -1,7 +1,8 @@
 """The systems that the benchmark compares, behind one call: a training step.
 
-Each `build_*` takes the same model, batch and settings and returns a function that trains one step. Runs in a worker process
-(`step_worker.py`), under this project's interpreter or upstream's; imports torch, and deepspeed only for the systems that use it.
+Each `build_*` takes the same model, batch and settings and returns a function that trains one step.
+Runs in a worker process (`step_worker.py`), under this project's interpreter or upstream's; imports
+torch, and deepspeed only for the systems that use it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class TinyLayers(nn.Module):
         super().__init__()
         linears = [nn.Linear(TINY_WIDTH, TINY_WIDTH) for _ in range(layers)]
         for layer in linears:
-            # Orthogonal: signals and gradients pass hundreds of layers without shrinking into denormals, which are slow.
+            # Orthogonal: signals and gradients pass hundreds of layers without shrinking into
+            # denormals, which are slow.
             nn.init.orthogonal_(layer.weight)
         self.layers = nn.ModuleList(linears)
 
@@ -81,7 +83,9 @@ def build_model(work: Workload) -> nn.Module:
     torch.manual_seed(0)
     if work.model == "tiny":
         return TinyLayers(work.layers)
-    return GPT(GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products))
+    return GPT(
+        GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products)
+    )
 
 
 def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
@@ -95,7 +99,10 @@ def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
 
 
 def _inputs(work: Workload, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [batch.to(dtype) if batch.is_floating_point() else batch for batch in build_batches(work, rank)]
+    return [
+        batch.to(dtype) if batch.is_floating_point() else batch
+        for batch in build_batches(work, rank)
+    ]
 
 
 # torch's own
@@ -104,8 +111,9 @@ def _inputs(work: Workload, rank: int, dtype: torch.dtype) -> list[torch.Tensor]
 def build_ddp(work: Workload, variant: str) -> Step:
     """DistributedDataParallel, as its tutorial has it.
 
-    `ddp`: AdamW with default arguments over the parameters, which in bf16 are bf16 themselves, without master weights.
-    `ddp-fused`: AdamW(fused=True). `ddp-autocast`: fp32 parameters, forward under bf16 autocast.
+    `ddp`: AdamW with default arguments over the parameters, which in bf16 are bf16 themselves,
+    without master weights. `ddp-fused`: AdamW(fused=True). `ddp-autocast`: fp32 parameters, forward
+    under bf16 autocast.
     """
     autocast = variant == "ddp-autocast"
     dtype = torch.float32 if autocast else work.dtype
@@ -115,7 +123,9 @@ def build_ddp(work: Workload, variant: str) -> Step:
     batches = _inputs(work, dist.get_rank(), dtype)
 
     def forward(batch: torch.Tensor) -> torch.Tensor:
-        context: AbstractContextManager[Any] = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+        context: AbstractContextManager[Any] = (
+            torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+        )
         with context:
             return model(batch)
 
@@ -133,7 +143,9 @@ def build_ddp(work: Workload, variant: str) -> Step:
 
 
 def build_fsdp2(work: Workload, variant: str) -> Step:
-    """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters under a bf16 policy."""
+    """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters
+    under a bf16 policy.
+    """
     from torch.distributed.device_mesh import (
         init_device_mesh,  # optional: only this system needs them
     )
@@ -166,7 +178,8 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
 
 
 def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
-    """Configuration of `zero0`, `zero1`, `zero2`, `zero1-fp32acc` and their `-offload` and `-overlap` forms.
+    """Configuration of `zero0`, `zero1`, `zero2`, `zero1-fp32acc` and their `-offload` and
+    `-overlap` forms.
 
     Args:
         work: What is trained.
@@ -220,7 +233,8 @@ def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
 
 
 def build_offload(work: Workload) -> dict[str, Callable[[], float | None]]:
-    """ZeRO-2 with offload, in two cases: the whole training step, and the time of `engine.step()` at the boundary alone.
+    """ZeRO-2 with offload, in two cases: the whole training step, and the time of `engine.step()`
+    at the boundary alone.
 
     Systems differ in what of a gradient's way they leave to that call, so the second says less.
     """
@@ -256,5 +270,7 @@ def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
 
 
 def known_systems() -> Iterable[str]:
-    """Names that `build_step` takes (and `-offload`, `-overlap`, `-torch` forms of the zero ones)."""
+    """Names that `build_step` takes (and `-offload`, `-overlap`, `-torch` forms of the zero
+    ones).
+    """
     return ("ddp", "ddp-fused", "ddp-autocast", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc")

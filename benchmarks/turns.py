@@ -1,7 +1,9 @@
-"""Systems that take turns on one machine: each has processes of its own, only one computes at a time, the others wait on a pipe.
+"""Systems that take turns on one machine: each has processes of its own, only one computes at a
+time, the others wait on a pipe.
 
-What the processes run is a worker script that ends in `serving.serve`. Times of a round are compared within the round, so that a
-machine that gets slower or faster does so for all alike. Imports no torch.
+What the processes run is a worker script that ends in `serving.serve`. Times of a round are
+compared within the round, so that a machine that gets slower or faster does so for all alike.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                cwd=tempfile.gettempdir(),  # not the checkout: its deepspeed must not shadow upstream's
+                # not the checkout: its deepspeed must not shadow upstream's
+                cwd=tempfile.gettempdir(),
             )
             for rank in range(num_ranks)
         ]
@@ -72,10 +75,16 @@ class Ranks:
         """
         deadline = time.monotonic() + START_SECONDS
         for process in self._processes:
-            if process.stdout and not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if (
+                process.stdout
+                and not select.select(
+                    [process.stdout], [], [], max(0.0, deadline - time.monotonic())
+                )[0]
+            ):
                 raise RuntimeError(
-                    f"{self.name}: not ready after {START_SECONDS} s. Upstream builds kernels at its first start and waits forever "
-                    "for the lock of a build that was killed; set TORCH_EXTENSIONS_DIR to an empty folder"
+                    f"{self.name}: not ready after {START_SECONDS} s. Upstream builds kernels at "
+                    "its first start and waits forever for the lock of a build that was killed; "
+                    "set TORCH_EXTENSIONS_DIR to an empty folder"
                 )
         self.versions = self._replies()[0]
 
@@ -112,13 +121,17 @@ class Ranks:
         return self._replies()
 
     def run_block(self, steps: int, warmup: int) -> None:
-        """Train a block; keep, of each step after the first ones, the slowest rank's time and the mean processor time."""
+        """Train a block; keep, of each step after the first ones, the slowest rank's time and the
+        mean processor time.
+        """
         wall, cpu = self.timed("", steps, warmup)
         self.rounds.append(wall)
         self.cpu_rounds.append(cpu)
 
     def timed(self, case: str, steps: int, warmup: int) -> tuple[list[float], list[float]]:
-        """Train a block of one of the worker's cases: the slowest rank's seconds and the mean processor seconds of each step."""
+        """Train a block of one of the worker's cases: the slowest rank's seconds and the mean
+        processor seconds of each step.
+        """
         of_steps = list(zip(*self.tell(f"{case} {warmup + steps}".strip()), strict=True))[warmup:]
         wall = [max(seconds for seconds, _ in ranks) for ranks in of_steps]
         return wall, [statistics.mean(cpu for _, cpu in ranks) for ranks in of_steps]
@@ -143,7 +156,9 @@ class Ranks:
 
 
 def run_turns(systems: Sequence[Ranks], rounds: int, steps: int, warmup: int) -> None:
-    """Let each train a block of steps per round, another one first in each: what comes after a pause or a neighbour differs."""
+    """Let each train a block of steps per round, another one first in each: what comes after a
+    pause or a neighbour differs.
+    """
     for number in range(rounds):
         shift = number % len(systems)
         for system in [*systems[shift:], *systems[:shift]]:
@@ -160,7 +175,10 @@ def free_port() -> int:
 
 def paired_ratios(rounds: Rounds, base: Rounds) -> list[float]:
     """For each round, this system's median step over the other's."""
-    return [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, base, strict=True)]
+    return [
+        statistics.median(own) / statistics.median(other)
+        for own, other in zip(rounds, base, strict=True)
+    ]
 
 
 def median_ms(rounds: Rounds) -> float:

@@ -1,12 +1,14 @@
-"""What the checks of synchronization cost: off, ledger, collective intent, and the stream checker on the simulated device.
+"""What the checks of synchronization cost: off, ledger, collective intent, and the stream checker
+on the simulated device.
 
     python benchmarks/verify_overhead.py
     python benchmarks/verify_overhead.py --model tiny --stage 2 --rounds 30
 
-Two ranks over gloo, one thread each. All variants live in the same processes and take turns: a block of steps of each, for many
-rounds, each round in another order. A ratio is taken within a round, against `without` (the engine with the calls to the checks
-cut out, which stands for a build without them); reported is its median, and the spread of the middle half. The checker is measured
-on the simulated device against the simulated device, in processes of its own.
+Two ranks over gloo, one thread each. All variants live in the same processes and take turns: a
+block of steps of each, for many rounds, each round in another order. A ratio is taken within a
+round, against `without` (the engine with the calls to the checks cut out, which stands for a build
+without them); reported is its median, and the spread of the middle half. The checker is measured on
+the simulated device against the simulated device, in processes of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ SIM_VARIANTS = ("sim", "sim-streams")
 
 
 def workload(arguments: argparse.Namespace) -> Workload:
-    """What is trained; the GPT is that of `train_step.py` with fewer layers, so that a round takes seconds."""
+    """What is trained; the GPT is that of `train_step.py` with fewer layers, so that a round takes
+    seconds.
+    """
     if arguments.model == "tiny":
         return Workload("tiny", arguments.precision, 50, 8, 0, 2, 1.0, False)
     return Workload("gpt", arguments.precision, arguments.layers, 4, 128, 2, 1.0, False)
@@ -106,14 +110,24 @@ def timed(step: Step, steps: int, barrier: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def rank_main(rank: int, store: str, arguments: argparse.Namespace, variants: tuple[str, ...], results: Any) -> None:
+def rank_main(
+    rank: int, store: str, arguments: argparse.Namespace, variants: tuple[str, ...], results: Any
+) -> None:
     """One rank: builds all variants, then measures them in turns."""
     torch.set_num_threads(1)
     accelerator = "sim" if variants == SIM_VARIANTS else "cpu"
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), DS_ACCELERATOR=accelerator)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), DS_ACCELERATOR=accelerator
+    )
     import deepspeed  # startup: the accelerator is chosen above
 
-    deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=NUM_RANKS,
+        verbose=False,
+    )
     barrier = deepspeed.comm.barrier
     steps = {variant: build(workload(arguments), arguments.stage, variant) for variant in variants}
     order = random.Random(0)
@@ -133,7 +147,11 @@ def measure(arguments: argparse.Namespace, variants: tuple[str, ...]) -> list[di
     """Seconds per step of each variant in each round."""
     results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(rank_main, (os.path.join(folder, "store"), arguments, variants, results), nprocs=NUM_RANKS)
+        multiprocessing.spawn(
+            rank_main,
+            (os.path.join(folder, "store"), arguments, variants, results),
+            nprocs=NUM_RANKS,
+        )
     return results.get()
 
 
@@ -145,7 +163,8 @@ def show(rounds: list[dict[str, float]], variants: tuple[str, ...]) -> None:
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
         milliseconds = statistics.median(seconds[variant] for seconds in rounds) * 1e3
         print(
-            f"{variant:12s} {milliseconds:9.2f} ms per step  {statistics.median(ratios):7.3f} x {base}  ({low:.3f} .. {high:.3f})"
+            f"{variant:12s} {milliseconds:9.2f} ms per step  {statistics.median(ratios):7.3f} x "
+            f"{base}  ({low:.3f} .. {high:.3f})"
         )
 
 

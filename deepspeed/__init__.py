@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 __git_hash__, __git_branch__ = git_hash, git_branch
-__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
+__version_major__, __version_minor__, __version_patch__ = (
+    int(part) for part in __version__.split("+")[0].split(".")[:3]
+)
 
 _SUBMODULES = (
     "accelerator",
@@ -77,18 +79,22 @@ def initialize(
     """Make an engine that trains `model` on all ranks.
 
     Args:
-        args: Namespace with `deepspeed_config` (path of the configuration) and `local_rank`, as `add_config_arguments` adds them.
+        args: Namespace with `deepspeed_config` (path of the configuration) and `local_rank`, as
+            `add_config_arguments` adds them.
         model: The module to train; a `PipelineModule` gets a `PipelineEngine`.
-        optimizer: torch optimizer, or a callable that makes one from the parameters; None takes the configuration's.
+        optimizer: torch optimizer, or a callable that makes one from the parameters; None takes the
+            configuration's.
         model_parameters: Parameters or groups to optimize; None: all that require a gradient.
         training_data: Dataset; the third result loads it.
-        lr_scheduler: Scheduler, or a callable that makes one from the optimizer; None takes the configuration's.
+        lr_scheduler: Scheduler, or a callable that makes one from the optimizer; None takes the
+            configuration's.
         distributed_port: Port of rank 0 if torch.distributed is initialized here.
         mpu: Megatron-style object with model- and data-parallel groups.
         dist_init_required: Initialize torch.distributed; None: if nobody did.
         collate_fn: For the loader of `training_data`.
         config: Configuration: path of a JSON or hjson file, dict, or base64 of JSON.
-        mesh_param: (data parallel, sequence parallel) ranks: who shares sequences; the product is the number of all ranks.
+        mesh_param: (data parallel, sequence parallel) ranks: who shares sequences; the product is
+            the number of all ranks.
         config_params: Another name of `config`.
 
     Returns:
@@ -114,7 +120,10 @@ def initialize(
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         if mpu is not None:
-            raise ValueError("deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; leave mpu out")
+            raise ValueError(
+                "deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; "
+                "leave mpu out"
+            )
         engine_class, mpu = PipelineEngine, model.mpu()
     mesh = _mesh_of(mesh_param, mpu)
     engine = engine_class(
@@ -133,7 +142,8 @@ def initialize(
 
 
 def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
-    """The device mesh of `mesh_param`; without one and without an mpu, the mesh that is in use already, if any.
+    """The device mesh of `mesh_param`; without one and without an mpu, the mesh that is in use
+    already, if any.
 
     Raises:
         ValueError: For anything but two positive numbers, or beside an mpu.
@@ -143,10 +153,16 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
     if mesh_param is None:
         return groups.mesh_device if mpu is None and groups.mpu is None else None
     if mpu is not None:
-        raise ValueError(f"mesh_param={mesh_param!r} beside an mpu: the mpu says which ranks share what; give one of them")
+        raise ValueError(
+            f"mesh_param={mesh_param!r} beside an mpu: the mpu says which ranks share what; give "
+            "one of them"
+        )
     sizes = tuple(mesh_param)
     if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"mesh_param: expected (data parallel ranks, sequence parallel ranks), got {mesh_param!r}")
+        raise ValueError(
+            "mesh_param: expected (data parallel ranks, sequence parallel ranks), got "
+            f"{mesh_param!r}"
+        )
     return groups._make_mesh(*sizes)
 
 
@@ -164,15 +180,27 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     }
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
-        raise ValueError("deepspeed.initialize: no configuration; give config=, or args with --deepspeed_config")
+        raise ValueError(
+            "deepspeed.initialize: no configuration; give config=, or args with --deepspeed_config"
+        )
     if len(given) > 1:
-        raise ValueError(f"deepspeed.initialize: the configuration is given {len(given)} times ({', '.join(given)}); give it once")
+        raise ValueError(
+            f"deepspeed.initialize: the configuration is given {len(given)} times "
+            f"({', '.join(given)}); give it once"
+        )
     return next(iter(given.values()))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` and `--deepspeed_config` to a script's parser; returns the parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for the script's own use)")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed JSON configuration file")
+    group.add_argument(
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="Enable DeepSpeed (for the script's own use)",
+    )
+    group.add_argument(
+        "--deepspeed_config", default=None, type=str, help="DeepSpeed JSON configuration file"
+    )
     return parser

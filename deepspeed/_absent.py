@@ -32,5 +32,8 @@ def reason(package: str, name: str) -> str | None:
     if name in LATER:
         return f"{package}.{name}: {LATER[name]} is not in this release; it comes in a later one"
     if name in OUT_OF_SCOPE:
-        return f"{package}.{name}: this project is for training; inference, compression and autotuning are out of scope"
+        return (
+            f"{package}.{name}: this project is for training; inference, compression and "
+            "autotuning are out of scope"
+        )
     return None

@@ -1,7 +1,8 @@
 """The `ds_report` command: what is installed, and which native ops this machine can use.
 
-Owns: collecting and printing those facts. Does not own: the ops' own checks (`deepspeed.ops.op_builder`).
-Everything is looked up when the report is made; importing this module costs nothing.
+Owns: collecting and printing those facts. Does not own: the ops' own checks
+(`deepspeed.ops.op_builder`). Everything is looked up when the report is made; importing this module
+costs nothing.
 """
 
 import argparse
@@ -16,12 +17,23 @@ WIDTH = 72
 SHM_PATH = "/dev/shm"
 SHM_WARNING_BYTES = 512 * 2**20
 # What optional features need: clients, monitors, and ways to start processes on other hosts.
-PACKAGES = ("numpy", "pydantic", "psutil", "safetensors", "accelerate", "transformers", "tensorboard", "wandb", "comet-ml")
+PACKAGES = (
+    "numpy",
+    "pydantic",
+    "psutil",
+    "safetensors",
+    "accelerate",
+    "transformers",
+    "tensorboard",
+    "wandb",
+    "comet-ml",
+)
 LAUNCHERS = ("ssh", "pdsh", "mpirun", "srun")
 
 
 def op_report(verbose: bool = True) -> None:
-    """Print a table of the native ops: whether each is in the installed package, and whether it can be used here.
+    """Print a table of the native ops: whether each is in the installed package, and whether it can
+    be used here.
 
     Args:
         verbose: also print why an op cannot be used.
@@ -41,7 +53,9 @@ def op_report(verbose: bool = True) -> None:
 
 
 def debug_report() -> None:
-    """Print versions and places of Python, torch and deepspeed, the accelerator, and the shared memory's size."""
+    """Print versions and places of Python, torch and deepspeed, the accelerator, and the shared
+    memory's size.
+    """
     print(_heading("Environment"))
     for label, value in environment_facts():
         print(f"{label} {_dots(label)} {value}")
@@ -76,10 +90,18 @@ def environment_facts() -> list[tuple[str, str]]:
     ]
     if torch.version.cuda:
         facts.append(("nvcc version", nvcc_version()))
-    facts.append(("cpu", f"{os.cpu_count()} cores, vector instructions {torch.backends.cpu.get_cpu_capability()}"))
+    facts.append(
+        (
+            "cpu",
+            f"{os.cpu_count()} cores, vector instructions "
+            f"{torch.backends.cpu.get_cpu_capability()}",
+        )
+    )
     facts.append(("host memory", _host_memory()))
     facts.extend((f"{name} version", _distribution_version(name)) for name in PACKAGES)
-    facts.append(("launchers found", ", ".join(name for name in LAUNCHERS if shutil.which(name)) or "none"))
+    facts.append(
+        ("launchers found", ", ".join(name for name in LAUNCHERS if shutil.which(name)) or "none")
+    )
     return facts
 
 
@@ -108,9 +130,15 @@ def installed_cann_path() -> str | None:
 
 
 def installed_cann_version() -> str | None:
-    """Return the version of the Ascend toolkit (CANN), or None when it is not installed or does not say."""
+    """Return the version of the Ascend toolkit (CANN), or None when it is not installed or does not
+    say.
+    """
     home = installed_cann_path()
-    info = os.path.join(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info") if home else ""
+    info = (
+        os.path.join(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
+        if home
+        else ""
+    )
     if not os.path.isfile(info):
         return None
     with open(info, encoding="utf-8") as stream:
@@ -162,9 +190,15 @@ def _yes_no(value: bool) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line of `ds_report`."""
-    parser = argparse.ArgumentParser(prog="ds_report", description="Describe this deepspeed installation.")
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of native ops")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why an op cannot be used")
+    parser = argparse.ArgumentParser(
+        prog="ds_report", description="Describe this deepspeed installation."
+    )
+    parser.add_argument(
+        "--hide_operator_status", action="store_true", help="leave out the table of native ops"
+    )
+    parser.add_argument(
+        "--hide_errors_and_warnings", action="store_true", help="leave out why an op cannot be used"
+    )
     return parser.parse_args()
 
 
@@ -183,7 +217,10 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
 def cli_main() -> None:
     """Run the `ds_report` command."""
     args = parse_arguments()
-    main(hide_operator_status=args.hide_operator_status, hide_errors_and_warnings=args.hide_errors_and_warnings)
+    main(
+        hide_operator_status=args.hide_operator_status,
+        hide_errors_and_warnings=args.hide_errors_and_warnings,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Which version of the package this is, and which native ops it carries.
 
-Owns: the version string, the git revision it was built from, and the lists of native ops.
-Does not own: the number itself; it stands in ``version.txt``, which ``setup.py`` copies into a built package as
-``git_version_info_installed.py``. Called by: ``deepspeed/__init__.py``, ``deepspeed.env_report`` and client code.
+Owns: the version string, the git revision it was built from, and the lists of native ops. Does not
+own: the number itself; it stands in ``version.txt``, which ``setup.py`` copies into a built package
+as ``git_version_info_installed.py``. Called by: ``deepspeed/__init__.py``, ``deepspeed.env_report``
+and client code.
 """
 
 import importlib
@@ -14,10 +15,12 @@ _UNKNOWN = "unknown"
 
 
 def _read_version() -> tuple[str, str, str]:
-    """Return (version, git hash, git branch) of a built package, or of the source checkout around this file.
+    """Return (version, git hash, git branch) of a built package, or of the source checkout around
+    this file.
 
     Raises:
-        RuntimeError: neither the generated module nor ``version.txt`` is there, so the installation is incomplete.
+        RuntimeError: neither the generated module nor ``version.txt`` is there, so the installation
+            is incomplete.
     """
     if importlib.util.find_spec(_GENERATED_MODULE) is not None:
         generated = importlib.import_module(_GENERATED_MODULE)
@@ -35,7 +38,9 @@ version, git_hash, git_branch = _read_version()
 
 
 def __getattr__(name: str) -> dict[str, bool]:
-    """Compute ``installed_ops`` and ``compatible_ops`` on first use: asking for them looks for a compiler."""
+    """Compute ``installed_ops`` and ``compatible_ops`` on first use: asking for them looks for a
+    compiler.
+    """
     if name not in ("installed_ops", "compatible_ops"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # startup: `import deepspeed` reads the version only and must not pay for op builders

@@ -1,7 +1,8 @@
 """Write ``docs/config-reference.md`` from the configuration models.
 
 Owns the page's layout and its introduction; keys, types, defaults and sentences come from
-``deepspeed.runtime.config_models``. Run it after changing a model; a test holds the page to its output.
+``deepspeed.runtime.config_models``. Run it after changing a model; a test holds the page to its
+output.
 
     python docs/generate_config_reference.py            write the page
     python docs/generate_config_reference.py --check    exit 1 when the page is not current
@@ -97,7 +98,11 @@ def shown_default(field: FieldInfo) -> str:
         value = value.value
     if value == sys.maxsize:
         return "unlimited"
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
+    text = (
+        {True: "true", False: "false", None: "null"}.get(value)
+        if isinstance(value, (bool, type(None)))
+        else None
+    )
     if text is None:
         text = f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
     return f"`{text}`"

@@ -1,14 +1,17 @@
-"""Training that survives lost processes and nodes: the batch stays the same while the number of ranks changes.
+"""Training that survives lost processes and nodes: the batch stays the same while the number of
+ranks changes.
 
     deepspeed --num_gpus 2 --elastic_training examples/elastic_train.py --checkpoints /tmp/elastic
 
 On several nodes, run on each of them:
 
-    deepspeed --elastic_training --min_elastic_nodes 1 --max_elastic_nodes 4 --master_addr NODE --master_port 29500 \
+    deepspeed --elastic_training --min_elastic_nodes 1 --max_elastic_nodes 4 --master_addr NODE
+    --master_port 29500 \
         examples/elastic_train.py --checkpoints /shared/elastic
 
-Every start, the first one and those after a failure, does the same: load the latest checkpoint if there is one, and go on.
-Samples follow from the step alone, so that each is seen once, however many ranks share a batch.
+Every start, the first one and those after a failure, does the same: load the latest checkpoint if
+there is one, and go on. Samples follow from the step alone, so that each is seen once, however many
+ranks share a batch.
 """
 
 import argparse
@@ -46,17 +49,23 @@ def micro_batches(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor,
     """This rank's micro-batches of the present step."""
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     first = engine.global_steps * engine.train_batch_size()
-    mine = [sample(index) for index in range(first + rank, first + engine.train_batch_size(), ranks)]
+    mine = [
+        sample(index) for index in range(first + rank, first + engine.train_batch_size(), ranks)
+    ]
     size = engine.train_micro_batch_size_per_gpu()
     parts = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return [(torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])) for part in parts]
+    return [
+        (torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])) for part in parts
+    ]
 
 
 def step(engine: deepspeed.DeepSpeedEngine) -> float:
     """Train on one batch; the mean loss over this rank's share."""
     losses = []
     for inputs, targets in micro_batches(engine):
-        loss = torch.nn.functional.mse_loss(engine(inputs.to(engine.device)), targets.to(engine.device))
+        loss = torch.nn.functional.mse_loss(
+            engine(inputs.to(engine.device)), targets.to(engine.device)
+        )
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -86,11 +95,15 @@ def main() -> None:
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, config=CONFIG, model_parameters=model.parameters()
+    )
     if (args.checkpoints / "latest").exists():
         engine.load_checkpoint(str(args.checkpoints))
     world = deepspeed.comm.get_world_size()
-    record(args.checkpoints, start=engine.global_steps, world=world, batch=engine.train_batch_size())
+    record(
+        args.checkpoints, start=engine.global_steps, world=world, batch=engine.train_batch_size()
+    )
     while engine.global_steps < args.steps:
         wait_while(args.checkpoints / f"hold{engine.global_steps}")
         if (

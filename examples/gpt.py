@@ -1,6 +1,7 @@
 """A small byte-level GPT: the model that the example trains and the benchmark times.
 
-Owns the network, its initial weights and sampling. Knows nothing of data, optimizers or distribution; it imports torch alone.
+Owns the network, its initial weights and sampling. Knows nothing of data, optimizers or
+distribution; it imports torch alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class GPTConfig:
         width: Features per position; a multiple of twice `heads`.
         heads: Attention heads.
         context: Positions that the network can see.
-        wide_products: Multiply matrices in fp32 whatever the dtype of the weights. For processors without bf16 or fp16 units,
-            where a product in these dtypes takes about ten times as long; see `half_products_are_slow`.
+        wide_products: Multiply matrices in fp32 whatever the dtype of the weights. For processors
+            without bf16 or fp16 units, where a product in these dtypes takes about ten times as
+            long; see `half_products_are_slow`.
     """
 
     layers: int = 4
@@ -37,7 +39,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
-            raise ValueError(f"width ({self.width}) must be a multiple of twice the heads ({self.heads})")
+            raise ValueError(
+                f"width ({self.width}) must be a multiple of twice the heads ({self.heads})"
+            )
 
 
 class Linear(nn.Linear):
@@ -58,7 +62,8 @@ def rotations(positions: int, features: int, device: torch.device) -> torch.Tens
     """Angles by which queries and keys turn with their position, so that attention sees distances.
 
     Returns:
-        fp32, of shape [positions, features / 2]. Made anew in each forward: as a buffer it would be cast to the model's dtype.
+        fp32, of shape [positions, features / 2]. Made anew in each forward: as a buffer it would be
+        cast to the model's dtype.
     """
     speeds = ROTATION_BASE ** (-torch.arange(0, features, 2, device=device) / features)
     return torch.arange(positions, device=device).unsqueeze(1) * speeds
@@ -81,14 +86,18 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, 3 * config.width, config.wide_products)
         self.out = Linear(config.width, config.width, config.wide_products)
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+    # x [batch, positions, width]
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Return each position's mixture of itself and earlier ones, of the shape of `x`."""
         batch, positions, width = x.shape
         qkv = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
         if self.wide:
             qkv = qkv.float()
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, width / heads]
-        mixed = F.scaled_dot_product_attention(rotate(query, angles), rotate(key, angles), value, is_causal=True)
+        # each [batch, heads, positions, width / heads]
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, angles), rotate(key, angles), value, is_causal=True
+        )
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, width).to(x.dtype))
 
 
@@ -102,7 +111,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [..., width]
         """Return what is added to `x`, of its shape."""
-        # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction of it.
+        # A squared ReLU learns as well as GELU at this size and costs a host processor a fraction
+        # of it.
         return self.narrow(F.relu(self.widen(x)).square())
 
 
@@ -116,7 +126,8 @@ class Block(nn.Module):
         self.feed_norm = nn.LayerNorm(config.width)
         self.feed = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
+    # x [batch, positions, width]
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Return the block's output, of the shape of `x`."""
         x = x + self.attention(self.attention_norm(x), angles)
         return x + self.feed(self.feed_norm(x))
@@ -125,7 +136,8 @@ class Block(nn.Module):
 def initialize(module: nn.Module) -> None:
     """First weights of one module; `model.apply(initialize)` reaches all."""
     if isinstance(module, Attention):
-        # A block starts as the identity, so that depth costs nothing at the start of training. (Its parts came before it.)
+        # A block starts as the identity, so that depth costs nothing at the start of training. (Its
+        # parts came before it.)
         nn.init.zeros_(module.out.weight)
     elif isinstance(module, FeedForward):
         nn.init.zeros_(module.narrow.weight)
@@ -168,13 +180,16 @@ class GPT(nn.Module):
         """Mean loss in nats per byte.
 
         Args:
-            text: Bytes, int64, of shape [batch, positions + 1]: each position's target is the next one.
+            text: Bytes, int64, of shape [batch, positions + 1]: each position's target is the next
+                one.
         """
         scores = self.logits(text[:, :-1])
         return F.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+    def generate(
+        self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0
+    ) -> bytes:
         """`prompt` with `length` sampled bytes behind it.
 
         Args:
@@ -189,13 +204,17 @@ class GPT(nn.Module):
         text = torch.tensor([list(prompt)], dtype=torch.long, device=device)
         for _ in range(length):
             scores = self.logits(text[:, -self.config.context :])[0, -1].cpu()
-            chosen = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1, generator=generator)
+            chosen = torch.multinomial(
+                torch.softmax(scores / temperature, dim=-1), 1, generator=generator
+            )
             text = torch.cat([text, chosen.to(device).view(1, 1)], dim=1)
         return bytes(text[0].tolist())
 
 
 def half_products_are_slow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device multiplies matrices of `dtype` at less than half its fp32 speed (measured, in about 10 ms)."""
+    """Whether this device multiplies matrices of `dtype` at less than half its fp32 speed
+    (measured, in about 10 ms).
+    """
     if dtype == torch.float32 or device.type != "cpu":
         return False
     return _product_seconds(dtype, device) > 2 * _product_seconds(torch.float32, device)

@@ -1,11 +1,13 @@
-"""Train the small byte-level GPT with experts in place of every second feed-forward; each process holds some of the experts.
+"""Train the small byte-level GPT with experts in place of every second feed-forward; each process
+holds some of the experts.
 
     deepspeed --num_gpus 2 examples/moe_gpt.py
     deepspeed --num_gpus 4 examples/moe_gpt.py --experts 8 --top 1
 
-Shows layers with experts, which rank holds which of them, the load-balancing loss, and ZeRO with experts. For the first steps
-every process also trains the model with all experts by itself in plain torch, and losses, gradient norms and weights of both are
-compared. The configuration is moe_config.json, the blocks are those of gpt.py.
+Shows layers with experts, which rank holds which of them, the load-balancing loss, and ZeRO with
+experts. For the first steps every process also trains the model with all experts by itself in plain
+torch, and losses, gradient norms and weights of both are compared. The configuration is
+moe_config.json, the blocks are those of gpt.py.
 """
 
 from __future__ import annotations
@@ -57,19 +59,28 @@ class RoutedFeed(nn.Module):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.moe.set_deepspeed_parallelism()  # initialize() does it too; earlier here, to know which experts this rank has
-        for number, expert in zip(self.moe.global_expert_ids, self.moe.deepspeed_moe.experts.deepspeed_experts, strict=True):
+        # initialize() does it too; earlier here, to know which experts this rank has
+        self.moe.set_deepspeed_parallelism()
+        for number, expert in zip(
+            self.moe.global_expert_ids,
+            self.moe.deepspeed_moe.experts.deepspeed_experts,
+            strict=True,
+        ):
             torch.manual_seed(seed + 1 + number)
             expert.apply(initialize)
         self.balance: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x [batch, positions, width]
-        """Return what is added to `x`, of its shape; zeros where a token found all its experts full."""
+        """Return what is added to `x`, of its shape; zeros where a token found all its experts
+        full.
+        """
         output, self.balance, _counts = self.moe(x)
         return output
 
     def take_balance(self) -> torch.Tensor:
-        """The last forward's load-balancing loss, once: it holds the graph, which must not outlive the step."""
+        """The last forward's load-balancing loss, once: it holds the graph, which must not outlive
+        the step.
+        """
         balance, self.balance = self.balance, None
         if balance is None:
             raise RuntimeError("take_balance() needs a forward before it")
@@ -87,7 +98,9 @@ class MoEGPT(GPT):
 
     def routed(self) -> dict[str, RoutedFeed]:
         """The layers with experts, by name."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, RoutedFeed)}
+        return {
+            name: module for name, module in self.named_modules() if isinstance(module, RoutedFeed)
+        }
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Mean loss in nats per byte; in training with what keeps the experts equally busy."""
@@ -97,7 +110,10 @@ class MoEGPT(GPT):
 
     def described_load(self) -> str:
         """How many of this rank's bytes the last forward routed to each expert, layer by layer."""
-        return "; ".join(" ".join(map(str, feed.moe.deepspeed_moe.exp_counts.tolist())) for feed in self.routed().values())
+        return "; ".join(
+            " ".join(map(str, feed.moe.deepspeed_moe.exp_counts.tolist()))
+            for feed in self.routed().values()
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters by name, each expert by its number among all experts."""
@@ -107,17 +123,28 @@ class MoEGPT(GPT):
             prefix = re.compile(rf"({re.escape(layer)}\..*deepspeed_experts\.)(\d+)(.*)")
             own = {name: match for name in found if (match := prefix.fullmatch(name))}
             # Together: an expert's new name may be another's old one.
-            renamed = {f"{match[1]}{int(match[2]) + first}{match[3]}": found.pop(name) for name, match in own.items()}
+            renamed = {
+                f"{match[1]}{int(match[2]) + first}{match[3]}": found.pop(name)
+                for name, match in own.items()
+            }
             found.update(renamed)
         return found
 
 
 def batches_of(step: int, engine: deepspeed.DeepSpeedEngine, windows: Windows) -> list[Batch]:
-    """A step's micro-batches of each rank, each [size, context + 1]: drawn from their number, so that all processes know all."""
+    """A step's micro-batches of each rank, each [size, context + 1]: drawn from their number, so
+    that all processes know all.
+    """
     size, count = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     first = step * dist.get_world_size() * count
-    numbers = [range(first + rank * count, first + (rank + 1) * count) for rank in range(dist.get_world_size())]
-    return [[random_windows(windows, size, number).to(engine.device) for number in of_rank] for of_rank in numbers]
+    numbers = [
+        range(first + rank * count, first + (rank + 1) * count)
+        for rank in range(dist.get_world_size())
+    ]
+    return [
+        [random_windows(windows, size, number).to(engine.device) for number in of_rank]
+        for of_rank in numbers
+    ]
 
 
 def all_mean(losses: list[torch.Tensor]) -> float:
@@ -138,18 +165,27 @@ def train_step(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Step:
     return Step(all_mean(losses), float(engine.get_global_grad_norm() or 0.0))
 
 
-def check(engine: deepspeed.DeepSpeedEngine, alone: OneProcess, windows: Windows, steps: int) -> float:
-    """Train all ranks and one process side by side; returns the largest relative difference, the same on all ranks."""
+def check(
+    engine: deepspeed.DeepSpeedEngine, alone: OneProcess, windows: Windows, steps: int
+) -> float:
+    """Train all ranks and one process side by side; returns the largest relative difference, the
+    same on all ranks.
+    """
     largest = 0.0
     say("step     loss: all ranks   one process     gradient norm: all ranks   one process")
     for step in range(steps):
         batches = batches_of(step, engine, windows)
         ours = train_step(engine, batches[dist.get_rank()])
         theirs = alone.step([text for of_rank in batches for text in of_rank], alone.model)
-        say(f"{step + 1:4}  {ours.loss:19.6f} {theirs.loss:13.6f} {ours.grad_norm:28.6f} {theirs.grad_norm:13.6f}")
+        say(
+            f"{step + 1:4}  {ours.loss:19.6f} {theirs.loss:13.6f} {ours.grad_norm:28.6f} "
+            f"{theirs.grad_norm:13.6f}"
+        )
         largest = max(largest, ours.difference(theirs))
     # Each rank compares the experts that it holds.
-    worst = torch.tensor(max(largest, alone.difference(engine.module.weights())), device=engine.device)
+    worst = torch.tensor(
+        max(largest, alone.difference(engine.module.weights())), device=engine.device
+    )
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
 
@@ -158,7 +194,9 @@ def check(engine: deepspeed.DeepSpeedEngine, alone: OneProcess, windows: Windows
 def validate(engine: deepspeed.DeepSpeedEngine, windows: Windows) -> float:
     """Mean loss over one batch of the validation text."""
     engine.eval()
-    losses = [engine(text) for text in batches_of(VALIDATION_STEP, engine, windows)[dist.get_rank()]]
+    losses = [
+        engine(text) for text in batches_of(VALIDATION_STEP, engine, windows)[dist.get_rank()]
+    ]
     engine.train()
     return all_mean(losses)
 
@@ -174,7 +212,9 @@ def show_places(model: MoEGPT) -> None:
     (layer, feed), *_ = model.routed().items()
     name = feed.moe.expert_group_name
     same = dist.get_all_ranks_from_group(groups._get_expert_data_parallel_group(name))
-    line = f"experts {list(feed.moe.global_expert_ids)}, gradients averaged with those of ranks {same}"
+    line = (
+        f"experts {list(feed.moe.global_expert_ids)}, gradients averaged with those of ranks {same}"
+    )
     lines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(lines, line)
     say(f"layers with experts: {', '.join(model.routed())}; in each")
@@ -183,16 +223,32 @@ def show_places(model: MoEGPT) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; the launcher adds --local_rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).parent / "moe_config.json"), help="deepspeed's configuration")
-    parser.add_argument("--experts", type=int, default=4, help="experts of a layer, over all processes")
-    parser.add_argument("--ranks", type=int, help="processes that share them (default: as many as divide both)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        default=str(Path(__file__).parent / "moe_config.json"),
+        help="deepspeed's configuration",
+    )
+    parser.add_argument(
+        "--experts", type=int, default=4, help="experts of a layer, over all processes"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="processes that share them (default: as many as divide both)"
+    )
     parser.add_argument("--top", type=int, default=2, help="experts per byte")
-    parser.add_argument("--data", help="file or folder to train on (default: the Python standard library's sources)")
+    parser.add_argument(
+        "--data", help="file or folder to train on (default: the Python standard library's sources)"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--check", type=int, default=5, help="first steps that are compared with one process")
+    parser.add_argument(
+        "--check", type=int, default=5, help="first steps that are compared with one process"
+    )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128, help="features per position, a multiple of 32")
+    parser.add_argument(
+        "--width", type=int, default=128, help="features per position, a multiple of 32"
+    )
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
@@ -212,22 +268,35 @@ def main() -> None:
     size = GPTConfig(arguments.layers, arguments.width, arguments.width // 32, arguments.context)
     ranks = arguments.ranks or math.gcd(arguments.experts, dist.get_world_size())
     model = MoEGPT(size, arguments.experts, ranks, arguments.top, arguments.seed)
-    engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        args=arguments, model=model, model_parameters=model.parameters(), config=config
+    )
     show_places(model)
 
     text = load_text(arguments.data)
-    windows, held_out = Windows(text.train, arguments.context), Windows(text.validation, arguments.context)
+    windows, held_out = (
+        Windows(text.train, arguments.context),
+        Windows(text.validation, arguments.context),
+    )
     before = validate(engine, held_out)
     # All experts in every process: an exchange with nobody.
-    alone = OneProcess(MoEGPT(size, arguments.experts, 1, arguments.top, arguments.seed).to(engine.device), config)
+    alone = OneProcess(
+        MoEGPT(size, arguments.experts, 1, arguments.top, arguments.seed).to(engine.device), config
+    )
     difference = check(engine, alone, windows, arguments.check)
     say(verdict(difference, next(model.parameters()).dtype) + "\n")
     for step in range(arguments.check, arguments.steps):
         loss = train_step(engine, batches_of(step, engine, windows)[dist.get_rank()]).loss
         if (step + 1) % 5 == 0:
-            say(f"step {step + 1:3}: loss {loss:.3f}, bytes of rank 0 per expert: {model.described_load()}")
+            say(
+                f"step {step + 1:3}: loss {loss:.3f}, bytes of rank 0 per expert: "
+                f"{model.described_load()}"
+            )
     after = validate(engine, held_out)
-    say(f"validation loss {before:.3f} before, {after:.3f} after {engine.global_steps} steps (nats per byte)")
+    say(
+        f"validation loss {before:.3f} before, {after:.3f} after {engine.global_steps} steps (nats "
+        "per byte)"
+    )
     # The others must not leave while rank 0, which hosts the rendezvous, still works.
     dist.barrier()
     dist.destroy_process_group()

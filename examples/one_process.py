@@ -1,6 +1,8 @@
-"""What one process that sees the whole batch computes, in plain torch: what the parallel examples are held to.
+"""What one process that sees the whole batch computes, in plain torch: what the parallel examples
+are held to.
 
-Owns that training step, the batches that both sides draw, and the comparison. Imports torch alone: nothing of what it checks.
+Owns that training step, the batches that both sides draw, and the comparison. Imports torch alone:
+nothing of what it checks.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import torch
 from text_data import Windows
 from torch import nn
 
-# Sums in another order differ by rounding, which Adam's division enlarges where a gradient is nearly zero. The one process computes
-# in fp32: a configuration with bf16 or fp16 differs from it by their rounding.
+# Sums in another order differ by rounding, which Adam's division enlarges where a gradient is
+# nearly zero. The one process computes in fp32: a configuration with bf16 or fp16 differs from it
+# by their rounding.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.02
 
@@ -32,7 +35,9 @@ class Step(NamedTuple):
 
     def difference(self, other: Step) -> float:
         """The larger relative difference of the two numbers."""
-        return max(_distance(abs(a - b) / max(abs(b), 1e-12)) for a, b in zip(self, other, strict=True))
+        return max(
+            _distance(abs(a - b) / max(abs(b), 1e-12)) for a, b in zip(self, other, strict=True)
+        )
 
 
 class OneProcess:
@@ -40,7 +45,8 @@ class OneProcess:
 
     Args:
         model: The whole model.
-        config: The same configuration that deepspeed gets: AdamW's arguments and the largest gradient norm are read from it.
+        config: The same configuration that deepspeed gets: AdamW's arguments and the largest
+            gradient norm are read from it.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -64,16 +70,22 @@ class OneProcess:
 
     @torch.no_grad()
     def difference(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """How far `weights` are from this model's of the same names, in units of the way that training has taken these.
+        """How far `weights` are from this model's of the same names, in units of the way that
+        training has taken these.
 
-        0 for weights in half precision: their rounding is nearly as large as the way of a few steps.
+        0 for weights in half precision: their rounding is nearly as large as the way of a few
+        steps.
         """
         if any(weight.dtype != torch.float32 for weight in weights.values()):
             return 0.0
         named = dict(self.model.named_parameters())
-        apart = sum((weight.float() - named[name]).square().sum() for name, weight in weights.items())
+        apart = sum(
+            (weight.float() - named[name]).square().sum() for name, weight in weights.items()
+        )
         way = sum((named[name] - self.first[name]).square().sum() for name in weights)
-        return _distance(float((torch.as_tensor(apart) / torch.as_tensor(way).clamp(min=1e-30)).sqrt()))
+        return _distance(
+            float((torch.as_tensor(apart) / torch.as_tensor(way).clamp(min=1e-30)).sqrt())
+        )
 
 
 def _distance(value: float) -> float:
@@ -82,9 +94,16 @@ def _distance(value: float) -> float:
 
 
 def random_windows(windows: Windows, count: int, seed: int) -> torch.Tensor:
-    """`count` windows of the text, int64 of shape [count, context + 1]; the same for one seed in every process."""
+    """`count` windows of the text, int64 of shape [count, context + 1]; the same for one seed in
+    every process.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([windows[int(index)] for index in torch.randint(len(windows), (count,), generator=generator)])
+    return torch.stack(
+        [
+            windows[int(index)]
+            for index in torch.randint(len(windows), (count,), generator=generator)
+        ]
+    )
 
 
 def verdict(difference: float, dtype: torch.dtype) -> str:
@@ -99,5 +118,8 @@ def verdict(difference: float, dtype: torch.dtype) -> str:
     """
     limit = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
     if difference > limit:
-        raise SystemExit(f"NOT equal to one process: largest relative difference {difference:.1e}, expected at most {limit:g}")
+        raise SystemExit(
+            f"NOT equal to one process: largest relative difference {difference:.1e}, expected at "
+            f"most {limit:g}"
+        )
     return f"equal to one process to rounding: largest relative difference {difference:.1e}"

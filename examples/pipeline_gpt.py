@@ -3,9 +3,10 @@
     deepspeed --num_gpus 2 examples/pipeline_gpt.py
     deepspeed --num_gpus 4 examples/pipeline_gpt.py --stages 2 --schedule zero_bubble
 
-Shows the model as a list of layers, where each rank is, the schedule, training and evaluation. For the first steps every process
-also trains the whole model by itself in plain torch, and losses, gradient norms and weights of both are compared. The configuration
-is pipeline_config.json, the blocks are those of gpt.py.
+Shows the model as a list of layers, where each rank is, the schedule, training and evaluation. For
+the first steps every process also trains the whole model by itself in plain torch, and losses,
+gradient norms and weights of both are compared. The configuration is pipeline_config.json, the
+blocks are those of gpt.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class ByteLayer(nn.Embedding):
 
 
 class BlockLayer(nn.Module):
-    """A block of gpt.py that makes its angles itself, since they would travel between stages otherwise."""
+    """A block of gpt.py that makes its angles itself, since they would travel between stages
+    otherwise.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -61,7 +64,9 @@ class BlockLayer(nn.Module):
 
 
 class ScoreLayer(nn.Module):
-    """Features [batch, positions, width] -> fp32 scores of the next byte [batch, positions, 256], all equal at first."""
+    """Features [batch, positions, width] -> fp32 scores of the next byte [batch, positions, 256],
+    all equal at first.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -85,7 +90,9 @@ def loss_of_scores(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def whole_model(specs: list[LayerSpec], seed: int) -> nn.Sequential:
-    """All layers in this process, with the weights that `PipelineModule(seed_layers=True, base_seed=seed)` gives to its stages."""
+    """All layers in this process, with the weights that `PipelineModule(seed_layers=True,
+    base_seed=seed)` gives to its stages.
+    """
     layers = []
     for index, spec in enumerate(specs):
         torch.manual_seed(seed + index)
@@ -93,20 +100,27 @@ def whole_model(specs: list[LayerSpec], seed: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-# The data: first and last stage draw the same micro-batches, the first takes the inputs, the last the targets.
+# The data: first and last stage draw the same micro-batches, the first takes the inputs, the last
+# the targets.
 
 
 class Data:
-    """Micro-batches of random windows, known by their number: nothing has to be sent for all to agree on them."""
+    """Micro-batches of random windows, known by their number: nothing has to be sent for all to
+    agree on them.
+    """
 
-    def __init__(self, windows: Windows, size: int, num_micro_batches: int, num_replicas: int) -> None:
+    def __init__(
+        self, windows: Windows, size: int, num_micro_batches: int, num_replicas: int
+    ) -> None:
         self.windows = windows
         self.size = size
         self.num_micro_batches = num_micro_batches
         self.num_replicas = num_replicas
 
     def of_replica(self, step: int, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """One batch's micro-batches of one data-parallel replica, as (bytes, next bytes), each [size, context]."""
+        """One batch's micro-batches of one data-parallel replica, as (bytes, next bytes), each
+        [size, context].
+        """
         for number in range(self.num_micro_batches):
             seed = (step * self.num_replicas + replica) * self.num_micro_batches + number
             text = random_windows(self.windows, self.size, seed)
@@ -128,7 +142,9 @@ def train_step(engine: deepspeed.PipelineEngine, data: Data, step: int) -> Step:
 
 
 def check(engine: deepspeed.PipelineEngine, alone: OneProcess, data: Data, steps: int) -> float:
-    """Train the pipeline and one process side by side; returns the largest relative difference, the same on all ranks."""
+    """Train the pipeline and one process side by side; returns the largest relative difference, the
+    same on all ranks.
+    """
 
     def loss_alone(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         inputs, targets = (each.to(engine.device) for each in batch)
@@ -138,10 +154,15 @@ def check(engine: deepspeed.PipelineEngine, alone: OneProcess, data: Data, steps
     say("step     loss: pipeline   one process     gradient norm: pipeline   one process")
     for step in range(steps):
         ours, theirs = train_step(engine, data, step), alone.step(data.of_all(step), loss_alone)
-        say(f"{step + 1:4}  {ours.loss:18.6f} {theirs.loss:13.6f} {ours.grad_norm:27.6f} {theirs.grad_norm:13.6f}")
+        say(
+            f"{step + 1:4}  {ours.loss:18.6f} {theirs.loss:13.6f} {ours.grad_norm:27.6f} "
+            f"{theirs.grad_norm:13.6f}"
+        )
         largest = max(largest, ours.difference(theirs))
     # Each rank compares the layers that it holds.
-    worst = torch.tensor(max(largest, alone.difference(dict(engine.module.named_parameters()))), device=engine.device)
+    worst = torch.tensor(
+        max(largest, alone.difference(dict(engine.module.named_parameters()))), device=engine.device
+    )
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
 
@@ -166,7 +187,10 @@ def show_places(module: PipelineModule, schedule: str, micro_batches: int) -> No
     say(f"{module.grid.describe()}\n\n{module.extra_repr()}\n")
     stages = range(module.num_stages)
     shown = min(micro_batches, MICRO_BATCHES_SHOWN)
-    schedules = [make_schedule(schedule, shown, len(stages), stage, module.num_model_chunks) for stage in stages]
+    schedules = [
+        make_schedule(schedule, shown, len(stages), stage, module.num_model_chunks)
+        for stage in stages
+    ]
     simulation = simulate(schedules, record=True)
     say(f"schedule {schedule!r} (F forward, B backward, I and W its halves; .1: second chunk):")
     say(render_grid(simulation.spans))
@@ -175,15 +199,29 @@ def show_places(module: PipelineModule, schedule: str, micro_batches: int) -> No
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; the launcher adds --local_rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).parent / "pipeline_config.json"), help="deepspeed's configuration")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        default=str(Path(__file__).parent / "pipeline_config.json"),
+        help="deepspeed's configuration",
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, help="instead of the configuration's")
-    parser.add_argument("--stages", type=int, help="stages of the pipeline (default: all processes)")
-    parser.add_argument("--data", help="file or folder to train on (default: the Python standard library's sources)")
+    parser.add_argument(
+        "--stages", type=int, help="stages of the pipeline (default: all processes)"
+    )
+    parser.add_argument(
+        "--data", help="file or folder to train on (default: the Python standard library's sources)"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--check", type=int, default=5, help="first steps that are compared with one process")
+    parser.add_argument(
+        "--check", type=int, default=5, help="first steps that are compared with one process"
+    )
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=128, help="features per position, a multiple of 32")
+    parser.add_argument(
+        "--width", type=int, default=128, help="features per position, a multiple of 32"
+    )
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
@@ -207,7 +245,9 @@ def main() -> None:
     deepspeed.init_distributed()
     config = read_config(arguments)
     schedule = config.get("pipeline", {}).get("schedule", SCHEDULES[0])
-    specs = layer_specs(GPTConfig(arguments.layers, arguments.width, arguments.width // 32, arguments.context))
+    specs = layer_specs(
+        GPTConfig(arguments.layers, arguments.width, arguments.width // 32, arguments.context)
+    )
     module = PipelineModule(
         specs,
         num_stages=arguments.stages or dist.get_world_size(),
@@ -216,13 +256,20 @@ def main() -> None:
         base_seed=arguments.seed,
         num_model_chunks=CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else 1,
     )
-    engine, *_ = deepspeed.initialize(args=arguments, model=module, model_parameters=module.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        args=arguments, model=module, model_parameters=module.parameters(), config=config
+    )
     show_places(module, schedule, engine.micro_batches)
 
     text = load_text(arguments.data)
-    size, replicas = engine.train_micro_batch_size_per_gpu(), module.grid.get_data_parallel_world_size()
+    size, replicas = (
+        engine.train_micro_batch_size_per_gpu(),
+        module.grid.get_data_parallel_world_size(),
+    )
     data = Data(Windows(text.train, arguments.context), size, engine.micro_batches, replicas)
-    held_out = Data(Windows(text.validation, arguments.context), size, engine.micro_batches, replicas)
+    held_out = Data(
+        Windows(text.validation, arguments.context), size, engine.micro_batches, replicas
+    )
     before = validate(engine, held_out)
     alone = OneProcess(whole_model(specs, arguments.seed).to(engine.device), config)
     difference = check(engine, alone, data, arguments.check)
@@ -231,7 +278,10 @@ def main() -> None:
         loss = train_step(engine, data, step).loss
         if (step + 1) % 5 == 0:
             say(f"step {step + 1:3}: loss {loss:.3f}")
-    say(f"validation loss {before:.3f} before, {validate(engine, held_out):.3f} after {engine.global_steps} steps (nats per byte)")
+    say(
+        f"validation loss {before:.3f} before, {validate(engine, held_out):.3f} after "
+        f"{engine.global_steps} steps (nats per byte)"
+    )
     # The others must not leave while rank 0, which hosts the rendezvous, still works.
     dist.barrier()
     dist.destroy_process_group()

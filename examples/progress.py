@@ -19,7 +19,8 @@ class History:
     """Numbers of every step; saved with each checkpoint, so that a resumed run continues them.
 
     Attributes:
-        steps: One dictionary per step: `step`, `loss` (nats per byte, mean over ranks), `grad_norm`, `lr`.
+        steps: One dictionary per step: `step`, `loss` (nats per byte, mean over ranks),
+            `grad_norm`, `lr`.
         validation: (step, loss) pairs.
     """
 
@@ -41,7 +42,9 @@ class History:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
         """Back from `state()`."""
-        return cls(list(state["steps"]), [(int(step), float(loss)) for step, loss in state["validation"]])
+        return cls(
+            list(state["steps"]), [(int(step), float(loss)) for step, loss in state["validation"]]
+        )
 
     def smoothed_losses(self) -> list[float]:
         """Running means of the training loss, unbiased at the start."""
@@ -64,7 +67,14 @@ class Progress:
     """
 
     def __init__(self, done: int, end: int, tokens: int, visible: bool) -> None:
-        self._bar = tqdm(total=end, initial=done, disable=not visible, unit="step", dynamic_ncols=True, mininterval=0.5)
+        self._bar = tqdm(
+            total=end,
+            initial=done,
+            disable=not visible,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+        )
         self._tokens = tokens
         self._last = time.perf_counter()
         self._seconds = 0.0
@@ -72,14 +82,21 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._bar.close()
 
     def step(self, history: History) -> None:
         """One step is done; its numbers are the history's last."""
         now = time.perf_counter()
         taken, self._last = now - self._last, now
-        self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * taken if self._seconds else taken
+        self._seconds = (
+            SMOOTHING * self._seconds + (1 - SMOOTHING) * taken if self._seconds else taken
+        )
         entry = history.steps[-1]
         text = f"tok/s {self._tokens / self._seconds:,.0f}, loss {entry['loss']:.3f}"
         text += f", grad norm {entry['grad_norm']:.2f}, lr {entry['lr']:.1e}"
@@ -98,9 +115,21 @@ def draw_curve(history: History, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     steps = [entry["step"] for entry in history.steps]
-    axes.plot(steps, [entry["loss"] for entry in history.steps], color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(
+        steps,
+        [entry["loss"] for entry in history.steps],
+        color="tab:blue",
+        alpha=0.25,
+        linewidth=0.8,
+    )
     axes.plot(steps, history.smoothed_losses(), color="tab:blue", label="train (running mean)")
-    axes.plot(*zip(*history.validation, strict=True), color="tab:orange", marker="o", markersize=4, label="validation")
+    axes.plot(
+        *zip(*history.validation, strict=True),
+        color="tab:orange",
+        marker="o",
+        markersize=4,
+        label="validation",
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title("Byte-level GPT")

@@ -3,8 +3,9 @@
     python examples/ray_train.py --workers 2            a cluster on this machine
     python examples/ray_train.py --workers 8 --address auto --gpus 1   the cluster that this node belongs to
 
-Needs `pip install ray`. Each worker gets what the `deepspeed` command would give it: RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT. Prints the losses, which do not depend on the number of workers but for rounding.
+Needs `pip install ray`. Each worker gets what the `deepspeed` command would give it: RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Prints the losses, which do not depend on the
+number of workers but for rounding.
 """
 
 import argparse
@@ -27,7 +28,9 @@ CONFIG = {
 
 @ray.remote
 class Worker:
-    """One rank. An actor, and not a task: its process stays the same, as a process group needs it."""
+    """One rank. An actor, and not a task: its process stays the same, as a process group needs
+    it.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -42,7 +45,9 @@ class Worker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def train(self, local_rank: int, local_size: int, address: str, port: int, steps: int) -> list[float]:
+    def train(
+        self, local_rank: int, local_size: int, address: str, port: int, steps: int
+    ) -> list[float]:
         """Train; the loss of each step, over the whole batch."""
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
@@ -53,7 +58,9 @@ def train(steps: int) -> list[float]:
     """What every worker runs: nothing in it is Ray's."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, config=CONFIG, model_parameters=model.parameters()
+    )
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -71,7 +78,9 @@ def train(steps: int) -> list[float]:
 
 
 def places(nodes: list[str]) -> list[tuple[int, int]]:
-    """(local rank, workers on the same node) of each worker, from the nodes that Ray has placed them on."""
+    """(local rank, workers on the same node) of each worker, from the nodes that Ray has placed
+    them on.
+    """
     return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
 
 
@@ -87,13 +96,19 @@ def main() -> None:
         ray.init(num_cpus=args.workers, include_dashboard=False)
     else:
         ray.init(address=args.address)
-    workers = [Worker.options(num_cpus=1, num_gpus=args.gpus).remote(rank, args.workers) for rank in range(args.workers)]
+    workers = [
+        Worker.options(num_cpus=1, num_gpus=args.gpus).remote(rank, args.workers)
+        for rank in range(args.workers)
+    ]
     address, port = ray.get(workers[0].meeting_point.remote())
     located = places(ray.get([worker.node.remote() for worker in workers]))
     # A worker that dies makes ray.get raise; ray.shutdown then ends the others.
     try:
         losses = ray.get(
-            [worker.train.remote(*place, address, port, args.steps) for worker, place in zip(workers, located, strict=True)]
+            [
+                worker.train.remote(*place, address, port, args.steps)
+                for worker, place in zip(workers, located, strict=True)
+            ]
         )
     finally:
         ray.shutdown()

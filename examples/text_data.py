@@ -1,7 +1,7 @@
 """Text to train on, as bytes: the Python standard library's own sources, or any file or folder.
 
-Owns finding, reading and splitting the text, and its windows. Does not own the order of windows or their distribution over
-ranks: that is the data loader's.
+Owns finding, reading and splitting the text, and its windows. Does not own the order of windows or
+their distribution over ranks: that is the data loader's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,29 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-# Installed packages and tests lie in the standard library's folder on some systems and not on others.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
-TEXT_SUFFIXES = frozenset({".py", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".html", ".css"})
+# Installed packages and tests lie in the standard library's folder on some systems and not on
+# others.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+)
+TEXT_SUFFIXES = frozenset(
+    {
+        ".py",
+        ".txt",
+        ".md",
+        ".rst",
+        ".c",
+        ".h",
+        ".cpp",
+        ".js",
+        ".ts",
+        ".java",
+        ".go",
+        ".rs",
+        ".html",
+        ".css",
+    }
+)
 VALIDATION_EVERY = 20
 
 
@@ -37,7 +57,10 @@ class Windows(Dataset[torch.Tensor]):
         self.context = context
         self.count = (len(text) - 1) // context
         if self.count < 1:
-            raise ValueError(f"the text has {len(text)} bytes; one window of context {context} needs {context + 1}")
+            raise ValueError(
+                f"the text has {len(text)} bytes; one window of context {context} needs "
+                f"{context + 1}"
+            )
 
     def __len__(self) -> int:
         return self.count
@@ -70,18 +93,24 @@ def load_text(path: str | None) -> Split:
     suffixes = TEXT_SUFFIXES if path is not None else frozenset({".py"})
     files = _text_files(root, suffixes)
     if not files:
-        raise ValueError(f"--data {root}: no such file, and no folder with text files ({', '.join(sorted(suffixes))})")
+        raise ValueError(
+            f"--data {root}: no such file, and no folder with text files "
+            f"({', '.join(sorted(suffixes))})"
+        )
     if len(files) < VALIDATION_EVERY:
         return _split_one(b"\n".join(file.read_bytes() for file in files))
     held_out = files[::VALIDATION_EVERY]
-    return Split(_read(file for i, file in enumerate(files) if i % VALIDATION_EVERY), _read(held_out))
+    return Split(
+        _read(file for i, file in enumerate(files) if i % VALIDATION_EVERY), _read(held_out)
+    )
 
 
 def _text_files(root: Path, suffixes: frozenset[str]) -> list[Path]:
     """Sorted, because every process must see one order, and the same one when it resumes."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        # In place: what is dropped here isn't entered, and installed packages can be a hundred times the library.
+        # In place: what is dropped here isn't entered, and installed packages can be a hundred
+        # times the library.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         found.extend(Path(folder, name) for name in names if Path(name).suffix in suffixes)
     return sorted(found)

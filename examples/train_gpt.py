@@ -2,9 +2,10 @@
 
     deepspeed --num_gpus 2 examples/train_gpt.py
 
-Shows a whole run: configuration, engine, data, accumulation, validation, checkpoint, resume. The same command run again resumes: an
-unfinished run goes on to its end, a finished one trains for `--steps` more. The model is in gpt.py, the text in text_data.py, what
-is shown and drawn in progress.py.
+Shows a whole run: configuration, engine, data, accumulation, validation, checkpoint, resume. The
+same command run again resumes: an unfinished run goes on to its end, a finished one trains for
+`--steps` more. The model is in gpt.py, the text in text_data.py, what is shown and drawn in
+progress.py.
 """
 
 from __future__ import annotations
@@ -35,32 +36,67 @@ SAMPLE_LENGTH = 600
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; the launcher adds --local_rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="file or folder to train on (default: the Python standard library's sources)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", help="file or folder to train on (default: the Python standard library's sources)"
+    )
     parser.add_argument("--out", default="demo_out", help="folder for checkpoints, log and picture")
-    parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and start anew")
-    parser.add_argument("--resume", action="store_true", help="fail if there is no checkpoint in --out to resume from")
+    parser.add_argument(
+        "--fresh", action="store_true", help="remove the checkpoints in --out and start anew"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="fail if there is no checkpoint in --out to resume from",
+    )
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2), help="ZeRO stage")
     parser.add_argument("--precision", default="bf16", choices=tuple(DTYPES))
-    parser.add_argument("--offload", action="store_true", help="keep optimizer state in host memory (stages 1 and 2)")
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep optimizer state in host memory (stages 1 and 2)",
+    )
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per optimizer step")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences per process and micro-batch")
+    parser.add_argument(
+        "--accumulation", type=int, default=2, help="micro-batches per optimizer step"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=8, help="sequences per process and micro-batch"
+    )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128, help="features per position, a multiple of 32")
+    parser.add_argument(
+        "--width", type=int, default=128, help="features per position, a multiple of 32"
+    )
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest gradient norm; 0 for no clipping"
+    )
     parser.add_argument("--validate-every", type=int, default=50, help="steps between validations")
     parser.add_argument("--save-every", type=int, default=150, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     arguments = parser.parse_args(argv)
-    for name in ("steps", "accumulation", "micro_batch", "layers", "width", "context", "validate_every", "save_every"):
+    for name in (
+        "steps",
+        "accumulation",
+        "micro_batch",
+        "layers",
+        "width",
+        "context",
+        "validate_every",
+        "save_every",
+    ):
         if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}"
+            )
     if arguments.width % 32:
-        parser.error(f"--width must be a multiple of 32 (the size of a head), got {arguments.width}")
+        parser.error(
+            f"--width must be a multiple of 32 (the size of a head), got {arguments.width}"
+        )
     if arguments.offload and arguments.stage == 0:
         parser.error("--offload needs --stage 1 or 2: stage 0 shards no optimizer state")
     if arguments.fresh and arguments.resume:
@@ -73,12 +109,19 @@ def engine_config(arguments: argparse.Namespace, total_steps: int) -> dict[str, 
     zero: dict[str, Any] = {"stage": arguments.stage}
     if arguments.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    schedule = {"total_num_steps": total_steps, "warmup_num_steps": max(2, arguments.steps // 20), "cos_min_ratio": 0.05}
+    schedule = {
+        "total_num_steps": total_steps,
+        "warmup_num_steps": max(2, arguments.steps // 20),
+        "cos_min_ratio": 0.05,
+    }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": arguments.accumulation,
         "gradient_clipping": arguments.clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": arguments.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": arguments.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "zero_optimization": zero,
         "dataloader_drop_last": True,
@@ -95,12 +138,16 @@ def saved_step(checkpoints: Path) -> int:
         return 0
     match = re.fullmatch(r"global_step(\d+)", latest.read_text().strip())
     if match is None:
-        raise ValueError(f"{latest} names no checkpoint of this example; use another --out, or --fresh")
+        raise ValueError(
+            f"{latest} names no checkpoint of this example; use another --out, or --fresh"
+        )
     return int(match.group(1))
 
 
 def total_steps(done: int, steps: int) -> int:
-    """Where this run ends: an unfinished run goes on to its end, a finished one is trained for as many steps again."""
+    """Where this run ends: an unfinished run goes on to its end, a finished one is trained for as
+    many steps again.
+    """
     return (done // steps + 1) * steps
 
 
@@ -115,12 +162,18 @@ def all_mean(value: torch.Tensor) -> float:
 def validate(engine: deepspeed.DeepSpeedEngine, windows: Windows, micro_batch: int) -> float:
     """Mean loss over a fixed choice of windows, dealt to the ranks in turn."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    # The same number of windows on every rank, so that the mean of means is the mean. Spread over the text, not its beginning.
+    # The same number of windows on every rank, so that the mean of means is the mean. Spread over
+    # the text, not its beginning.
     each = max(1, min(VALIDATION_WINDOWS, len(windows)) // world)
     indices = torch.linspace(0, len(windows) - 1, each * world).long()[rank::world].tolist()
     engine.eval()
     losses = [
-        engine(torch.stack([windows[i] for i in indices[start : start + micro_batch]]).to(engine.device)) * len(part)
+        engine(
+            torch.stack([windows[i] for i in indices[start : start + micro_batch]]).to(
+                engine.device
+            )
+        )
+        * len(part)
         for start in range(0, each, micro_batch)
         if (part := indices[start : start + micro_batch])
     ]
@@ -140,7 +193,9 @@ def train_step(engine: deepspeed.DeepSpeedEngine, batches: RepeatingLoader) -> t
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, checkpoints: Path) -> History:
-    """Restore model, optimizer, schedule, random state and data position, if there is a checkpoint; return its history."""
+    """Restore model, optimizer, schedule, random state and data position, if there is a checkpoint;
+    return its history.
+    """
     if not saved_step(checkpoints):
         return History()
     folder, client = engine.load_checkpoint(str(checkpoints))
@@ -160,7 +215,9 @@ def save(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, history: History)
                 shutil.rmtree(old)
 
 
-def train(engine: deepspeed.DeepSpeedEngine, text: Split, arguments: argparse.Namespace, end: int) -> History:
+def train(
+    engine: deepspeed.DeepSpeedEngine, text: Split, arguments: argparse.Namespace, end: int
+) -> History:
     """Train up to step `end`, validating and saving on the way."""
     checkpoints = Path(arguments.out) / "checkpoints"
     history = resume(engine, checkpoints)
@@ -191,7 +248,10 @@ def finish(model: GPT, history: History, arguments: argparse.Namespace, seconds:
     draw_curve(history, out / "loss.png")
     sample = model.eval().generate(SAMPLE_PROMPT, SAMPLE_LENGTH, seed=arguments.seed)
     (first_step, first), (last_step, last) = history.validation[0], history.validation[-1]
-    print(f"validation loss {first:.3f} at step {first_step}, {last:.3f} at step {last_step} (nats per byte)")
+    print(
+        f"validation loss {first:.3f} at step {first_step}, {last:.3f} at step {last_step} (nats "
+        "per byte)"
+    )
     print(f"curve: {out / 'loss.png'}  log: {out / 'log.json'}  checkpoint: {out / 'checkpoints'}")
     print(f"sample (prompt: its first {len(SAMPLE_PROMPT)} bytes):\n" + "-" * 72)
     print(sample.decode("utf-8", errors="replace"))
@@ -212,7 +272,13 @@ def main() -> None:
     text = load_text(arguments.data)
     device = torch.device(get_accelerator().current_device_name())
     wide = half_products_are_slow(DTYPES[arguments.precision], device)
-    size = GPTConfig(arguments.layers, arguments.width, arguments.width // 32, arguments.context, wide_products=wide)
+    size = GPTConfig(
+        arguments.layers,
+        arguments.width,
+        arguments.width // 32,
+        arguments.context,
+        wide_products=wide,
+    )
     model = GPT(size)
     done = saved_step(checkpoints)
     if arguments.resume and not done:
@@ -227,8 +293,9 @@ def main() -> None:
     )
     if dist.get_rank() == 0:
         print(
-            f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.train):,} bytes of text, "
-            f"{dist.get_world_size()} processes on {device}, ZeRO-{arguments.stage}, {arguments.precision}"
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.train):,} bytes "
+            f"of text, {dist.get_world_size()} processes on {device}, ZeRO-{arguments.stage}, "
+            f"{arguments.precision}"
             + (", products in fp32 (this processor is slow at others)" if wide else ""),
             flush=True,
         )

@@ -1,6 +1,8 @@
-"""Builder of the asynchronous file I/O op (`deepspeed.ops.aio`), which this release does not carry yet.
+"""Builder of the asynchronous file I/O op (`deepspeed.ops.aio`), which this release does not carry
+yet.
 
-Owns: the op's name and the reason why it is not compatible, so that programs which probe for it get an answer.
+Owns: the op's name and the reason why it is not compatible, so that programs which probe for it get
+an answer.
 """
 
 from .builder import OpBuilder
@@ -21,4 +23,7 @@ class AsyncIOBuilder(OpBuilder):
         return []
 
     def _incompatibility(self) -> str | None:
-        return "NVMe offload and its async_io op come in a later release; use offload device 'cpu' or 'none'"
+        return (
+            "NVMe offload and its async_io op come in a later release; use offload device 'cpu' or "
+            "'none'"
+        )

@@ -1,11 +1,12 @@
 """How one native op is compiled, cached and loaded.
 
-Owns: the builder base class, the build cache, and the lock around a build. Does not own: any op; each has a file of
-its own beside this one. Called by: `deepspeed.ops`, the accelerators' `create_op_builder`, and `setup.py`.
+Owns: the builder base class, the build cache, and the lock around a build. Does not own: any op;
+each has a file of its own beside this one. Called by: `deepspeed.ops`, the accelerators'
+`create_op_builder`, and `setup.py`.
 
-This folder is importable under two names: `op_builder` in a source tree (for `setup.py`, without torch) and
-`deepspeed.ops.op_builder` (a link to it in a checkout, a copy in a wheel). Modules here therefore import only each
-other and the standard library at the top.
+This folder is importable under two names: `op_builder` in a source tree (for `setup.py`, without
+torch) and `deepspeed.ops.op_builder` (a link to it in a checkout, a copy in a wheel). Modules here
+therefore import only each other and the standard library at the top.
 """
 
 import contextlib
@@ -43,13 +44,16 @@ class OpBuildError(RuntimeError):
 
 
 class OpBuilder(ABC):
-    """One native op: its sources, its flags, whether this machine can build it, and its loaded module.
+    """One native op: its sources, its flags, whether this machine can build it, and its loaded
+    module.
 
-    Protocol: `is_compatible()` never compiles; `load()` returns the op's module, from this process, from the wheel,
-    from the cache, or after a build, in that order; `builder()` is for `setup.py` alone.
+    Protocol: `is_compatible()` never compiles; `load()` returns the op's module, from this process,
+    from the wheel, from the cache, or after a build, in that order; `builder()` is for `setup.py`
+    alone.
 
     Attributes:
-        BUILD_VAR: environment variable that concerns this op alone (`DS_BUILD_<OP>`); "0" switches the op off.
+        BUILD_VAR: environment variable that concerns this op alone (`DS_BUILD_<OP>`); "0" switches
+            the op off.
         NAME: key of the op in `ALL_OPS` and `deepspeed.ops.__compatible_ops__`.
         name: same as NAME on an instance, unless the constructor was given another.
         error_log: why the last `is_compatible()` said no; None after a yes.
@@ -65,7 +69,9 @@ class OpBuilder(ABC):
 
     @abstractmethod
     def absolute_name(self) -> str:
-        """Return the dotted name under which a prebuilt op stands, e.g. `deepspeed.ops.adam.cpu_adam_op`."""
+        """Return the dotted name under which a prebuilt op stands, e.g.
+        `deepspeed.ops.adam.cpu_adam_op`.
+        """
 
     @abstractmethod
     def sources(self) -> list[str]:
@@ -99,7 +105,9 @@ class OpBuilder(ABC):
         return self.error_log is None
 
     def _incompatibility(self) -> str | None:
-        """Return why the op cannot be used here, or None. Ops extend this with their own requirements."""
+        """Return why the op cannot be used here, or None. Ops extend this with their own
+        requirements.
+        """
         if self.BUILD_VAR and os.environ.get(self.BUILD_VAR) == "0":
             return f"{self.BUILD_VAR}=0 switches it off"
         if self.is_prebuilt():
@@ -110,7 +118,9 @@ class OpBuilder(ABC):
         return f"source files are missing: {', '.join(missing)}" if missing else None
 
     def is_prebuilt(self) -> bool:
-        """Say whether the installed package carries this op compiled (a wheel made with DS_BUILD_OPS=1)."""
+        """Say whether the installed package carries this op compiled (a wheel made with
+        DS_BUILD_OPS=1).
+        """
         try:
             return importlib.util.find_spec(self.absolute_name()) is not None
         except ModuleNotFoundError:
@@ -130,7 +140,9 @@ class OpBuilder(ABC):
         if key not in self._loaded:
             if not self.is_compatible():
                 raise OpBuildError(f"op {self.name} cannot be used here: {self.error_log}")
-            self._loaded[key] = importlib.import_module(key) if self.is_prebuilt() else self.jit_load(verbose)
+            self._loaded[key] = (
+                importlib.import_module(key) if self.is_prebuilt() else self.jit_load(verbose)
+            )
         return self._loaded[key]
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
@@ -148,13 +160,17 @@ class OpBuilder(ABC):
         loader = importlib.machinery.ExtensionFileLoader(self.name, str(library))
         spec = importlib.util.spec_from_file_location(self.name, library, loader=loader)
         if spec is None:
-            raise OpBuildError(f"op {self.name}: {library} is no extension module; remove it and try again")
+            raise OpBuildError(
+                f"op {self.name}: {library} is no extension module; remove it and try again"
+            )
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
         return module
 
     def builder(self) -> "Extension":
-        """Return the setuptools extension that builds this op ahead of time, under `absolute_name()`."""
+        """Return the setuptools extension that builds this op ahead of time, under
+        `absolute_name()`.
+        """
         # optional: setuptools is a build requirement only
         from setuptools import Extension
 
@@ -168,7 +184,9 @@ class OpBuilder(ABC):
         )
 
     def compiler(self) -> list[str] | None:
-        """Return the C++ compiler's command line ($CXX, else the first of c++, g++, clang++), or None."""
+        """Return the C++ compiler's command line ($CXX, else the first of c++, g++, clang++), or
+        None.
+        """
         if os.environ.get("CXX"):
             command = shlex.split(os.environ["CXX"])
             return command if shutil.which(command[0]) else None
@@ -184,7 +202,9 @@ class OpBuilder(ABC):
     def _command(self, output: Path) -> list[str]:
         compiler = self.compiler()
         if compiler is None:
-            raise OpBuildError(f"op {self.name}: no C++ compiler found; install g++ or clang++, or set CXX")
+            raise OpBuildError(
+                f"op {self.name}: no C++ compiler found; install g++ or clang++, or set CXX"
+            )
         includes = [sysconfig.get_path("include"), *map(str, self._resolved(self.include_paths()))]
         return [
             *compiler,
@@ -204,10 +224,14 @@ class OpBuilder(ABC):
         command = self._command(Path("out"))
         for part in (*command, compiler_version(*(self.compiler() or [])), sys.version):
             digest.update(part.encode() + b"\0")
-        headers = [file for folder in self._resolved(self.include_paths()) for file in folder.rglob("*.h*")]
+        headers = [
+            file for folder in self._resolved(self.include_paths()) for file in folder.rglob("*.h*")
+        ]
         for path in [*self._resolved(self.sources()), *sorted(headers)]:
             digest.update(path.read_bytes() + b"\0")
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed" / "ops"
+        default = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed" / "ops"
+        )
         return Path(os.environ.get(CACHE_ENV) or default) / f"{self.name}-{digest.hexdigest()[:16]}"
 
     def _compile(self, library: Path, verbose: bool) -> None:
@@ -225,7 +249,8 @@ class OpBuilder(ABC):
                     f"op {self.name}: the compiler exited with {result.returncode}\n"
                     f"command: {shlex.join(self._command(output))}\n{result.stderr}"
                 )
-            # A rename that reaches the disk before the data does would leave an empty library after a power cut.
+            # A rename that reaches the disk before the data does would leave an empty library after
+            # a power cut.
             with open(output, "rb") as built:
                 os.fsync(built.fileno())
             os.replace(output, library)
@@ -240,7 +265,10 @@ def compiler_version(*command: str) -> str:
     """
     result = subprocess.run([*command, "--version"], capture_output=True, text=True)
     if result.returncode != 0:
-        raise OpBuildError(f"{shlex.join(command)} --version exited with {result.returncode}; set CXX to a C++ compiler")
+        raise OpBuildError(
+            f"{shlex.join(command)} --version exited with {result.returncode}; set CXX to a C++ "
+            "compiler"
+        )
     return result.stdout
 
 
@@ -248,11 +276,13 @@ def compiler_version(*command: str) -> str:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path` between processes.
 
-    The kernel owns the lock through the open descriptor, so a killed holder releases it: the file that stays behind
-    means nothing. (Locks made of a file's existence are what leaves a cluster hanging after one killed build.)
+    The kernel owns the lock through the open descriptor, so a killed holder releases it: the file
+    that stays behind means nothing. (Locks made of a file's existence are what leaves a cluster
+    hanging after one killed build.)
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not inheritable (Python's default): a compiler that outlives its parent must not keep the lock.
+    # Not inheritable (Python's default): a compiler that outlives its parent must not keep the
+    # lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
 """Builders of the optimizers' updates on the host: Adam, Adagrad and Lion.
 
-Owns: names, sources and flags of those ops. Does not own: their callers (`deepspeed/ops/host_optimizer.py`), nor how ops are built.
+Owns: names, sources and flags of those ops. Does not own: their callers
+(`deepspeed/ops/host_optimizer.py`), nor how ops are built.
 """
 
 import sysconfig
@@ -10,14 +11,17 @@ from .builder import OpBuilder
 
 
 class CPUOptimizerBuilder(OpBuilder):
-    """What the three ops have in common: one source each, in plain C++ against Python's own headers, with OpenMP."""
+    """What the three ops have in common: one source each, in plain C++ against Python's own
+    headers, with OpenMP.
+    """
 
     def include_paths(self) -> list[str]:
         """Return the folder from which sources name each other."""
         return ["csrc"]
 
     def cxx_args(self) -> list[str]:
-        """Return flags that leave every operation rounded by itself: results do not depend on the instruction set.
+        """Return flags that leave every operation rounded by itself: results do not depend on the
+        instruction set.
 
         None of them chooses an instruction set; the op holds all of them and chooses when it runs.
         """
@@ -32,7 +36,11 @@ class CPUOptimizerBuilder(OpBuilder):
         if reason or self.is_prebuilt():
             return reason
         header = Path(sysconfig.get_path("include")) / "Python.h"
-        return None if header.is_file() else f"{header} is missing; install Python's development files (python3-dev)"
+        return (
+            None
+            if header.is_file()
+            else f"{header} is missing; install Python's development files (python3-dev)"
+        )
 
 
 class CPUAdamBuilder(CPUOptimizerBuilder):

@@ -1,4 +1,5 @@
-"""Train a few steps with an installed deepspeed and check that the loss falls; CI runs this against the wheel.
+"""Train a few steps with an installed deepspeed and check that the loss falls; CI runs this against
+the wheel.
 
 Run it through a launcher: `deepspeed --num_gpus 2 scripts/wheel_smoke.py`.
 """
@@ -21,9 +22,16 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, default=0)
     parser.parse_args()
     if deepspeed.__version__ != version("deepspeed"):
-        print(f"deepspeed says {deepspeed.__version__}, its metadata {version('deepspeed')}", file=sys.stderr)
+        print(
+            f"deepspeed says {deepspeed.__version__}, its metadata {version('deepspeed')}",
+            file=sys.stderr,
+        )
         return 1
-    if Path(deepspeed.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent / "deepspeed"):
+    if (
+        Path(deepspeed.__file__)
+        .resolve()
+        .is_relative_to(Path(__file__).resolve().parent.parent / "deepspeed")
+    ):
         print(f"deepspeed comes from the checkout: {deepspeed.__file__}", file=sys.stderr)
         return 1
 
@@ -34,7 +42,9 @@ def main() -> int:
         "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
         "zero_optimization": {"stage": 2},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     inputs = torch.randn(4, 8, device=engine.device)
     losses = []
     for _ in range(NUM_STEPS):

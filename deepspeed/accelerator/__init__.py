@@ -1,4 +1,6 @@
-"""The device seam: everything the rest of the package knows about a device goes through `get_accelerator()`."""
+"""The device seam: everything the rest of the package knows about a device goes through
+`get_accelerator()`.
+"""
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.real_accelerator import (
@@ -7,4 +9,9 @@ from deepspeed.accelerator.real_accelerator import (
     set_accelerator,
 )
 
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+__all__ = [
+    "DeepSpeedAccelerator",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+]

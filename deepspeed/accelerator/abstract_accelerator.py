@@ -1,7 +1,8 @@
 """What a device has to offer to the rest of the package.
 
-`DeepSpeedAccelerator` is the contract; one subclass per kind of device lives beside this file. Nothing outside of
-`deepspeed.accelerator` may name a kind of device: it asks the object that `get_accelerator()` returns.
+`DeepSpeedAccelerator` is the contract; one subclass per kind of device lives beside this file.
+Nothing outside of `deepspeed.accelerator` may name a kind of device: it asks the object that
+`get_accelerator()` returns.
 """
 
 import abc
@@ -17,7 +18,8 @@ from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 
 
 class DeepSpeedAccelerator(abc.ABC):
-    """One kind of device: its identity, memory, streams, random state, numeric formats and build tools.
+    """One kind of device: its identity, memory, streams, random state, numeric formats and build
+    tools.
 
     ``device_index`` always means the local ordinal; None is the current device. Sizes are bytes.
 
@@ -32,7 +34,7 @@ class DeepSpeedAccelerator(abc.ABC):
         self._communication_backend_name: str = ""
         self._compile_backend: str = "inductor"
 
-    # -- how the device behaves ---------------------------------------------------------------------------------
+    # -- how the device behaves --------------------------------------------------------------------
 
     @abc.abstractmethod
     def is_synchronized_device(self) -> bool:
@@ -43,7 +45,9 @@ class DeepSpeedAccelerator(abc.ABC):
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether the device orders a read after the write it depends on, whatever streams they were issued on."""
+        """Whether the device orders a read after the write it depends on, whatever streams they
+        were issued on.
+        """
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
@@ -52,10 +56,12 @@ class DeepSpeedAccelerator(abc.ABC):
 
     @property
     def defers_collectives(self) -> bool:
-        """Whether collectives are only issued when called and run by the device's own schedule, also over host backends."""
+        """Whether collectives are only issued when called and run by the device's own schedule,
+        also over host backends.
+        """
         return False
 
-    # -- identity -----------------------------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def device_name(self, device_index: int | None = None) -> str:
@@ -89,7 +95,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def is_available(self) -> bool:
         """Whether the device can be used here. Does not initialize it."""
 
-    # -- random numbers -----------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def random(self) -> ModuleType:
@@ -119,7 +125,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def default_generator(self, device_index: int) -> torch.Generator:
         """The device's default generator."""
 
-    # -- streams ------------------------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -146,17 +152,23 @@ class DeepSpeedAccelerator(abc.ABC):
     def name_stream(self, stream: Any, name: str) -> None:  # noqa: B027  streams of most devices have no names
         """Say what a stream is for: reports call it so where the device lets streams have names."""
 
-    def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[CollectiveTracing | None]:
-        """A context manager within which `tracer` hears of every launch, wait and allocation of this thread.
+    def trace_streams(
+        self, tracer: StreamTracer
+    ) -> AbstractContextManager[CollectiveTracing | None]:
+        """A context manager within which `tracer` hears of every launch, wait and allocation of
+        this thread.
 
         It gives None, or whom to tell of collectives where their backend orders them by itself.
 
         Raises:
             RuntimeError: this device has no streams.
         """
-        raise RuntimeError(f"{self._name} has no streams to trace; set DS_ACCELERATOR=sim to trace a simulated device's")
+        raise RuntimeError(
+            f"{self._name} has no streams to trace; set DS_ACCELERATOR=sim to trace a simulated "
+            "device's"
+        )
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def empty_cache(self) -> None:
@@ -210,7 +222,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that could be allocated now."""
 
-    # -- numeric formats ----------------------------------------------------------------------------------------
+    # -- numeric formats ---------------------------------------------------------------------------
 
     @abc.abstractmethod
     def is_bf16_supported(self) -> bool:
@@ -263,7 +275,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def LongTensor(self) -> Any:
         """Makes an int64 tensor on the device."""
 
-    # -- profiling, communication, compilation, graphs ----------------------------------------------------------
+    # -- profiling, communication, compilation, graphs ---------------------------------------------
 
     @abc.abstractmethod
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
@@ -294,7 +306,9 @@ class DeepSpeedAccelerator(abc.ABC):
         """An empty graph for `capture_to_graph`, or None where the device has no graphs."""
 
     @abc.abstractmethod
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """A context manager that captures the work issued under it into ``graph``."""
 
     @abc.abstractmethod
@@ -316,19 +330,24 @@ class DeepSpeedAccelerator(abc.ABC):
 
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"compile backend {backend!r} is unknown on {self._name}; torch offers {known}")
+            raise ValueError(
+                f"compile backend {backend!r} is unknown on {self._name}; torch offers {known}"
+            )
         self._compile_backend = backend
 
-    # -- host memory --------------------------------------------------------------------------------------------
+    # -- host memory -------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """A page-locked host tensor like ``tensor``.
 
         Args:
             tensor: a host tensor.
             make_copy: copy the contents; False leaves them undefined, for staging buffers.
-            match_shape: keep the shape; False allows a flat tensor with the same number of elements.
+            match_shape: keep the shape; False allows a flat tensor with the same number of
+                elements.
         """
 
     @abc.abstractmethod
@@ -343,7 +362,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on this kind of device."""
 
-    # -- native operators ---------------------------------------------------------------------------------------
+    # -- native operators --------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
         """The module in which this device's operator builders are defined."""
@@ -351,7 +370,8 @@ class DeepSpeedAccelerator(abc.ABC):
 
     def get_op_builder(self, class_name: str) -> Any:
         """The operator builder class of that name, or None when this device has none."""
-        # startup: builders pull in the compiler machinery, which training without native operators never needs.
+        # startup: builders pull in the compiler machinery, which training without native operators
+        # never needs.
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
     def create_op_builder(self, class_name: str) -> Any:
@@ -366,7 +386,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
         return BuildExtension
 
-    # -- environment --------------------------------------------------------------------------------------------
+    # -- environment -------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def export_envs(self) -> list[str]:
@@ -376,7 +396,11 @@ class DeepSpeedAccelerator(abc.ABC):
     def visible_devices_envs(self) -> list[str]:
         """The environment variables that restrict which devices a process sees."""
 
-    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Write the device ordinals into every variable of `visible_devices_envs` of ``current_env``."""
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: list[int]
+    ) -> None:
+        """Write the device ordinals into every variable of `visible_devices_envs` of
+        ``current_env``.
+        """
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(str(index) for index in local_accelerator_ids)

@@ -1,7 +1,8 @@
 """The host as an accelerator.
 
-Owns what "device" means when there is none: memory is the process's resident set, streams are the always-idle
-objects of `host_streams`, pinning is the identity. It starts no threads and initializes nothing.
+Owns what "device" means when there is none: memory is the process's resident set, streams are the
+always-idle objects of `host_streams`, pinning is the identity. It starts no threads and initializes
+nothing.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 
-# One object for every query: code that collects the streams it has used in a set must find one element here.
+# One object for every query: code that collects the streams it has used in a set must find one
+# element here.
 _HOST_STREAM = HostStream()
 
 ONECCL_MODULE = "oneccl_bindings_for_pytorch"
@@ -42,7 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def is_synchronized_device(self) -> bool:
         return True
 
-    # -- identity -----------------------------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cpu"
@@ -69,7 +71,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def is_available(self) -> bool:
         return True
 
-    # -- random numbers -----------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
         return torch.random
@@ -92,7 +94,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         return torch.default_generator
 
-    # -- streams ------------------------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
@@ -111,7 +113,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def default_stream(self, device_index: int | None = None) -> HostStream:
         return _HOST_STREAM
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         """The host allocator keeps no cache of ours."""
@@ -172,13 +174,15 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
         return int(psutil.virtual_memory().available)
 
-    # -- numeric formats ----------------------------------------------------------------------------------------
+    # -- numeric formats ---------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return True
 
     def is_fp16_supported(self) -> bool:
-        """True: torch computes matrix products, reductions and optimizer steps in float16 on the host."""
+        """True: torch computes matrix products, reductions and optimizer steps in float16 on the
+        host.
+        """
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -212,7 +216,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def LongTensor(self) -> Any:
         return torch.LongTensor
 
-    # -- profiling, compilation, graphs -------------------------------------------------------------------------
+    # -- profiling, compilation, graphs ------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """The host has no range profiler; torch.profiler sees `record_function` instead."""
@@ -229,17 +233,23 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def create_graph(self) -> None:
         return None
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """The host has no graphs: the work under the context manager just runs."""
         return contextlib.nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
         """The host has no graphs: see `capture_to_graph`."""
 
-    # -- host memory --------------------------------------------------------------------------------------------
+    # -- host memory -------------------------------------------------------------------------------
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """The tensor itself: nothing copies from host memory to a device here, so there is nothing to lock for."""
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """The tensor itself: nothing copies from host memory to a device here, so there is nothing
+        to lock for.
+        """
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -248,7 +258,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    # -- environment --------------------------------------------------------------------------------------------
+    # -- environment -------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
         return []

@@ -1,7 +1,7 @@
 """NVIDIA GPUs, and AMD GPUs through ROCm: torch offers both as `torch.cuda`.
 
-Nothing here initializes the driver before the first call that needs a device: a process that has done so cannot fork
-workers.
+Nothing here initializes the driver before the first call that needs a device: a process that has
+done so cannot fork workers.
 """
 
 import sys
@@ -26,24 +26,29 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self._name = "cuda"
-        self._communication_backend_name = "gloo" if sys.platform == "win32" else "nccl"  # NCCL is not built there
+        # NCCL is not built there
+        self._communication_backend_name = "gloo" if sys.platform == "win32" else "nccl"
 
     def _is_rocm(self) -> bool:
         return torch.version.hip is not None
 
     def is_available(self) -> bool:
-        """Whether there is a device. Counted through the management library, which leaves the driver untouched."""
+        """Whether there is a device. Counted through the management library, which leaves the
+        driver untouched.
+        """
         if torch.version.cuda is None and not self._is_rocm():
             return False
         return torch.cuda.device_count() > 0
 
-    # -- numeric formats, compilation ---------------------------------------------------------------------------
+    # -- numeric formats, compilation --------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return self.is_available() and bool(torch.cuda.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        return self._is_rocm() or (self.is_available() and torch.cuda.get_device_capability() >= FIRST_FP16_CAPABILITY)
+        return self._is_rocm() or (
+            self.is_available() and torch.cuda.get_device_capability() >= FIRST_FP16_CAPABILITY
+        )
 
     def supported_dtypes(self) -> list[torch.dtype]:
         if not self.is_available():
@@ -56,7 +61,7 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
             return False
         return self._is_rocm() or torch.cuda.get_device_capability()[0] >= FIRST_TRITON_MAJOR
 
-    # -- streams ------------------------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     def trace_streams(self, tracer: StreamTracer) -> AbstractContextManager[CollectiveTracing]:
         # startup: only the stream checker needs it.
@@ -64,7 +69,7 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
 
         return traced(CudaTrace(tracer))
 
-    # -- profiling ----------------------------------------------------------------------------------------------
+    # -- profiling ---------------------------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
         """Open an NVTX (roctx) range; a domain or category is shown before its name."""
@@ -74,19 +79,25 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
     def range_pop(self, domain: str | None = None) -> Any:
         return torch.cuda.nvtx.range_pop()
 
-    # -- graphs -------------------------------------------------------------------------------------------------
+    # -- graphs ------------------------------------------------------------------------------------
 
     def create_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         return torch.cuda.graph(graph, pool, stream)
 
     def replay_graph(self, graph: Any) -> None:
         graph.replay()
 
-    # -- environment --------------------------------------------------------------------------------------------
+    # -- environment -------------------------------------------------------------------------------
 
     def visible_devices_envs(self) -> list[str]:
         """CUDA's variable; ROCm reads it too, and its own first."""
-        return ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] if self._is_rocm() else ["CUDA_VISIBLE_DEVICES"]
+        return (
+            ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+            if self._is_rocm()
+            else ["CUDA_VISIBLE_DEVICES"]
+        )

@@ -1,11 +1,15 @@
-"""What happens on real streams, told to a `StreamTracer`: CUDA's side of `DeepSpeedAccelerator.trace_streams`.
+"""What happens on real streams, told to a `StreamTracer`: CUDA's side of
+`DeepSpeedAccelerator.trace_streams`.
 
-Operators are seen by a dispatch mode (backward's too: autograd's threads inherit it); events, waits, synchronizations and
-allocations through torch's own trace of GPU calls, so that those of autograd's and NCCL's C++ code are seen as well. Not seen:
-kernels that no operator stands for (Triton kernels of compiled code, graph replays), and the host's reads of page-locked memory
-through `numpy` or `tolist`. Handles are those of one device; a process that works on several needs a tracer per device.
+Operators are seen by a dispatch mode (backward's too: autograd's threads inherit it); events,
+waits, synchronizations and allocations through torch's own trace of GPU calls, so that those of
+autograd's and NCCL's C++ code are seen as well. Not seen: kernels that no operator stands for
+(Triton kernels of compiled code, graph replays), and the host's reads of page-locked memory through
+`numpy` or `tolist`. Handles are those of one device; a process that works on several needs a tracer
+per device.
 
-torch cannot switch its trace off again: after the first use, GPU calls of this process go through empty lists of callbacks.
+torch cannot switch its trace off again: after the first use, GPU calls of this process go through
+empty lists of callbacks.
 """
 
 from __future__ import annotations
@@ -24,10 +28,14 @@ from deepspeed.accelerator import operators
 from deepspeed.accelerator.stream_trace import Access, StreamTracer
 
 UNKNOWN_SIZE = 2**62
-"""torch tells the address of an allocation only; as a write it covers whatever is accessed there later."""
+"""torch tells the address of an allocation only; as a write it covers whatever is accessed there
+later.
+"""
 
 COLLECTIVES = "c10d"
-"""Namespace of torch's collectives. They run on streams of their own and are told by `CudaTrace.collective`."""
+"""Namespace of torch's collectives. They run on streams of their own and are told by
+`CudaTrace.collective`.
+"""
 
 Address = int
 Handle = int
@@ -56,7 +64,9 @@ class IssuedCollective:
         current_stream: The stream that is current when asked.
     """
 
-    def __init__(self, tracer: StreamTracer, stream: Hashable, current_stream: Callable[[], Hashable]) -> None:
+    def __init__(
+        self, tracer: StreamTracer, stream: Hashable, current_stream: Callable[[], Hashable]
+    ) -> None:
         self._tracer = tracer
         self._current_stream = current_stream
         self._done = EventHandle()
@@ -85,7 +95,10 @@ class CudaTrace:
     """
 
     def __init__(
-        self, tracer: StreamTracer, current_handle: Callable[[], Handle] = _current_handle, device_type: str = "cuda"
+        self,
+        tracer: StreamTracer,
+        current_handle: Callable[[], Handle] = _current_handle,
+        device_type: str = "cuda",
     ) -> None:
         self._tracer = tracer
         self._current_handle = current_handle
@@ -112,25 +125,35 @@ class CudaTrace:
         return self._events.setdefault(handle, EventHandle())
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
-        # Fake and wrapper tensors have no memory of their own; what they stand for is dispatched again.
+        # Fake and wrapper tensors have no memory of their own; what they stand for is dispatched
+        # again.
         is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        return is_plain and tensor.device.type == self._device_type and tensor.layout == torch.strided
+        return (
+            is_plain and tensor.device.type == self._device_type and tensor.layout == torch.strided
+        )
 
     def _storage(self, tensor: torch.Tensor) -> int:
         address = tensor.untyped_storage().data_ptr()
         # Memory that is older than the trace gets its number when it is first seen.
-        return self._storages.get(address) or self._storages.setdefault(address, next(self._serials))
+        return self._storages.get(address) or self._storages.setdefault(
+            address, next(self._serials)
+        )
 
     def _accesses(self, tensors: Sequence[torch.Tensor], writes: bool) -> list[Access]:
-        return [access for tensor in tensors if self._on_device(tensor) for access in _split(tensor, self._storage(tensor), writes)]
+        return [
+            access
+            for tensor in tensors
+            if self._on_device(tensor)
+            for access in _split(tensor, self._storage(tensor), writes)
+        ]
 
     # Operators
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Tell of an operator and call it.
 
-        Arguments are told before the call, because the operator may synchronize before it returns; fresh results after it,
-        because only then they exist.
+        Arguments are told before the call, because the operator may synchronize before it returns;
+        fresh results after it, because only then they exist.
         """
         if func is torch.ops.aten.record_stream.default:
             self._tracer.stream_recorded(self._storage(args[0]), self._stream(_handle_of(args[1])))
@@ -143,7 +166,9 @@ class CudaTrace:
         given = self._accesses(reads, False) + self._accesses(writes, True)
         if given:
             if is_asynchronous:
-                given += self._host_accesses(reads, False, register=True) + self._host_accesses(writes, True, register=True)
+                given += self._host_accesses(reads, False, register=True) + self._host_accesses(
+                    writes, True, register=True
+                )
             self._tracer.launched(name, self.current_stream(), given)
         elif self._host_storages:
             self._host_operator(name, reads, writes)
@@ -151,7 +176,9 @@ class CudaTrace:
         self._results(name, [*reads, *writes], result, is_asynchronous and bool(given))
         return result
 
-    def _results(self, name: str, given: Sequence[torch.Tensor], result: Any, is_asynchronous: bool) -> None:
+    def _results(
+        self, name: str, given: Sequence[torch.Tensor], result: Any, is_asynchronous: bool
+    ) -> None:
         results = list(operators.tensors_in(result))
         known = {tensor.untyped_storage()._cdata for tensor in given} if results else set()
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
@@ -161,13 +188,21 @@ class CudaTrace:
         if accesses:
             self._tracer.launched(name, self.current_stream(), accesses)
 
-    def _host_operator(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        accesses = self._host_accesses(reads, False, register=False) + self._host_accesses(writes, True, register=False)
+    def _host_operator(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        accesses = self._host_accesses(reads, False, register=False) + self._host_accesses(
+            writes, True, register=False
+        )
         if accesses:
             self._tracer.host_accessed(name, accesses)
 
-    def _host_accesses(self, tensors: Sequence[torch.Tensor], writes: bool, register: bool) -> list[Access]:
-        """Accesses to page-locked memory; with pageable memory, CUDA copies before the call returns."""
+    def _host_accesses(
+        self, tensors: Sequence[torch.Tensor], writes: bool, register: bool
+    ) -> list[Access]:
+        """Accesses to page-locked memory; with pageable memory, CUDA copies before the call
+        returns.
+        """
         found: list[Access] = []
         for tensor in tensors:
             if tensor.device.type != "cpu" or self._device_type == "cpu":
@@ -178,15 +213,21 @@ class CudaTrace:
                 del self._host_storages[address]
                 known = None
             if known is None and register and tensor.is_pinned():
-                known = self._host_storages[address] = (StorageWeakRef(tensor.untyped_storage()), next(self._serials))
+                known = self._host_storages[address] = (
+                    StorageWeakRef(tensor.untyped_storage()),
+                    next(self._serials),
+                )
             if known is not None:
                 found += _split(tensor, known[1], writes)
         return found
 
     # Collectives
 
-    def collective(self, name: str, group: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> IssuedCollective:
-        """Tell of a collective that is about to be issued: on the group's stream, after the work of the current one.
+    def collective(
+        self, name: str, group: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> IssuedCollective:
+        """Tell of a collective that is about to be issued: on the group's stream, after the work of
+        the current one.
 
         Args:
             name: Which.
@@ -197,7 +238,9 @@ class CudaTrace:
         issued = EventHandle()
         self._tracer.event_recorded(issued, self.current_stream())
         self._tracer.event_waited(issued, stream)
-        self._tracer.launched(name, stream, self._accesses(reads, False) + self._accesses(writes, True))
+        self._tracer.launched(
+            name, stream, self._accesses(reads, False) + self._accesses(writes, True)
+        )
         for tensor in filter(self._on_device, (*reads, *writes)):
             # torch keeps a collective's tensors itself until it is done.
             self._tracer.stream_recorded(self._storage(tensor), stream)
@@ -259,7 +302,9 @@ class CudaTrace:
 
 @contextmanager
 def _query_tells(kind: Any, handle: str, done: Callable[[Handle], None]) -> Iterator[None]:
-    """Within it, `query()` that answers yes tells `done`: a host that has seen this knows as much as one that waited."""
+    """Within it, `query()` that answers yes tells `done`: a host that has seen this knows as much
+    as one that waited.
+    """
     query = kind.query
 
     def telling(self: Any) -> bool:
@@ -277,13 +322,20 @@ def _query_tells(kind: Any, handle: str, done: Callable[[Handle], None]) -> Iter
 
 def _split(tensor: torch.Tensor, storage: int, writes: bool) -> list[Access]:
     base = tensor.untyped_storage().data_ptr()
-    return [Access(storage, start, end, writes, base + start) for start, end in operators.byte_intervals(tensor)]
+    return [
+        Access(storage, start, end, writes, base + start)
+        for start, end in operators.byte_intervals(tensor)
+    ]
 
 
 def _handle_of(stream: Any) -> Handle:
     """The CUDA handle of a `torch.Stream`, as operators get it, or of a `torch.cuda.Stream`."""
     if not hasattr(stream, "cuda_stream"):
-        stream = torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        stream = torch.cuda.Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
     return int(stream.cuda_stream)
 
 

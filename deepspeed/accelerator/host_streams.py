@@ -1,7 +1,8 @@
 """Streams and events for devices that have none.
 
-On the host every operation is done when its call returns, so a stream is an object that is always idle and an event
-is a point in time. They exist so that the code which orders work on streams is one code for all devices.
+On the host every operation is done when its call returns, so a stream is an object that is always
+idle and an event is a point in time. They exist so that the code which orders work on streams is
+one code for all devices.
 """
 
 import time
@@ -9,9 +10,13 @@ from types import TracebackType
 
 
 class HostEvent:
-    """An event that has always happened; it keeps the wall-clock time of its last `record` for `elapsed_time`."""
+    """An event that has always happened; it keeps the wall-clock time of its last `record` for
+    `elapsed_time`.
+    """
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.enable_timing = enable_timing
         self.blocking = blocking
         self.interprocess = interprocess
@@ -38,7 +43,9 @@ class HostEvent:
             RuntimeError: one of the two was never recorded.
         """
         if self._recorded_at is None or end_event._recorded_at is None:
-            raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
+            raise RuntimeError(
+                "elapsed_time needs two recorded events; call record() on both first"
+            )
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 

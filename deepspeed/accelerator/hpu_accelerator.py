@@ -1,4 +1,6 @@
-"""Intel Gaudi through the extension `habana_frameworks`, whose module ``torch.hpu`` follows `torch.cuda`."""
+"""Intel Gaudi through the extension `habana_frameworks`, whose module ``torch.hpu`` follows
+`torch.cuda`.
+"""
 
 from collections.abc import Callable
 from typing import Any

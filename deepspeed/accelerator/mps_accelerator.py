@@ -1,7 +1,7 @@
 """Apple GPUs through `torch.mps`.
 
-There is one device and one queue: streams are the always-idle objects of `host_streams`, because every operation is
-issued in order and a host read waits for it.
+There is one device and one queue: streams are the always-idle objects of `host_streams`, because
+every operation is issued in order and a host read waits for it.
 """
 
 import contextlib
@@ -109,6 +109,8 @@ class MPS_Accelerator(TorchDeviceAccelerator):
     def is_fp64_supported(self) -> bool:
         return False
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """The tensor itself: host and device share their memory."""
         return tensor

@@ -19,7 +19,9 @@ class NPU_Accelerator(TorchDeviceAccelerator):
     @property
     def _module(self) -> Any:
         if vendor_module("torch_npu") is None:
-            raise RuntimeError("the npu accelerator needs the package torch_npu, which is not installed")
+            raise RuntimeError(
+                "the npu accelerator needs the package torch_npu, which is not installed"
+            )
         return super()._module
 
     def is_available(self) -> bool:

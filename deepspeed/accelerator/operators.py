@@ -1,7 +1,7 @@
 """Which memory an aten operator reads, writes and views, from its schema.
 
-Shared by the simulated device and by tracing on real streams. It calls no operator and keeps no tensor. What a schema doesn't say
-(statistics that batch norm updates) is in a table here.
+Shared by the simulated device and by tracing on real streams. It calls no operator and keeps no
+tensor. What a schema doesn't say (statistics that batch norm updates) is in a table here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
-# More pieces than this become fewer, larger ones: exact for columns and halves, bounded for strides through a whole matrix.
+# More pieces than this become fewer, larger ones: exact for columns and halves, bounded for strides
+# through a whole matrix.
 MAX_INTERVALS = 64
 
 # Aliases of their input although the schema promises fresh memory.
-_UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
+_UNDECLARED_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+    "aten::unsafe_chunk",
+}
 
 # Arguments that are written although the schema doesn't say so.
 _BATCH_NORM_STATISTICS = ("running_mean", "running_var")
@@ -31,17 +37,23 @@ _UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether the operator touches no memory: its results alias arguments, or it changes only an argument's sizes."""
+    """Whether the operator touches no memory: its results alias arguments, or it changes only an
+    argument's sizes.
+    """
     if func._schema.name in _UNDECLARED_VIEWS or torch.Tag.inplace_view in func.tags:
         return True
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 @cache
 def written_names(func: Any) -> tuple[str, ...]:
     """The operator's arguments that it writes."""
-    declared = tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    declared = tuple(
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     return declared + _UNDECLARED_WRITES.get(func._schema.name, ())
 
 
@@ -69,7 +81,9 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 
 def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Tensors among the arguments that the operator writes, and perhaps reads. Fresh results are not among them."""
+    """Tensors among the arguments that the operator writes, and perhaps reads. Fresh results are
+    not among them.
+    """
     names = written_names(func)
     given = arguments(func, args, kwargs) if names else {}
     return [tensor for name in names for tensor in tensors_in(given.get(name))]
@@ -78,15 +92,22 @@ def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[to
 def reads(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors among the arguments that the operator only reads."""
     names = written_names(func)
-    return [t for name, value in arguments(func, args, kwargs).items() if name not in names for t in tensors_in(value)]
+    return [
+        t
+        for name, value in arguments(func, args, kwargs).items()
+        if name not in names
+        for t in tensors_in(value)
+    ]
 
 
 def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tuple[int, int]]:
-    """The bytes of its storage that a strided tensor covers, as disjoint ascending half-open intervals.
+    """The bytes of its storage that a strided tensor covers, as disjoint ascending half-open
+    intervals.
 
     Args:
         tensor: any strided tensor.
-        limit: at most about this many intervals; a tensor in more pieces gets intervals that also cover some gaps.
+        limit: at most about this many intervals; a tensor in more pieces gets intervals that also
+            cover some gaps.
     """
     width, first = tensor.element_size(), int(tensor.storage_offset())
     relative = _element_intervals(tensor.shape, tensor.stride(), limit)
@@ -94,13 +115,17 @@ def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tup
 
 
 @lru_cache(maxsize=4096)
-def _element_intervals(shape: tuple[int, ...], strides: tuple[int, ...], limit: int) -> list[tuple[int, int]]:
+def _element_intervals(
+    shape: tuple[int, ...], strides: tuple[int, ...], limit: int
+) -> list[tuple[int, int]]:
     """As `byte_intervals`, in elements from the first one."""
     if 0 in shape:
         return []
     run = 1
     outer: list[tuple[int, int]] = []
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1 and s > 0):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(strides, shape, strict=True) if n > 1 and s > 0
+    ):
         if stride <= run and not outer:
             run += stride * (size - 1)
         else:
@@ -108,7 +133,10 @@ def _element_intervals(shape: tuple[int, ...], strides: tuple[int, ...], limit: 
     while outer and prod(size for _, size in outer) > limit:
         stride, size = outer.pop(0)
         run += stride * (size - 1)
-    starts = sorted(sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in outer)))
+    starts = sorted(
+        sum(steps)
+        for steps in product(*(range(0, stride * size, stride) for stride, size in outer))
+    )
     merged: list[tuple[int, int]] = []
     for start in starts:
         low, high = start, start + run

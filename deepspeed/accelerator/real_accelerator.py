@@ -1,8 +1,9 @@
 """Which accelerator this process uses.
 
-Owns the one process-wide accelerator object: chosen by `set_accelerator`, by the environment variable
-``DS_ACCELERATOR``, or by looking at the machine. Looking must not initialize a device: a forked worker could not use it.
-Third-party accelerators register a class under the entry-point group ``deepspeed.accelerators``.
+Owns the one process-wide accelerator object: chosen by `set_accelerator`, by the environment
+variable ``DS_ACCELERATOR``, or by looking at the machine. Looking must not initialize a device: a
+forked worker could not use it. Third-party accelerators register a class under the entry-point
+group ``deepspeed.accelerators``.
 """
 
 import importlib
@@ -14,8 +15,8 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 ACCELERATOR_ENV = "DS_ACCELERATOR"
 ENTRY_POINT_GROUP = "deepspeed.accelerators"
 
-# name -> (module, class), in the order in which a machine is searched. The host is always there, so what comes after it, the
-# simulated device, is never found but only asked for.
+# name -> (module, class), in the order in which a machine is searched. The host is always there, so
+# what comes after it, the simulated device, is never found but only asked for.
 _BUILT_IN: dict[str, tuple[str, str]] = {
     "cuda": ("deepspeed.accelerator.cuda_accelerator", "CUDA_Accelerator"),
     "xpu": ("deepspeed.accelerator.xpu_accelerator", "XPU_Accelerator"),
@@ -51,7 +52,9 @@ def _make_built_in(name: str) -> DeepSpeedAccelerator:
 
 
 def _make_plugin(point: EntryPoint) -> DeepSpeedAccelerator:
-    return _validate(point.load()(), f"entry point {point.name!r} ({point.value}) of group {ENTRY_POINT_GROUP}")
+    return _validate(
+        point.load()(), f"entry point {point.name!r} ({point.value}) of group {ENTRY_POINT_GROUP}"
+    )
 
 
 def _from_environment(name: str) -> DeepSpeedAccelerator:
@@ -62,13 +65,15 @@ def _from_environment(name: str) -> DeepSpeedAccelerator:
         return _make_plugin(plugins[name])
     known = [*_BUILT_IN, *plugins]
     raise ValueError(
-        f"{ACCELERATOR_ENV}={name} names no accelerator; use one of {known}, unset the variable, or install a "
-        f"package that registers {name!r} under the entry-point group {ENTRY_POINT_GROUP}"
+        f"{ACCELERATOR_ENV}={name} names no accelerator; use one of {known}, unset the variable, "
+        f"or install a package that registers {name!r} under the entry-point group "
+        f"{ENTRY_POINT_GROUP}"
     )
 
 
 def _detect() -> DeepSpeedAccelerator:
-    # An installed plug-in was installed for a reason: it goes first, but only on machines where it works.
+    # An installed plug-in was installed for a reason: it goes first, but only on machines where it
+    # works.
     for point in _plugins().values():
         plugin = _make_plugin(point)
         if plugin.is_available():
@@ -106,7 +111,9 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the current accelerator is one that ships with this package or is registered by a plug-in."""
+    """Whether the current accelerator is one that ships with this package or is registered by a
+    plug-in.
+    """
     current = get_accelerator()
     if current._name in _BUILT_IN:
         return True

@@ -1,7 +1,8 @@
 """`DS_ACCELERATOR=sim`: a device without hardware whose streams are as treacherous as CUDA's.
 
-Tensors are host tensors and numbers are the host's, bit for bit, as long as the program orders its work. Where it doesn't, results
-are wrong in the same way in each run. See `deepspeed.accelerator.sim` for the parts and docs/verify.md for how to use it.
+Tensors are host tensors and numbers are the host's, bit for bit, as long as the program orders its
+work. Where it doesn't, results are wrong in the same way in each run. See
+`deepspeed.accelerator.sim` for the parts and docs/verify.md for how to use it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _number(given: int | None, name: str) -> int:
         return given
     text = os.environ.get(name) or "0"
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number; set it to 0 or a positive integer, or unset it")
+        raise ValueError(
+            f"{name}={text!r} is not a number; set it to 0 or a positive integer, or unset it"
+        )
     return int(text)
 
 
@@ -43,9 +46,10 @@ class Sim_Accelerator(CPU_Accelerator):
 
     Args:
         seed: Chooses what schedules other than 0 do; None is DS_SIM_SEED, or 0.
-        schedule: 0 runs everything as late as possible, other numbers are other allowed orders; None is DS_SIM_SCHEDULE, or 0.
-        backward_streams: How many side streams gradients are accumulated on, as a compiled backward may; 0 is autograd's own
-            choice; None is DS_SIM_BACKWARD_STREAMS, or 0.
+        schedule: 0 runs everything as late as possible, other numbers are other allowed orders;
+            None is DS_SIM_SCHEDULE, or 0.
+        backward_streams: How many side streams gradients are accumulated on, as a compiled backward
+            may; 0 is autograd's own choice; None is DS_SIM_BACKWARD_STREAMS, or 0.
 
     Attributes:
         simulator: The device itself.
@@ -54,19 +58,27 @@ class Sim_Accelerator(CPU_Accelerator):
         ValueError: an environment variable is not a number.
     """
 
-    def __init__(self, seed: int | None = None, schedule: int | None = None, backward_streams: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int | None = None,
+        schedule: int | None = None,
+        backward_streams: int | None = None,
+    ) -> None:
         super().__init__()
         self._name = "sim"
         self._communication_backend_name = "gloo"
         self._compile_backend = "aot_eager"
         self.simulator = Simulator(
-            _number(seed, SEED_ENV), _number(schedule, SCHEDULE_ENV), _number(backward_streams, BACKWARD_STREAMS_ENV)
+            _number(seed, SEED_ENV),
+            _number(schedule, SCHEDULE_ENV),
+            _number(backward_streams, BACKWARD_STREAMS_ENV),
         )
         self.simulator.activate()
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        # After an error other ranks may never start what is still queued here; waiting for them would hide the error.
+        # After an error other ranks may never start what is still queued here; waiting for them
+        # would hide the error.
         if not hasattr(sys, "last_value"):
             self.simulator.close()
 
@@ -89,7 +101,7 @@ class Sim_Accelerator(CPU_Accelerator):
     def synchronize(self, device_index: int | None = None) -> None:
         self.simulator.scheduler.synchronize()
 
-    # -- streams ------------------------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
@@ -111,8 +123,8 @@ class Sim_Accelerator(CPU_Accelerator):
     def on_host(self) -> AbstractContextManager[None]:
         """Within it the host computes at once, untraced, and as fast as without a simulation.
 
-        Entering waits for the current stream, as looking at a value does. Only for tensors that nobody else uses: no other
-        stream is waited for.
+        Entering waits for the current stream, as looking at a value does. Only for tensors that
+        nobody else uses: no other stream is waited for.
         """
         return self.simulator.on_host()
 
@@ -123,7 +135,9 @@ class Sim_Accelerator(CPU_Accelerator):
         return self.simulator.trace(tracer)
 
     def backward_on_streams(self, stream_of: StreamOf) -> AbstractContextManager[None]:
-        """Within it, the gradient of a parameter is accumulated on `stream_of(parameter)`, and its hooks run there."""
+        """Within it, the gradient of a parameter is accumulated on `stream_of(parameter)`, and its
+        hooks run there.
+        """
         return self.simulator.backward_on_streams(stream_of)
 
     @property
@@ -135,10 +149,14 @@ class Sim_Accelerator(CPU_Accelerator):
     def backward_streams(self, count: int) -> None:
         self.simulator.backward.num_side_streams = count
 
-    # -- host memory --------------------------------------------------------------------------------------------
+    # -- host memory -------------------------------------------------------------------------------
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """A copy in page-locked memory: the only memory that the simulation takes for the host's."""
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """A copy in page-locked memory: the only memory that the simulation takes for the
+        host's.
+        """
         return self.simulator.allocator.pin(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -147,7 +165,7 @@ class Sim_Accelerator(CPU_Accelerator):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return not self.is_pinned(tensor)
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         self.simulator.allocator.empty_cache()
@@ -191,10 +209,18 @@ class Sim_Accelerator(CPU_Accelerator):
 
 
 @contextmanager
-def simulate(seed: int = 0, schedule: int = 0, backward_streams: int = 0) -> Iterator[Sim_Accelerator]:
-    """A simulated device that is this process's accelerator within the context; arguments as those of `Sim_Accelerator`."""
+def simulate(
+    seed: int = 0, schedule: int = 0, backward_streams: int = 0
+) -> Iterator[Sim_Accelerator]:
+    """A simulated device that is this process's accelerator within the context; arguments as those
+    of `Sim_Accelerator`.
+    """
     before = get_accelerator()
-    outer = before.simulator if isinstance(before, Sim_Accelerator) and before.simulator.is_active else None
+    outer = (
+        before.simulator
+        if isinstance(before, Sim_Accelerator) and before.simulator.is_active
+        else None
+    )
     if outer is not None:
         outer.close()  # operators go to one device at a time
     accelerator = Sim_Accelerator(seed, schedule, backward_streams)

@@ -1,7 +1,9 @@
-"""Devices whose torch module follows the interface of `torch.cuda`: CUDA itself, XPU, NPU, HPU and MPS.
+"""Devices whose torch module follows the interface of `torch.cuda`: CUDA itself, XPU, NPU, HPU and
+MPS.
 
-`TorchDeviceAccelerator` answers every question by asking that module. A subclass names it and overrides what its device does
-differently. What a module lacks is an error that names it, except for what is meaningless without it (peaks, ranges).
+`TorchDeviceAccelerator` answers every question by asking that module. A subclass names it and
+overrides what its device does differently. What a module lacks is an error that names it, except
+for what is meaningless without it (peaks, ranges).
 """
 
 import contextlib
@@ -20,7 +22,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     """An accelerator that speaks through a module like `torch.cuda`.
 
     Attributes:
-        _export_envs: prefixes of the environment variables that matter to the device and its communication library.
+        _export_envs: prefixes of the environment variables that matter to the device and its
+            communication library.
         _visible_devices_envs: the variables that restrict which devices a process sees.
     """
 
@@ -32,7 +35,10 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         """The torch module of the device; raises RuntimeError when this torch has none."""
         module = getattr(torch, self._name, None)
         if module is None:
-            raise RuntimeError(f"this torch has no torch.{self._name}; install a torch build for {self._name} devices")
+            raise RuntimeError(
+                f"this torch has no torch.{self._name}; install a torch build for {self._name} "
+                "devices"
+            )
         return module
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
@@ -43,7 +49,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    # -- identity -----------------------------------------------------------------------------------------------
+    # -- identity ----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
@@ -70,7 +76,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         module = getattr(torch, self._name, None)
         return module is not None and bool(module.is_available())
 
-    # -- random numbers -----------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------
 
     def random(self) -> ModuleType:
         return torch.random
@@ -98,7 +104,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         # The modules spell "the current device" as their own default, not as None.
         return () if device_index is None else (device_index,)
 
-    # -- streams ------------------------------------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
@@ -117,7 +123,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._module.default_stream(device_index)
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         self._module.empty_cache()
@@ -164,7 +170,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
             return int(self._module.mem_get_info(index)[0]) + idle
         return self.total_memory(index) - self.memory_allocated(index)
 
-    # -- numeric formats ----------------------------------------------------------------------------------------
+    # -- numeric formats ---------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return bool(self._call("is_bf16_supported", default=True))
@@ -218,10 +224,12 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def LongTensor(self) -> Any:
         return self._tensor_maker(torch.int64)
 
-    # -- profiling, compilation, graphs -------------------------------------------------------------------------
+    # -- profiling, compilation, graphs ------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        """This device's torch module has no ranges; torch.profiler sees `record_function` instead."""
+        """This device's torch module has no ranges; torch.profiler sees `record_function`
+        instead.
+        """
 
     def range_pop(self, domain: str | None = None) -> Any:
         """See `range_push`."""
@@ -237,16 +245,20 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         """None: this device has no graphs."""
         return None
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """This device has no graphs: the work under the context manager just runs."""
         return contextlib.nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
         """This device has no graphs: see `capture_to_graph`."""
 
-    # -- host memory --------------------------------------------------------------------------------------------
+    # -- host memory -------------------------------------------------------------------------------
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         if make_copy:
             return tensor.pin_memory()
         shape = tensor.shape if match_shape else (tensor.numel(),)
@@ -258,7 +270,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    # -- environment --------------------------------------------------------------------------------------------
+    # -- environment -------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
         return list(self._export_envs)
@@ -269,7 +281,9 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
 @functools.cache
 def vendor_module(name: str) -> ModuleType | None:
-    """A vendor's torch extension, imported, or None when it is not installed. Importing one registers its device."""
+    """A vendor's torch extension, imported, or None when it is not installed. Importing one
+    registers its device.
+    """
     # optional: vendor package.
     import importlib
     import importlib.util

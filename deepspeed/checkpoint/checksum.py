@@ -1,8 +1,10 @@
-"""The checksum of a checkpoint file: which algorithm, over what, written how. Knows no format and no folder.
+"""The checksum of a checkpoint file: which algorithm, over what, written how. Knows no format and
+no folder.
 
-XXH3 with 128 bits (https://xxhash.com), so that `xxhsum -H2` tells the same. It finds damage, not forgery: whoever can change a
-file can change its manifest. No sum of 32 bits would do: torch's own files hold CRC-32 sums, and a CRC over data with its own CRC
-in it is blind to some exchanges. SHA-256 takes a core longer (1.3 to 1.7 GB/s) than copying the file does.
+XXH3 with 128 bits (https://xxhash.com), so that `xxhsum -H2` tells the same. It finds damage, not
+forgery: whoever can change a file can change its manifest. No sum of 32 bits would do: torch's own
+files hold CRC-32 sums, and a CRC over data with its own CRC in it is blind to some exchanges.
+SHA-256 takes a core longer (1.3 to 1.7 GB/s) than copying the file does.
 """
 
 from __future__ import annotations

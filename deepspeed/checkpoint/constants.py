@@ -1,4 +1,6 @@
-"""Names in checkpoint files: keys, file prefixes and suffixes. The format is upstream's; these are its only definitions here."""
+"""Names in checkpoint files: keys, file prefixes and suffixes. The format is upstream's; these are
+its only definitions here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ NUM_EXPERTS = "num_experts"  # of each layer with experts, where there are any
 AUTOEP_LAYERS = "ds_autoep_layers"  # upstream's, in its files of models with experts
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
-# Not upstream's: version of the manifest that stands beside the file, so that a lost manifest is not taken for one that never was.
+# Not upstream's: version of the manifest that stands beside the file, so that a lost manifest is
+# not taken for one that never was.
 MANIFEST_VERSION = "manifest_version"
 
 MODEL_STATE_KEYS = frozenset(
@@ -60,7 +63,8 @@ MODEL_STATE_KEYS = frozenset(
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
-# Not upstream's: elastic files hold moments only, and a resumed run needs the rates its schedule had set.
+# Not upstream's: elastic files hold moments only, and a resumed run needs the rates its schedule
+# had set.
 BASE_OPTIMIZER_PARAM_GROUPS = "base_optimizer_param_groups"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 GROUP_PADDINGS = "group_paddings"
@@ -72,9 +76,16 @@ LOSS_SCALER = "loss_scaler"
 # Masters and loss scale of the fp16 optimizers without ZeRO
 FP32_GROUPS_FLAT = "fp32_groups_flat"
 FP32_GROUPS = "fp32_groups"
-SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
-# Not upstream's, beside optimizer state that numbers its parameters: PARAM_SHAPES per group, in the order of the numbers, and by
-# layer prefix how many ranks its experts are spread over.
+SCALER_KEYS = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "cur_hysteresis",
+)
+# Not upstream's, beside optimizer state that numbers its parameters: PARAM_SHAPES per group, in the
+# order of the numbers, and by layer prefix how many ranks its experts are spread over.
 EXPERT_GROUP_SIZES = "expert_group_sizes"
 DATA_BEFORE_EXPERTS = "use_data_before_expert_parallelism"
 
@@ -108,7 +119,9 @@ def expert_optimizer_file(expert_parallel_rank: int, model_parallel_rank: int) -
 
 
 def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:
-    """Name of the weights of one expert; layers with experts and all their experts are counted from 0."""
+    """Name of the weights of one expert; layers with experts and all their experts are counted from
+    0.
+    """
     return f"layer_{moe_layer}_expert_{expert}_mp_rank_{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
 
 

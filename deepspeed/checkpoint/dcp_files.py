@@ -1,8 +1,9 @@
-"""Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP), and reading them without running code.
+"""Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP), and
+reading them without running code.
 
-A file `NAME.pt` becomes an index, in torch's format, with everything but the tensors, and a folder `NAME.dcp` that any tool for DCP
-reads; names of tensors are their places in the file. DCP keeps its `.metadata` as a pickle: it is read with a list of classes, and
-nothing but tensors is read by it.
+A file `NAME.pt` becomes an index, in torch's format, with everything but the tensors, and a folder
+`NAME.dcp` that any tool for DCP reads; names of tensors are their places in the file. DCP keeps its
+`.metadata` as a pickle: it is read with a list of classes, and nothing but tensors is read by it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from deepspeed.checkpoint.checksum import FileRecord, file_checksum
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
 from deepspeed.checkpoint.files import DCP_FOLDER, write_file
 
-_TENSOR = "torch.distributed.checkpoint tensor"  # first item of a pair that stands for a tensor; the second is its name
+# first item of a pair that stands for a tensor; the second is its name
+_TENSOR = "torch.distributed.checkpoint tensor"
 _METADATA = ".metadata"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -39,13 +41,18 @@ _CLASSES = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
 }
 
 
-def write_dcp(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> dict[str, FileRecord]:
+def write_dcp(
+    path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS
+) -> dict[str, FileRecord]:
     """Write an index and its folder, and return once they are on disk.
 
     Args:
@@ -68,10 +75,14 @@ def write_dcp(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) 
         return (_TENSOR, name)
 
     index = pytree.tree_map_with_path(replace, content)
-    records = {path: write_file(path, {DCP_FOLDER: os.path.basename(folder), "content": index}, options)}
+    records = {
+        path: write_file(path, {DCP_FOLDER: os.path.basename(folder), "content": index}, options)
+    }
     if tensors:
         with _plain_errors():
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True)
+            dcp.save(
+                tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True
+            )
         for name in sorted(os.listdir(folder)):
             part = os.path.join(folder, name)
             records[part] = FileRecord(os.path.getsize(part), file_checksum(part))
@@ -91,9 +102,17 @@ def read_dcp(path: str, index: dict[str, Any]) -> Any:
     """
     folder = os.path.join(os.path.dirname(path), os.path.basename(index[DCP_FOLDER]))
     names: list[str] = []
-    pytree.tree_map(lambda leaf: names.append(leaf[1]) if _is_reference(leaf) else None, index["content"], is_leaf=_is_reference)
+    pytree.tree_map(
+        lambda leaf: names.append(leaf[1]) if _is_reference(leaf) else None,
+        index["content"],
+        is_leaf=_is_reference,
+    )
     tensors = _read_tensors(folder, set(names)) if names else {}
-    return pytree.tree_map(lambda leaf: tensors[leaf[1]] if _is_reference(leaf) else leaf, index["content"], is_leaf=_is_reference)
+    return pytree.tree_map(
+        lambda leaf: tensors[leaf[1]] if _is_reference(leaf) else leaf,
+        index["content"],
+        is_leaf=_is_reference,
+    )
 
 
 def _is_reference(value: Any) -> bool:
@@ -116,7 +135,9 @@ def _read_tensors(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what went wrong itself: DCP's own exception is no `Exception`, so nobody who reports errors would see it."""
+    """Raise what went wrong itself: DCP's own exception is no `Exception`, so nobody who reports
+    errors would see it.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
@@ -130,7 +151,9 @@ class _Reader(dcp.FileSystemReader):
         """See base class."""
         metadata = _Unpickler(io.BytesIO(Path(self.path, _METADATA).read_bytes())).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{os.path.join(self.path, _METADATA)} holds {type(metadata).__name__}, no metadata")
+            raise pickle.UnpicklingError(
+                f"{os.path.join(self.path, _METADATA)} holds {type(metadata).__name__}, no metadata"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -1,7 +1,9 @@
-"""`DeepSpeedCheckpoint`: upstream's view of a checkpoint folder, by pipeline stage, tensor-parallel and data-parallel rank.
+"""`DeepSpeedCheckpoint`: upstream's view of a checkpoint folder, by pipeline stage, tensor-parallel
+and data-parallel rank.
 
-For scripts that look files up. Upstream's methods that know the layers of one model (embedding, transformer and final norm of
-Megatron's) are not here. Parameters by name are `whole_state`'s, a universal checkpoint `ds_to_universal`'s.
+For scripts that look files up. Upstream's methods that know the layers of one model (embedding,
+transformer and final norm of Megatron's) are not here. Parameters by name are `whole_state`'s, a
+universal checkpoint `ds_to_universal`'s.
 """
 
 from __future__ import annotations
@@ -33,13 +35,23 @@ class DeepSpeedCheckpoint:
         CheckpointError: The first model file is missing or damaged.
     """
 
-    def __init__(self, dir: str, tp_degree: int | None = None, pp_degree: int | None = None, dp_degree: int | None = None) -> None:
+    def __init__(
+        self,
+        dir: str,
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        dp_degree: int | None = None,
+    ) -> None:
         self.dir = dir
         self._model: Mapping[str, Any] = read_file(os.path.join(dir, keys.model_file(0)), mmap=True)
         self.original_tp_degree = tensor_degree(self._model)
-        self.original_pp_degree = int(self._model.get(keys.MP_WORLD_SIZE, 1)) // self.original_tp_degree
+        self.original_pp_degree = (
+            int(self._model.get(keys.MP_WORLD_SIZE, 1)) // self.original_tp_degree
+        )
         self.original_dp_degree = int(self._model.get(keys.DP_WORLD_SIZE, 1))
-        self.original_world_size = self.original_tp_degree * self.original_pp_degree * self.original_dp_degree
+        self.original_world_size = (
+            self.original_tp_degree * self.original_pp_degree * self.original_dp_degree
+        )
         self.tp_degree = self.original_tp_degree if tp_degree is None else tp_degree
         self.pp_degree = self.original_pp_degree if pp_degree is None else pp_degree
         self.dp_degree = self.original_dp_degree if dp_degree is None else dp_degree
@@ -80,10 +92,15 @@ class DeepSpeedCheckpoint:
     def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
         """Paths of the optimizer files of a rank, as saved; empty if its state is not sharded."""
         part = self._part(tp_index, pp_index)
-        paths = [os.path.join(self.dir, keys.optimizer_file(dp_index, part, bf16)) for bf16 in (False, True)]
+        paths = [
+            os.path.join(self.dir, keys.optimizer_file(dp_index, part, bf16))
+            for bf16 in (False, True)
+        ]
         return [path for path in paths if os.path.isfile(path)]
 
-    def get_zero_checkpoint_state(self, pp_index: int, tp_index: int, dp_index: int) -> dict[str, Any]:
+    def get_zero_checkpoint_state(
+        self, pp_index: int, tp_index: int, dp_index: int
+    ) -> dict[str, Any]:
         """Content of that file.
 
         Raises:
@@ -91,7 +108,10 @@ class DeepSpeedCheckpoint:
         """
         files = self.get_zero_files(pp_index, tp_index, dp_index)
         if not files:
-            raise CheckpointError(f"{self.dir} has no optimizer file of stage {pp_index}, ranks {tp_index} and {dp_index}")
+            raise CheckpointError(
+                f"{self.dir} has no optimizer file of stage {pp_index}, ranks {tp_index} and "
+                f"{dp_index}"
+            )
         content: dict[str, Any] = read_file(files[0])
         return content
 
@@ -108,7 +128,10 @@ class DeepSpeedCheckpoint:
             raise CheckpointError(f"missing: {', '.join(missing)}")
 
     def _part(self, tp_index: int, pp_index: int) -> int:
-        for name, index, count in (("tp", tp_index, self.original_tp_degree), ("pp", pp_index, self.original_pp_degree)):
+        for name, index, count in (
+            ("tp", tp_index, self.original_tp_degree),
+            ("pp", pp_index, self.original_pp_degree),
+        ):
             if not 0 <= index < count:
                 raise ValueError(f"{name}_index: {index} is not in 0 to {count - 1}")
         return pp_index * self.original_tp_degree + tp_index

@@ -1,8 +1,11 @@
-"""`ds_to_universal`: make a universal checkpoint of an ordinary one, for a run with any other number of ranks of any kind.
+"""`ds_to_universal`: make a universal checkpoint of an ordinary one, for a run with any other
+number of ranks of any kind.
 
-The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole, `zero/optimizer_state.pt` for what parameters
-have in common, the model files as they are, and `latest_universal` beside the folder. Layers, experts and host states are copied,
-too: they hold what no optimizer has. Reading is `whole_state`'s. The output gets its name when all of it is on disk.
+The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
+`zero/optimizer_state.pt` for what parameters have in common, the model files as they are, and
+`latest_universal` beside the folder. Layers, experts and host states are copied, too: they hold
+what no optimizer has. Reading is `whole_state`'s. The output gets its name when all of it is on
+disk.
 """
 
 from __future__ import annotations
@@ -34,22 +37,47 @@ from deepspeed.checkpoint.whole_state import WholeState
 from deepspeed.utils.logging import logger
 
 # State of a rank's shard, which a universal checkpoint has by parameter.
-_PER_SHARD = (keys.BASE_OPTIMIZER_STATE, keys.SINGLE_PARTITION_OF_FP32_GROUPS, keys.PARAM_SLICE_MAPPINGS)
+_PER_SHARD = (
+    keys.BASE_OPTIMIZER_STATE,
+    keys.SINGLE_PARTITION_OF_FP32_GROUPS,
+    keys.PARAM_SLICE_MAPPINGS,
+)
 _TEMPORARY = "tmp"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options; None reads the process's."""
-    parser = argparse.ArgumentParser(prog="ds_to_universal", description="Make a universal checkpoint of a checkpoint folder.")
-    parser.add_argument("--input_folder", required=True, help="folder of one checkpoint (a tag)")
-    parser.add_argument("--output_folder", required=True, help="folder to make; latest_universal beside it will name it")
-    parser.add_argument(
-        "--num_extract_workers", type=int, default=4, help="threads that read slices; each holds one kind of state of a parameter"
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal", description="Make a universal checkpoint of a checkpoint folder."
     )
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="threads that put slices together and write them")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="also write the slices, to <output_folder>/tmp")
+    parser.add_argument("--input_folder", required=True, help="folder of one checkpoint (a tag)")
     parser.add_argument(
-        "--no_strict", dest="strict", action="store_false", help="allow patterns of universal_checkpoint_info that match nothing"
+        "--output_folder",
+        required=True,
+        help="folder to make; latest_universal beside it will name it",
+    )
+    parser.add_argument(
+        "--num_extract_workers",
+        type=int,
+        default=4,
+        help="threads that read slices; each holds one kind of state of a parameter",
+    )
+    parser.add_argument(
+        "--num_merge_workers",
+        type=int,
+        default=2,
+        help="threads that put slices together and write them",
+    )
+    parser.add_argument(
+        "--keep_temp_folder",
+        action="store_true",
+        help="also write the slices, to <output_folder>/tmp",
+    )
+    parser.add_argument(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="allow patterns of universal_checkpoint_info that match nothing",
     )
     parser.add_argument(
         "--inject_missing_state",
@@ -66,8 +94,9 @@ def main(args: argparse.Namespace) -> None:
         args: As of `parse_arguments`.
 
     Raises:
-        CheckpointError: The input is incomplete, damaged, holds objects that are not data, or does not say what is needed.
-            There is no output then, and an earlier one of that name is untouched.
+        CheckpointError: The input is incomplete, damaged, holds objects that are not data, or does
+            not say what is needed. There is no output then, and an earlier one of that name is
+            untouched.
         ValueError: An option is out of range.
     """
     for option in ("num_extract_workers", "num_merge_workers"):
@@ -80,8 +109,8 @@ def main(args: argparse.Namespace) -> None:
     names = state.names()
     if args.strict and (unmatched := state.patterns.unmatched(names)):
         raise CheckpointError(
-            f"{keys.UNIVERSAL_CHECKPOINT_INFO}: no parameter matches {', '.join(unmatched)}; a mistyped pattern would cut "
-            "parameters wrongly. Correct it, or give --no_strict"
+            f"{keys.UNIVERSAL_CHECKPOINT_INFO}: no parameter matches {', '.join(unmatched)}; a "
+            "mistyped pattern would cut parameters wrongly. Correct it, or give --no_strict"
         )
     output_dir, tag = os.path.split(output)
     temporary = os.path.join(output_dir, f".{tag}.converting")
@@ -112,8 +141,9 @@ def _read(source: str, inject: bool) -> WholeState:
         raise CheckpointError(f"{source} is a universal checkpoint already")
     if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None and not inject:
         raise CheckpointError(
-            f"{source} has no {keys.UNIVERSAL_CHECKPOINT_INFO}. A client with tensor-parallel slices saves it by "
-            "save_checkpoint(client_state={...}); without such slices give --inject_missing_state"
+            f"{source} has no {keys.UNIVERSAL_CHECKPOINT_INFO}. A client with tensor-parallel "
+            "slices saves it by save_checkpoint(client_state={...}); without such slices give "
+            "--inject_missing_state"
         )
     manifest = read_manifest(source)
     if manifest is not None:
@@ -142,15 +172,20 @@ class _Output:
         """Flush the folders and write the manifest."""
         for parent, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(parent)
-        # Nothing is in shards here, so there are no fragments to describe: every file has all of one thing.
+        # Nothing is in shards here, so there are no fragments to describe: every file has all of
+        # one thing.
         write_part(self.folder, 0, self._records, {"part": 0, "files": {}})
         merge_parts(self.folder, [0], head)
 
 
-def _write(state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace) -> None:
+def _write(
+    state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace
+) -> None:
     for name in names:
         if os.path.basename(name) != name or name in (os.curdir, os.pardir):
-            raise CheckpointError(f"parameter {name!r} cannot have a folder of its name; rename it in the model")
+            raise CheckpointError(
+                f"parameter {name!r} cannot have a folder of its name; rename it in the model"
+            )
         for key, value in state.shared(name).items():
             output.write(value, keys.UNIVERSAL_FOLDER, name, f"{key}.pt")
     _write_parameters(state, names, output, args)
@@ -158,14 +193,23 @@ def _write(state: WholeState, names: Sequence[str], output: _Output, args: argpa
     _copy_files(state, output)
 
 
-def _write_parameters(state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace) -> None:
-    """Every kind of state of every parameter, few of them at a time: that is what bounds the memory."""
+def _write_parameters(
+    state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace
+) -> None:
+    """Every kind of state of every parameter, few of them at a time: that is what bounds the
+    memory.
+    """
     tasks = ((name, slot) for name in names for slot in state.slots(name))
     ahead = args.num_extract_workers + args.num_merge_workers
-    with ThreadPoolExecutor(args.num_extract_workers) as extract, ThreadPoolExecutor(args.num_merge_workers) as merge:
+    with (
+        ThreadPoolExecutor(args.num_extract_workers) as extract,
+        ThreadPoolExecutor(args.num_merge_workers) as merge,
+    ):
 
         def convert(name: str, slot: str) -> Future[None]:
-            slices = extract.submit(_extract, state, name, slot, output if args.keep_temp_folder else None)
+            slices = extract.submit(
+                _extract, state, name, slot, output if args.keep_temp_folder else None
+            )
             return merge.submit(lambda: _merge(state, name, slot, slices.result(), output))
 
         for future in _bounded((convert(*task) for task in tasks), ahead):
@@ -190,27 +234,42 @@ def _extract(state: WholeState, name: str, slot: str, kept: _Output | None) -> l
     return slices
 
 
-def _merge(state: WholeState, name: str, slot: str, slices: list[torch.Tensor], output: _Output) -> None:
+def _merge(
+    state: WholeState, name: str, slot: str, slices: list[torch.Tensor], output: _Output
+) -> None:
     output.write(state.patterns.merged(name, slices), keys.UNIVERSAL_FOLDER, name, f"{slot}.pt")
 
 
 def _common_state(state: WholeState, names: Sequence[str]) -> dict[str, Any]:
     """What all parameters have in common, and the parameter groups."""
     saved = state.optimizer_content()
-    common = {key: value for key, value in saved.items() if key not in _PER_SHARD and not _is_whole_state(key)}
+    common = {
+        key: value
+        for key, value in saved.items()
+        if key not in _PER_SHARD and not _is_whole_state(key)
+    }
     members: dict[int, list[str]] = {}
     for name in names:
         index = state.group(name)
         if index is not None:
             members.setdefault(index, []).append(name)
-    common[keys.PARAM_GROUPS] = [{**state.options[index], "params": [index]} for index in sorted(state.options)]
+    common[keys.PARAM_GROUPS] = [
+        {**state.options[index], "params": [index]} for index in sorted(state.options)
+    ]
     common[keys.PARAM_NAMES] = [members.get(index, []) for index in sorted(state.options)]
     return common
 
 
 def _is_whole_state(key: str) -> bool:
     """State of a run at stage 0, which is not sharded and lies in the model file."""
-    whole = (keys.OPTIMIZER_STATE_DICT, keys.FP32_GROUPS, keys.FP32_GROUPS_FLAT, keys.PARAM_SHAPES, "state", *LABELS)
+    whole = (
+        keys.OPTIMIZER_STATE_DICT,
+        keys.FP32_GROUPS,
+        keys.FP32_GROUPS_FLAT,
+        keys.PARAM_SHAPES,
+        "state",
+        *LABELS,
+    )
     return key in (*whole, keys.EXPERT_GROUP_SIZES, keys.DATA_BEFORE_EXPERTS)
 
 

@@ -1,6 +1,8 @@
-"""Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of them.
+"""Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of
+them.
 
-Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written when `runtime.checkpointing.engine_checkpoint`'s.
+Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written
+when `runtime.checkpointing.engine_checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ _EXPERT = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
 
 
 def expert_prefix(name: str) -> str | None:
-    """What all experts of this parameter's layer have in common in their names; None for a dense parameter."""
+    """What all experts of this parameter's layer have in common in their names; None for a dense
+    parameter.
+    """
     match = _EXPERT.match(name)
     return None if match is None else match.group(1)
 
@@ -26,7 +30,9 @@ def expert_number(name: str) -> int | None:
 
 
 def renumbered(name: str, offsets: Mapping[str, int]) -> str:
-    """The name with its expert's number moved by what `offsets` has for its layer's prefix; dense names as they are."""
+    """The name with its expert's number moved by what `offsets` has for its layer's prefix; dense
+    names as they are.
+    """
     match = _EXPERT.match(name)
     if match is None:
         return name
@@ -46,7 +52,9 @@ def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
 
 def without_experts(state: dict[str, Any]) -> dict[str, Any]:
     """The entries of a state dict that every rank has alike, in a dictionary of the same type."""
-    return type(state)((name, value) for name, value in state.items() if expert_prefix(name) is None)
+    return type(state)(
+        (name, value) for name, value in state.items() if expert_prefix(name) is None
+    )
 
 
 def of_expert(state: Mapping[str, Any], prefix: str, number: int) -> dict[str, Any]:

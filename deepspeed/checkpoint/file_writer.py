@@ -1,11 +1,13 @@
 """One file being written: buffered, summed and flushed to disk, by threads of its own if asked.
 
-Knows nothing of what is in it: `files.write_file` gives it to `torch.save`. One thread writes while another sums, so the checksum
-costs no time of its own where there are cores for it. Large pieces are taken from where they are; small ones go through two
-buffers, of which one is filled while the threads have the other.
+Knows nothing of what is in it: `files.write_file` gives it to `torch.save`. One thread writes while
+another sums, so the checksum costs no time of its own where there are cores for it. Large pieces
+are taken from where they are; small ones go through two buffers, of which one is filled while the
+threads have the other.
 
-Beside a training run what counts is processor time: there one thread gathers everything in one aligned buffer and writes it past
-the page cache (O_DIRECT), which costs a quarter less. With threads that is slower: others wait for the copy to aligned memory.
+Beside a training run what counts is processor time: there one thread gathers everything in one
+aligned buffer and writes it past the page cache (O_DIRECT), which costs a quarter less. With
+threads that is slower: others wait for the copy to aligned memory.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from deepspeed.checkpoint.checksum import Checksum, FileRecord
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-DEFAULT_BUFFER_BYTES = 16 << 20  # with 64, two thirds of the processor time more: fresh memory, and no longer in the cache
+# with 64, two thirds of the processor time more: fresh memory, and no longer in the cache
+DEFAULT_BUFFER_BYTES = 16 << 20
 _PAGE = mmap.PAGESIZE
-_LARGE_BYTES = 1 << 20  # of a piece that is not copied: less, and what threads tell each other costs more than the copy
+# of a piece that is not copied: less, and what threads tell each other costs more than the copy
+_LARGE_BYTES = 1 << 20
 _AHEAD_BYTES = 32 << 20  # that the disk is told to begin with
 
 
@@ -37,9 +41,11 @@ class WriteOptions(NamedTuple):
 
     Attributes:
         buffer_bytes: Size of a buffer.
-        num_buffers: 2: one is filled while the other is written and summed by threads. 1: the caller's thread does all, as it must
-            where no more threads can be started (the interpreter exits). Large pieces need no buffer.
-        direct: Past the page cache, where the file system can: least processor time. One buffer takes everything.
+        num_buffers: 2: one is filled while the other is written and summed by threads. 1: the
+            caller's thread does all, as it must where no more threads can be started (the
+            interpreter exits). Large pieces need no buffer.
+        direct: Past the page cache, where the file system can: least processor time. One buffer
+            takes everything.
         crc32: Put torch's sum into the file, which `unzip` needs and `torch.load` does not.
         zip_format: torch's format of today; False is that before torch 1.6.
     """
@@ -57,7 +63,8 @@ DEFAULT_OPTIONS = WriteOptions()
 class FileWriter:
     """A file-like object to write one new file with.
 
-    `write` never raises: torch's zip writer would replace an error of the disk by one of its own. `finish` raises the first error.
+    `write` never raises: torch's zip writer would replace an error of the disk by one of its own.
+    `finish` raises the first error.
 
     Args:
         path: The file; an existing one is overwritten.
@@ -111,7 +118,12 @@ class FileWriter:
         """The writer."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """End the threads and close the file; unless `finish` has returned, it is not complete."""
         for thread in self._threads:
             thread.shutdown()
@@ -145,9 +157,12 @@ class FileWriter:
             for action in actions:
                 self._attempt(action)
             return []
-        # A thread each, not a pool: the checksum of one piece must not overtake that of the one before.
+        # A thread each, not a pool: the checksum of one piece must not overtake that of the one
+        # before.
         self._threads = self._threads or [ThreadPoolExecutor(1, "checkpoint-file") for _ in actions]
-        return [thread.submit(action) for thread, action in zip(self._threads, actions, strict=True)]
+        return [
+            thread.submit(action) for thread, action in zip(self._threads, actions, strict=True)
+        ]
 
     def _wait(self, index: int) -> None:
         pending, self._pending[index] = self._pending[index], []
@@ -173,19 +188,23 @@ class FileWriter:
             except OSError as error:
                 if not (self._is_direct and error.errno == errno.EINVAL):
                     raise
-                self._end_direct()  # its blocks are larger than a page, or the disk is full and has taken a part of one
+                # its blocks are larger than a page, or the disk is full and has taken a part of one
+                self._end_direct()
                 continue
             self._begin_flush(count)
             data = data[count:]
 
     def _end_direct(self) -> None:
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        fcntl.fcntl(
+            self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
+        )
         self._is_direct = False
 
     def _begin_flush(self, count: int) -> None:
         """Let the disk work on the bytes just written meanwhile: `finish` waits for it."""
         if count == _AHEAD_BYTES and hasattr(os, "posix_fadvise"):
-            # Says that they are not needed again. Linux then begins to write them, and does not forget them before they are.
+            # Says that they are not needed again. Linux then begins to write them, and does not
+            # forget them before they are.
             with contextlib.suppress(OSError):  # advice: where it is not taken, nothing is lost
                 os.posix_fadvise(self._file, self._written, count, os.POSIX_FADV_DONTNEED)
         self._written += count
@@ -203,7 +222,8 @@ def _open(path: str, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-_kept: list[memoryview] = []  # one: fresh memory costs more than filling it, and the copy of the state is kept too
+# one: fresh memory costs more than filling it, and the copy of the state is kept too
+_kept: list[memoryview] = []
 _kept_lock = threading.Lock()
 
 

@@ -1,7 +1,8 @@
 """Writing and reading checkpoint files so that a crash or a bad file never costs a good checkpoint.
 
-A checkpoint is written into a folder with a temporary name, every file flushed to disk, then renamed; the `latest` file changes
-last and in one rename. Reading unpickles an explicit list of classes only, and names the file when it can't.
+A checkpoint is written into a folder with a temporary name, every file flushed to disk, then
+renamed; the `latest` file changes last and in one rename. Reading unpickles an explicit list of
+classes only, and names the file when it can't.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from deepspeed.checkpoint.constants import LATEST
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
 from deepspeed.checkpoint.utils import separate
 
-DCP_FOLDER = "torch.distributed.checkpoint folder"  # key of files whose tensors are elsewhere; see `dcp_files`
+# key of files whose tensors are elsewhere; see `dcp_files`
+DCP_FOLDER = "torch.distributed.checkpoint folder"
 
 
 class CheckpointError(RuntimeError):
@@ -45,17 +47,32 @@ def safe_classes() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, argparse.Namespace, SubparamShape]
+    return [
+        fragment_address,
+        LossScaler,
+        DynamicLossScaler,
+        ZeroStageEnum,
+        argparse.Namespace,
+        SubparamShape,
+    ]
 
 
 def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
-    """Save `content` and return once it is on disk. Tensors are saved each on its own, never the buffer that they are views of.
+    """Save `content` and return once it is on disk. Tensors are saved each on its own, never the
+    buffer that they are views of.
 
     Raises:
         OSError: It cannot be written.
     """
-    with FileWriter(path, options) as file, contextlib.nullcontext() if options.crc32 else _without_crc32():
-        torch.save(separate(content), cast(IO[bytes], file), _use_new_zipfile_serialization=options.zip_format)
+    with (
+        FileWriter(path, options) as file,
+        contextlib.nullcontext() if options.crc32 else _without_crc32(),
+    ):
+        torch.save(
+            separate(content),
+            cast(IO[bytes], file),
+            _use_new_zipfile_serialization=options.zip_format,
+        )
         return file.finish()
 
 
@@ -86,7 +103,9 @@ _load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default
 
 @contextlib.contextmanager
 def read_by(load: Callable[[str, Any], Any] | None) -> Iterator[None]:
-    """Let `read_file` use `load(path, map_location)` in this block, of a client's checkpoint engine; None: no longer."""
+    """Let `read_file` use `load(path, map_location)` in this block, of a client's checkpoint
+    engine; None: no longer.
+    """
     before = _load.set(load)
     try:
         yield
@@ -108,14 +127,17 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     if not os.path.isfile(path):
         folder = os.path.dirname(path)
         present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        raise CheckpointError(f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}")
+        raise CheckpointError(
+            f"{path} does not exist; the folder holds {', '.join(present) or 'nothing'}"
+        )
     try:
         load = _load.get()
         if load is not None:
             with read_by(None):  # it may call this function
                 return load(path, map_location)
         with torch.serialization.safe_globals(safe_classes()):
-            mapped = mmap and zipfile.is_zipfile(path)  # torch's older format has no place of its own for a tensor
+            # torch's older format has no place of its own for a tensor
+            mapped = mmap and zipfile.is_zipfile(path)
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
         if isinstance(content, dict) and DCP_FOLDER in content:
             from deepspeed.checkpoint.dcp_files import (
@@ -127,8 +149,8 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(
-            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, damaged, or holds objects that are not "
-            "data; load another tag, or restore the file"
+            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, "
+            "damaged, or holds objects that are not data; load another tag, or restore the file"
         ) from error
 
 
@@ -142,7 +164,9 @@ def sync_folder(path: str) -> None:
 
 
 def replace_folder(temporary: str, final: str) -> None:
-    """Rename `temporary` to `final`; an older folder of that name is put aside first and removed after."""
+    """Rename `temporary` to `final`; an older folder of that name is put aside first and removed
+    after.
+    """
     aside = _aside(final)
     if os.path.isdir(final):
         shutil.rmtree(aside, ignore_errors=True)
@@ -179,8 +203,9 @@ def check_loadable(content: Any, what: str) -> None:
             torch.load(buffer, weights_only=True)
     except Exception as error:  # pickle and torch raise many kinds
         raise ValueError(
-            f"{what} cannot be loaded back: {_first_line(error)}. Use tensors, numbers, strings and containers of them, or "
-            "allow the class by torch.serialization.add_safe_globals([...]), before saving and before loading"
+            f"{what} cannot be loaded back: {_first_line(error)}. Use tensors, numbers, strings "
+            "and containers of them, or allow the class by "
+            "torch.serialization.add_safe_globals([...]), before saving and before loading"
         ) from error
 
 
@@ -221,7 +246,8 @@ def read_latest(load_dir: str, name: str = LATEST) -> str | None:
 
 
 def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
-    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their reasons.
+    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their
+    reasons.
 
     Raises:
         CheckpointError: On every rank, if any failed.

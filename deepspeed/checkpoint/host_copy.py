@@ -1,7 +1,7 @@
 """A copy of nested values in host memory that is used again for the next copy.
 
-Fresh memory costs more than the copy itself (the system zeroes every page; pinning locks it), and what is saved has the same size
-each time.
+Fresh memory costs more than the copy itself (the system zeroes every page; pinning locks it), and
+what is saved has the same size each time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _MIN_BLOCK_BYTES = 1 << 20
 
 
 class HostCopy:
-    """Copies tensors, each with storage of its own, into memory that `reset` frees for the next. Pinned where there is a device."""
+    """Copies tensors, each with storage of its own, into memory that `reset` frees for the next.
+    Pinned where there is a device.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[torch.UntypedStorage] = []
@@ -43,7 +45,9 @@ class HostCopy:
         tensor = tensor.detach()
         if not is_plain(tensor) or tensor.numel() == 0:
             return tensor.clone().cpu()
-        return on_storage(self._take(tensor.numel() * tensor.element_size()), tensor).copy_(tensor, non_blocking=True)
+        return on_storage(self._take(tensor.numel() * tensor.element_size()), tensor).copy_(
+            tensor, non_blocking=True
+        )
 
     def _take(self, count: int) -> torch.UntypedStorage:
         aligned = -(-count // _ALIGNMENT) * _ALIGNMENT
@@ -58,4 +62,6 @@ class HostCopy:
 def _allocate(count: int) -> torch.UntypedStorage:
     block = torch.empty(count, dtype=torch.uint8)
     accelerator = get_accelerator()
-    return (block if accelerator.device_name() == "cpu" else accelerator.pin_memory(block)).untyped_storage()
+    return (
+        block if accelerator.device_name() == "cpu" else accelerator.pin_memory(block)
+    ).untyped_storage()

@@ -1,13 +1,15 @@
-"""Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups it was cut for.
+"""Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups
+it was cut for.
 
-`SavedOptimizer` reads the files of a folder one by one (mapped, so that only what is used is read) and yields *pieces*: runs of
-elements of a named parameter with the master weight and all per-element state. It knows nothing of the run that asks, calls no
-collective, and changes nothing.
+`SavedOptimizer` reads the files of a folder one by one (mapped, so that only what is used is read)
+and yields *pieces*: runs of elements of a named parameter with the master weight and all
+per-element state. It knows nothing of the run that asks, calls no collective, and changes nothing.
 
-Three layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), whole state of one expert rank (`expp_rank_*`) and
-whole state in the model file (stage 0). In shards a parameter's elements lie in the order of the ranks, so its first element in a
-shard is the sum of what the shards before held. Experts are numbered over all ranks here; in files each rank numbers its own.
-A parameter that several pipeline stages hold (tied weights) is taken from the first of them.
+Three layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), whole state of one
+expert rank (`expp_rank_*`) and whole state in the model file (stage 0). In shards a parameter's
+elements lie in the order of the ranks, so its first element in a shard is the sum of what the
+shards before held. Experts are numbered over all ranks here; in files each rank numbers its own. A
+parameter that several pipeline stages hold (tied weights) is taken from the first of them.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ from deepspeed.checkpoint.files import CheckpointError, read_file
 # The master weight, among the names of per-element state.
 FP32 = "fp32"
 STEP = "step"
-# What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names that follow from the division.
+# What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names
+# that follow from the division.
 LABELS = frozenset(("params", "param_names", "name", "moe"))
 _SHARD_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _EXPERT_FILE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 
 def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) -> bool:
-    """Whether optimizer state has an element for each of a tensor's (of one of `sizes`, without dimensions if `is_scalar`)."""
+    """Whether optimizer state has an element for each of a tensor's (of one of `sizes`, without
+    dimensions if `is_scalar`).
+    """
     if key == STEP or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
         return False
     return value.dim() > 0 or is_scalar
@@ -44,7 +49,8 @@ class SavedPiece(NamedTuple):
 
     Attributes:
         name: Parameter; experts are numbered over all ranks.
-        values: Per-element state, each 1-D of `numel` elements: FP32 for the master weight if there is one, then the optimizer's.
+        values: Per-element state, each 1-D of `numel` elements: FP32 for the master weight if there
+            is one, then the optimizer's.
         shared: State that is not per element (`step`).
         options: Hyper-parameters of its parameter group.
     """
@@ -99,10 +105,13 @@ class SavedOptimizer:
 
     Attributes:
         tensor_size: Tensor-parallel ranks of the run that saved the folder.
-        model_parts: Model-parallel ranks that hold the stages of that tensor-parallel rank, first stage first.
+        model_parts: Model-parallel ranks that hold the stages of that tensor-parallel rank, first
+            stage first.
         has_state: Whether the run that saved the folder had an optimizer.
-        scaler: State of the loss scale; empty if there is none. Known once `pieces` has ended, as is
-        options: Hyper-parameters by number of parameter group, of the first stage that has a group of that number.
+        scaler: State of the loss scale; empty if there is none. Known once `pieces` has ended, as
+            is
+        options: Hyper-parameters by number of parameter group, of the first stage that has a group
+            of that number.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -116,7 +125,9 @@ class SavedOptimizer:
         listing = sorted(os.listdir(folder))
         self._shards = _by_part(folder, listing, _SHARD_FILE)
         self._expert_ranks = _by_part(folder, listing, _EXPERT_FILE)
-        self.has_state = bool(self._shards or self._expert_ranks or first.get(keys.OPTIMIZER) is not None)
+        self.has_state = bool(
+            self._shards or self._expert_ranks or first.get(keys.OPTIMIZER) is not None
+        )
         self.scaler: dict[str, Any] = {}
         self.options: dict[int, Mapping[str, Any]] = {}
 
@@ -145,7 +156,9 @@ class SavedOptimizer:
         elif model.get(keys.OPTIMIZER) is not None:
             yield from self._whole(model[keys.OPTIMIZER], {})
         else:
-            raise CheckpointError(f"{self.folder} holds no optimizer state of model-parallel rank {part}")
+            raise CheckpointError(
+                f"{self.folder} holds no optimizer state of model-parallel rank {part}"
+            )
 
     # Shards
 
@@ -153,7 +166,10 @@ class SavedOptimizer:
         count = max(files) + 1
         missing = sorted(set(range(count)) - set(files))
         if missing:
-            raise CheckpointError(f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of {count}")
+            raise CheckpointError(
+                f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of "
+                f"{count}"
+            )
         data_first = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
         per_rank = experts_per_rank(name for shapes in model[keys.PARAM_SHAPES] for name in shapes)
         done: dict[str, int] = {}
@@ -161,15 +177,24 @@ class SavedOptimizer:
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
             self._keep_scaler(state)
             if state.get(keys.PARAM_SLICE_MAPPINGS) is None:
-                raise CheckpointError(f"{path} has no param_slice_mappings, so only equally many ranks can load it")
+                raise CheckpointError(
+                    f"{path} has no param_slice_mappings, so only equally many ranks can load it"
+                )
             for index, owners in enumerate(state[keys.PARTITION_COUNT]):
-                has_experts = any(expert_prefix(name) is not None for name in model[keys.PARAM_SHAPES][index])
+                has_experts = any(
+                    expert_prefix(name) is not None for name in model[keys.PARAM_SHAPES][index]
+                )
                 if owners != count and not (has_experts and count % owners == 0):
                     raise CheckpointError(
-                        f"{path} is one of {owners} shards, but there are files of {count}: some are missing or another's"
+                        f"{path} is one of {owners} shards, but there are files of {count}: some "
+                        "are missing or another's"
                     )
                 expert_rank = rank // owners if data_first else rank % (count // owners)
-                offsets = {prefix: held * expert_rank for prefix, held in per_rank.items()} if has_experts else {}
+                offsets = (
+                    {prefix: held * expert_rank for prefix, held in per_rank.items()}
+                    if has_experts
+                    else {}
+                )
                 tensor = _shard(state, index, done, offsets)
                 self.options.setdefault(index, tensor.options)
                 yield from _cut(tensor)
@@ -177,12 +202,19 @@ class SavedOptimizer:
     # Whole state
 
     def _whole_of_expert_ranks(self, files: Mapping[int, str]) -> Iterator[SavedPiece]:
-        """A rank's whole state is in its file; what several ranks hold is taken from the first of them."""
+        """A rank's whole state is in its file; what several ranks hold is taken from the first of
+        them.
+        """
         seen: set[str] = set()
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER]
-            per_rank = experts_per_rank(name for shapes in state.get(keys.PARAM_SHAPES) or () for name in shapes)
-            offsets = {prefix: held * self._expert_rank(rank, len(files), state, prefix) for prefix, held in per_rank.items()}
+            per_rank = experts_per_rank(
+                name for shapes in state.get(keys.PARAM_SHAPES) or () for name in shapes
+            )
+            offsets = {
+                prefix: held * self._expert_rank(rank, len(files), state, prefix)
+                for prefix, held in per_rank.items()
+            }
             names = set()
             for piece in self._whole(state, offsets):
                 names.add(piece.name)
@@ -192,16 +224,22 @@ class SavedOptimizer:
 
     @staticmethod
     def _expert_rank(rank: int, count: int, state: Mapping[str, Any], prefix: str) -> int:
-        """Files are numbered by the largest expert group of the model; a smaller one's ranks repeat in it."""
+        """Files are numbered by the largest expert group of the model; a smaller one's ranks repeat
+        in it.
+        """
         sizes: Mapping[str, int] = state[keys.EXPERT_GROUP_SIZES]
-        return rank % sizes[prefix] if not state.get(keys.DATA_BEFORE_EXPERTS) else rank * sizes[prefix] // count
+        return (
+            rank % sizes[prefix]
+            if not state.get(keys.DATA_BEFORE_EXPERTS)
+            else rank * sizes[prefix] // count
+        )
 
     def _whole(self, state: Mapping[str, Any], offsets: Mapping[str, int]) -> Iterator[SavedPiece]:
         shapes: Sequence[Mapping[str, torch.Size]] | None = state.get(keys.PARAM_SHAPES)
         if shapes is None:
             raise CheckpointError(
-                f"the optimizer state in {self.folder} has no parameter names: it can be loaded by the same model with the same "
-                "parameter groups and pipeline stages only"
+                f"the optimizer state in {self.folder} has no parameter names: it can be loaded by "
+                "the same model with the same parameter groups and pipeline stages only"
             )
         self._keep_scaler(state)
         base = state.get(keys.OPTIMIZER_STATE_DICT, state)
@@ -214,11 +252,21 @@ class SavedOptimizer:
                 at += shape.numel()
             if keys.FP32_GROUPS_FLAT in state:
                 master = state[keys.FP32_GROUPS_FLAT][index]
-                yield from _cut(_Tensor(runs, master, _state_of(base, group, 0), (master.numel(),), options))
+                yield from _cut(
+                    _Tensor(runs, master, _state_of(base, group, 0), (master.numel(),), options)
+                )
                 continue
             for position, run in enumerate(runs):
-                master = state[keys.FP32_GROUPS][index][position] if keys.FP32_GROUPS in state else None
-                tensor = _Tensor([run._replace(at=0)], master, _state_of(base, group, position), (run.numel,), options)
+                master = (
+                    state[keys.FP32_GROUPS][index][position] if keys.FP32_GROUPS in state else None
+                )
+                tensor = _Tensor(
+                    [run._replace(at=0)],
+                    master,
+                    _state_of(base, group, position),
+                    (run.numel,),
+                    options,
+                )
                 yield from _cut(tensor._replace(is_scalar=is_scalar[position]))
 
     def _keep_scaler(self, state: Mapping[str, Any]) -> None:
@@ -226,9 +274,15 @@ class SavedOptimizer:
 
 
 def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State of the loss scale in saved optimizer state, where it is an object or stands beside the rest; empty if there is none."""
+    """State of the loss scale in saved optimizer state, where it is an object or stands beside the
+    rest; empty if there is none.
+    """
     scaler = state.get(keys.LOSS_SCALER)
-    return dict(vars(scaler)) if scaler is not None else {key: state[key] for key in keys.SCALER_KEYS if key in state}
+    return (
+        dict(vars(scaler))
+        if scaler is not None
+        else {key: state[key] for key in keys.SCALER_KEYS if key in state}
+    )
 
 
 def tensor_degree(model: Mapping[str, Any]) -> int:
@@ -236,13 +290,17 @@ def tensor_degree(model: Mapping[str, Any]) -> int:
     return int((model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}).get(keys.CHECKPOINT_TP_DEGREE, 1))
 
 
-def _by_part(folder: str, listing: Sequence[str], pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:
+def _by_part(
+    folder: str, listing: Sequence[str], pattern: re.Pattern[str]
+) -> dict[int, dict[int, str]]:
     """Model-parallel rank -> other rank -> path, of the files that match."""
     found: dict[int, dict[int, str]] = {}
     for name in listing:
         match = pattern.match(name)
         if match is not None:
-            found.setdefault(int(match.group(2)), {})[int(match.group(1))] = os.path.join(folder, name)
+            found.setdefault(int(match.group(2)), {})[int(match.group(1))] = os.path.join(
+                folder, name
+            )
     return found
 
 
@@ -250,12 +308,18 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in LABELS}
 
 
-def _state_of(base: Mapping[str, Any], group: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+def _state_of(
+    base: Mapping[str, Any], group: Mapping[str, Any], position: int
+) -> Mapping[str, Any]:
     return base["state"].get(group["params"][position], {}) if group["params"] else {}
 
 
-def _shard(state: Mapping[str, Any], index: int, done: dict[str, int], offsets: Mapping[str, int]) -> _Tensor:
-    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter earlier shards held."""
+def _shard(
+    state: Mapping[str, Any], index: int, done: dict[str, int], offsets: Mapping[str, int]
+) -> _Tensor:
+    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter
+    earlier shards held.
+    """
     runs = []
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
         name = renumbered(local_name, offsets)
@@ -266,9 +330,17 @@ def _shard(state: Mapping[str, Any], index: int, done: dict[str, int], offsets: 
     base = state[keys.BASE_OPTIMIZER_STATE]
     if isinstance(base, Mapping):
         group = base["param_groups"][index]
-        return _Tensor(runs, master, _state_of(base, group, 0), (master.numel(), padded), _options(group))
+        return _Tensor(
+            runs, master, _state_of(base, group, 0), (master.numel(), padded), _options(group)
+        )
     groups = state.get(keys.BASE_OPTIMIZER_PARAM_GROUPS)  # elastic files
-    return _Tensor(runs, master, base[index], (master.numel(), padded), _options(groups[index]) if groups else {})
+    return _Tensor(
+        runs,
+        master,
+        base[index],
+        (master.numel(), padded),
+        _options(groups[index]) if groups else {},
+    )
 
 
 def _cut(tensor: _Tensor) -> Iterator[SavedPiece]:

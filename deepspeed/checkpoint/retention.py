@@ -1,6 +1,7 @@
 """Which checkpoints of a folder are published, in which order, and which of them may go.
 
-Only folders with a manifest count: others were written by someone else, and nobody here removes them.
+Only folders with a manifest count: others were written by someone else, and nobody here removes
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ _REMOVED = ".removed"
 
 
 def published_tags(save_dir: str) -> list[str]:
-    """Names of the checkpoints with a manifest, the newest last: the manifest's time counts, which `cp -a` keeps."""
+    """Names of the checkpoints with a manifest, the newest last: the manifest's time counts, which
+    `cp -a` keeps.
+    """
     times: list[tuple[int, str]] = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
         manifest = os.path.join(save_dir, name, MANIFEST)
-        # A universal checkpoint was made on purpose of another: it is no save, and is not in turn to be removed.
+        # A universal checkpoint was made on purpose of another: it is no save, and is not in turn
+        # to be removed.
         is_universal = os.path.isdir(os.path.join(save_dir, name, UNIVERSAL_FOLDER))
         if not name.startswith(".") and os.path.isfile(manifest) and not is_universal:
             times.append((os.stat(manifest).st_mtime_ns, name))
@@ -30,7 +34,8 @@ def published_tags(save_dir: str) -> list[str]:
 def remove_oldest(save_dir: str, keep_last: int) -> list[str]:
     """Remove published checkpoints but the newest `keep_last`, and but that which `latest` names.
 
-    Each is renamed first, so that a kill leaves no part of it under its name; what an earlier kill left is removed too.
+    Each is renamed first, so that a kill leaves no part of it under its name; what an earlier kill
+    left is removed too.
 
     Returns:
         The tags that were removed.
@@ -56,8 +61,9 @@ def newest_common_tag(known: list[tuple[str | None, list[str]]]) -> str | None:
         known: Of each folder: what `latest` names, and `published_tags`.
 
     Returns:
-        What `latest` names, if it is the same everywhere; otherwise (a node was killed before it had published) the newest
-        checkpoint that all have, in the order of the first folder; None if there is none.
+        What `latest` names, if it is the same everywhere; otherwise (a node was killed before it
+        had published) the newest checkpoint that all have, in the order of the first folder; None
+        if there is none.
     """
     latest = {tag for tag, _ in known}
     if len(latest) == 1:

@@ -1,7 +1,9 @@
-"""Whole parameters put together from the slices of tensor-parallel ranks, by what the client says of their names.
+"""Whole parameters put together from the slices of tensor-parallel ranks, by what the client says
+of their names.
 
-`universal_checkpoint_info` in a checkpoint lists regular expressions, each matching the beginning of names; a parameter that none
-matches is concatenated in dimension 0. Pure. The way back, from a whole parameter to a slice, is `universal_checkpoint`'s.
+`universal_checkpoint_info` in a checkpoint lists regular expressions, each matching the beginning
+of names; a parameter that none matches is concatenated in dimension 0. Pure. The way back, from a
+whole parameter to a slice, is `universal_checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -36,17 +38,22 @@ class SlicePatterns:
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
-        version = info.get(keys.UNIVERSAL_CHECKPOINT_VERSION_KEY, keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE)
+        version = info.get(
+            keys.UNIVERSAL_CHECKPOINT_VERSION_KEY, keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        )
         if version > keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE:
             raise CheckpointError(
-                f"{keys.UNIVERSAL_CHECKPOINT_INFO} has version {version}, known is {keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE}"
+                f"{keys.UNIVERSAL_CHECKPOINT_INFO} has version {version}, known is "
+                f"{keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE}"
             )
-        self._lists = {key: [re.compile(pattern) for pattern in info.get(key) or ()] for key in _LISTS}
+        self._lists = {
+            key: [re.compile(pattern) for pattern in info.get(key) or ()] for key in _LISTS
+        }
         self._vocabulary = info.get(keys.ORIGINAL_VOCAB_SIZE)
         if self._lists[keys.VOCABULARY_PARAMETER_PATTERNS] and self._vocabulary is None:
             raise CheckpointError(
-                f"{keys.UNIVERSAL_CHECKPOINT_INFO} has {keys.VOCABULARY_PARAMETER_PATTERNS} but no {keys.ORIGINAL_VOCAB_SIZE}, so "
-                "rows of padding cannot be told from words"
+                f"{keys.UNIVERSAL_CHECKPOINT_INFO} has {keys.VOCABULARY_PARAMETER_PATTERNS} but no "
+                f"{keys.ORIGINAL_VOCAB_SIZE}, so rows of padding cannot be told from words"
             )
         self._stacked = [
             shape if isinstance(shape, SubparamShape) else SubparamShape(**shape)
@@ -57,7 +64,11 @@ class SlicePatterns:
         """The patterns that match none of `names`."""
         patterns = [pattern for listed in self._lists.values() for pattern in listed]
         patterns += [re.compile(pattern) for shape in self._stacked for pattern in shape.patterns]
-        return [pattern.pattern for pattern in patterns if not any(pattern.match(name) for name in names)]
+        return [
+            pattern.pattern
+            for pattern in patterns
+            if not any(pattern.match(name) for name in names)
+        ]
 
     def merged(self, name: str, slices: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The content of a universal checkpoint's file.
@@ -70,14 +81,21 @@ class SlicePatterns:
             CheckpointError: Slices that should be equal differ, or do not fit together.
         """
         if self._is(keys.TP_REPLICATED_PARAMETER_PATTERNS, name):
-            differing = [rank for rank, part in enumerate(slices) if not torch.equal(part, slices[0])]
+            differing = [
+                rank for rank, part in enumerate(slices) if not torch.equal(part, slices[0])
+            ]
             if differing:
                 raise CheckpointError(
-                    f"{name} is in {keys.TP_REPLICATED_PARAMETER_PATTERNS}, but tensor-parallel ranks 0 and {differing[0]} differ"
+                    f"{name} is in {keys.TP_REPLICATED_PARAMETER_PATTERNS}, but tensor-parallel "
+                    f"ranks 0 and {differing[0]} differ"
                 )
             return {keys.PARAM: slices[0]}
         if self._is(keys.PARAMETER_TO_AVERAGE_PATTERNS, name):
-            return {keys.PARAM: slices[0] if len(slices) == 1 else sum(slices[1:], start=slices[0]) / len(slices)}
+            return {
+                keys.PARAM: slices[0]
+                if len(slices) == 1
+                else sum(slices[1:], start=slices[0]) / len(slices)
+            }
         if self._is(keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name):
             halves = [part.chunk(2) for part in slices]
             whole = _joined(name, [half[index] for index in range(2) for half in halves], 0)
@@ -101,7 +119,10 @@ def _restacked(name: str, slices: Sequence[torch.Tensor], shape: SubparamShape) 
     sizes = shape.sizes(name, sum(part.shape[dim] for part in slices))
     own = [size // len(slices) for size in sizes]
     if any(size % len(slices) for size in sizes):
-        raise CheckpointError(f"{name} stacks parameters of sizes {sizes}, which {len(slices)} ranks cannot share evenly")
+        raise CheckpointError(
+            f"{name} stacks parameters of sizes {sizes}, which {len(slices)} ranks cannot share "
+            "evenly"
+        )
     parts = [part.split(own, dim) for part in slices]
     return _joined(name, [part[index] for index in range(len(own)) for part in parts], dim)
 
@@ -113,4 +134,6 @@ def _joined(name: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         return torch.cat(list(parts), dim)
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise CheckpointError(f"{name}: slices of shapes {shapes} cannot be concatenated in dimension {dim}: {error}") from error
+        raise CheckpointError(
+            f"{name}: slices of shapes {shapes} cannot be concatenated in dimension {dim}: {error}"
+        ) from error

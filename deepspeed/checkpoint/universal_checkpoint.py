@@ -1,7 +1,9 @@
-"""A whole parameter of a universal checkpoint, and the slice of it that a tensor-parallel rank holds.
+"""A whole parameter of a universal checkpoint, and the slice of it that a tensor-parallel rank
+holds.
 
-A file of a universal checkpoint is a dictionary with the whole tensor and how it is cut; `tensor_slices` puts such dictionaries
-together, here they are cut. Pure, but for the two names of upstream's that let a client load one parameter by hand.
+A file of a universal checkpoint is a dictionary with the whole tensor and how it is cut;
+`tensor_slices` puts such dictionaries together, here they are cut. Pure, but for the two names of
+upstream's that let a client load one parameter by hand.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from deepspeed.utils.tensor_fragment import safe_set_full_fp32_param, safe_set_f
 
 @dataclass
 class SubparamShape:
-    """Parameters that are several stacked in one tensor, each of them cut by the tensor-parallel ranks (fused q, k and v).
+    """Parameters that are several stacked in one tensor, each of them cut by the tensor-parallel
+    ranks (fused q, k and v).
 
     Attributes:
         patterns: Regular expressions that match the beginning of their names.
-        shape: Of the whole parameter. At `partition_dim`: the sizes of the stacked ones, or how many of equal size there are.
-            -1 elsewhere for any.
+        shape: Of the whole parameter. At `partition_dim`: the sizes of the stacked ones, or how
+            many of equal size there are. -1 elsewhere for any.
         partition_dim: The dimension in which they are stacked and cut.
     """
 
@@ -48,7 +51,8 @@ class SubparamShape:
             sizes = list(declared)
         if sum(sizes) != whole:
             raise CheckpointError(
-                f"{name} has {whole} elements in dimension {self.partition_dim}; {keys.PARAMETER_WITH_SUB_PARAMS} says {declared}"
+                f"{name} has {whole} elements in dimension {self.partition_dim}; "
+                f"{keys.PARAMETER_WITH_SUB_PARAMS} says {declared}"
             )
         return sizes
 
@@ -60,12 +64,19 @@ def enable_universal_checkpoint(param_list: Sequence[nn.Parameter]) -> None:
 
 
 def load_hp_checkpoint_state(
-    self: nn.Parameter, folder: str, tp_rank: int, tp_world_size: int, ep_rank: int = 0, ep_size: int = 1
+    self: nn.Parameter,
+    folder: str,
+    tp_rank: int,
+    tp_world_size: int,
+    ep_rank: int = 0,
+    ep_size: int = 1,
 ) -> Any:
-    """Load a parameter, its master weight and its optimizer state from its folder. `load_checkpoint` does so for all of them.
+    """Load a parameter, its master weight and its optimizer state from its folder.
+    `load_checkpoint` does so for all of them.
 
     Args:
-        self: The parameter, of an engine that keeps master weights and has taken a step (there is no state before).
+        self: The parameter, of an engine that keeps master weights and has taken a step (there is
+            no state before).
         folder: `<checkpoint>/zero/<name>`.
         tp_rank: This rank's number among those that hold slices of the parameter.
         tp_world_size: How many there are.
@@ -80,7 +91,10 @@ def load_hp_checkpoint_state(
         KeyError: The optimizer has no such state.
     """
     if (ep_rank, ep_size) != (0, 1):
-        raise ValueError(f"ep_rank {ep_rank}, ep_size {ep_size}: each expert has a folder of its own; give that, and 0 and 1")
+        raise ValueError(
+            f"ep_rank {ep_rank}, ep_size {ep_size}: each expert has a folder of its own; give "
+            "that, and 0 and 1"
+        )
     step = None
     for slot in slots_in(folder):
         content = read_file(os.path.join(folder, f"{slot}.pt"))
@@ -102,12 +116,17 @@ def slots_in(folder: str) -> list[str]:
         CheckpointError: There is no such folder.
     """
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} does not exist: the universal checkpoint has no such parameter")
+        raise CheckpointError(
+            f"{folder} does not exist: the universal checkpoint has no such parameter"
+        )
     return sorted(name.removesuffix(".pt") for name in os.listdir(folder) if name.endswith(".pt"))
 
 
-def own_slice(name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """The part of a parameter that one of `size` tensor-parallel ranks holds; a view of it where that is possible.
+def own_slice(
+    name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: int, size: int
+) -> torch.Tensor:
+    """The part of a parameter that one of `size` tensor-parallel ranks holds; a view of it where
+    that is possible.
 
     Args:
         name: The parameter, for errors.
@@ -139,20 +158,28 @@ def own_slice(name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: i
         own = whole
     if own.shape != torch.Size(shape):
         raise CheckpointError(
-            f"{name} has shape {tuple(whole.shape)} in the checkpoint; cut for {size} tensor-parallel ranks that is "
-            f"{tuple(own.shape)}, this model's is {tuple(shape)}. It is of another model, or {keys.UNIVERSAL_CHECKPOINT_INFO} of "
-            f"the run that saved it does not say how {name} is cut"
+            f"{name} has shape {tuple(whole.shape)} in the checkpoint; cut for {size} "
+            f"tensor-parallel ranks that is {tuple(own.shape)}, this model's is {tuple(shape)}. It "
+            f"is of another model, or {keys.UNIVERSAL_CHECKPOINT_INFO} of the run that saved it "
+            f"does not say how {name} is cut"
         )
     return own
 
 
-def _of_each(name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, rank: int, size: int) -> torch.Tensor:
+def _of_each(
+    name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, rank: int, size: int
+) -> torch.Tensor:
     """One rank's part of each of the tensors stacked in `whole`."""
     uneven = [number for number in sizes if number % size]
     if uneven:
-        raise CheckpointError(f"{name} has {uneven[0]} elements to cut in dimension {dim}, which {size} ranks cannot share evenly")
+        raise CheckpointError(
+            f"{name} has {uneven[0]} elements to cut in dimension {dim}, which {size} ranks cannot "
+            "share evenly"
+        )
     if dim >= whole.dim():
-        raise CheckpointError(f"{name} has shape {tuple(whole.shape)}, so it cannot be cut in dimension {dim}")
+        raise CheckpointError(
+            f"{name} has shape {tuple(whole.shape)}, so it cannot be cut in dimension {dim}"
+        )
     own = [part.chunk(size, dim)[rank] for part in whole.split(list(sizes), dim)]
     return own[0] if len(own) == 1 else torch.cat(own, dim)
 

@@ -13,29 +13,37 @@ from deepspeed.checkpoint.constants import model_file, optimizer_file
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dicts in which every tensor has storage of its own on `device`.
+    """A copy of nested lists, tuples and dicts in which every tensor has storage of its own on
+    `device`.
 
-    Parameters are views of flat buffers; `torch.save` would write the whole buffer for each of them. Tensors that share their
-    memory stay one tensor, so tied weights are saved once.
+    Parameters are views of flat buffers; `torch.save` would write the whole buffer for each of
+    them. Tensors that share their memory stay one tensor, so tied weights are saved once.
     """
     return map_tensors(item, lambda tensor: tensor.detach().clone().to(device))
 
 
 def separate(item: Any) -> Any:
-    """`clone_tensors_for_torch_save` without copying what can be written where it is: dense tensors in host memory.
+    """`clone_tensors_for_torch_save` without copying what can be written where it is: dense tensors
+    in host memory.
 
     The result shares their memory, and is for writing before any of them changes.
     """
     return map_tensors(item, _separate)
 
 
-def map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None = None) -> Any:
-    """Nested lists, tuples and dicts with every tensor changed, tensors that share their memory once for all.
+def map_tensors(
+    item: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    leaf: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Nested lists, tuples and dicts with every tensor changed, tensors that share their memory
+    once for all.
 
     Args:
         item: The nested value.
         change: What is done to a tensor.
-        leaf: What is done to anything that is no such container, no tensor, number or string; None keeps it.
+        leaf: What is done to anything that is no such container, no tensor, number or string; None
+            keeps it.
     """
     return _map(item, change, leaf, {})
 
@@ -44,7 +52,12 @@ def map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf:
 _ATOMS = frozenset((int, float, bool, str, bytes, type(None), torch.Size))
 
 
-def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callable[[Any], Any] | None, seen: dict[Any, Any]) -> Any:
+def _map(
+    item: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    leaf: Callable[[Any], Any] | None,
+    seen: dict[Any, Any],
+) -> Any:
     if type(item) in _ATOMS:
         return item
     if isinstance(item, torch.Tensor):
@@ -61,19 +74,32 @@ def _map(item: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Callab
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory of a contiguous tensor, as a storage that holds nothing else; for `torch.save`, which writes storages."""
+    """The same memory of a contiguous tensor, as a storage that holds nothing else; for
+    `torch.save`, which writes storages.
+    """
     start = tensor.storage_offset() * tensor.element_size()
-    return on_storage(tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()], tensor)
+    return on_storage(
+        tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()], tensor
+    )
 
 
 def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of the dtype and shape of `like` that is all of `storage`, which keeps the memory that it is cut from."""
+    """A contiguous tensor of the dtype and shape of `like` that is all of `storage`, which keeps
+    the memory that it is cut from.
+    """
     return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is elements in memory and nothing else: no subclass, not sparse, no pending conjugation."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    """Whether a tensor is elements in memory and nothing else: no subclass, not sparse, no pending
+    conjugation.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _separate(tensor: torch.Tensor) -> torch.Tensor:

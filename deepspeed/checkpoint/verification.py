@@ -1,7 +1,9 @@
-"""Holds a checkpoint folder against its manifest: names, sizes, checksums, the tag, and that every element is there exactly once.
+"""Holds a checkpoint folder against its manifest: names, sizes, checksums, the tag, and that every
+element is there exactly once.
 
-Used by ranks that load, each of which reads a share of the files, and offline by `verify_checkpoint` and `ds_checkpoint verify`.
-Only bytes and JSON are read, nothing is unpickled. What the model that loads must be like is checked by who reads the content.
+Used by ranks that load, each of which reads a share of the files, and offline by
+`verify_checkpoint` and `ds_checkpoint verify`. Only bytes and JSON are read, nothing is unpickled.
+What the model that loads must be like is checked by who reads the content.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from deepspeed.checkpoint.files import CheckpointError, read_latest
 from deepspeed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from deepspeed.checkpoint.retention import published_tags
 
-# What makes a file part of a checkpoint whoever reads the folder: readers take what they find by such names.
+# What makes a file part of a checkpoint whoever reads the folder: readers take what they find by
+# such names.
 CHECKPOINT_SUFFIXES = (".pt", ".distcp")
 FULL, SIZES, OFF = "full", "sizes", "off"
 LEVELS = (FULL, SIZES, OFF)
@@ -37,7 +40,11 @@ def existing_tags(load_dir: str) -> list[str]:
     """Names of the folders in a folder of checkpoints that are not hidden, sorted."""
     if not os.path.isdir(load_dir):
         return []
-    return sorted(n for n in os.listdir(load_dir) if not n.startswith(".") and os.path.isdir(os.path.join(load_dir, n)))
+    return sorted(
+        n
+        for n in os.listdir(load_dir)
+        if not n.startswith(".") and os.path.isdir(os.path.join(load_dir, n))
+    )
 
 
 def latest_tag(load_dir: str) -> str | None:
@@ -57,7 +64,9 @@ def latest_tag(load_dir: str) -> str | None:
 
 
 def newest_published(load_dir: str) -> str | None:
-    """The newest checkpoint that was saved for `latest` to name, whether it does or not; one with a damaged manifest may be it."""
+    """The newest checkpoint that was saved for `latest` to name, whether it does or not; one with a
+    damaged manifest may be it.
+    """
     for tag in reversed(published_tags(load_dir)):
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(os.path.join(load_dir, tag))
@@ -76,13 +85,17 @@ def _tags_there(load_dir: str) -> str:
     return f"Give one of the tags that are there: {', '.join(existing_tags(load_dir)) or 'none'}"
 
 
-def check_folder(folder: str, manifest: Manifest, share: tuple[int, int] = (0, 1), checksums: bool = True) -> list[str]:
-    """What is wrong with a folder, in words; files are checked by their share, all else by the first reader.
+def check_folder(
+    folder: str, manifest: Manifest, share: tuple[int, int] = (0, 1), checksums: bool = True
+) -> list[str]:
+    """What is wrong with a folder, in words; files are checked by their share, all else by the
+    first reader.
 
     Args:
         folder: The tag's folder.
         manifest: Its manifest.
-        share: Which of how many readers this is: files whose place among all is the one, modulo the other.
+        share: Which of how many readers this is: files whose place among all is the one, modulo the
+            other.
         checksums: Read the files and compare checksums; False: sizes only.
     """
     problems, (reader, readers) = [], share
@@ -90,17 +103,27 @@ def check_folder(folder: str, manifest: Manifest, share: tuple[int, int] = (0, 1
         tag = os.path.basename(os.path.normpath(folder))
         if manifest.head["tag"] != tag:
             problems.append(
-                f"{os.path.join(folder, MANIFEST)} is that of tag {manifest.head['tag']!r}, the folder's name is {tag!r}"
+                f"{os.path.join(folder, MANIFEST)} is that of tag {manifest.head['tag']!r}, the "
+                f"folder's name is {tag!r}"
             )
-        problems += [f"{os.path.join(folder, name)} is not of this checkpoint" for name in _foreign_files(folder, manifest)]
+        problems += [
+            f"{os.path.join(folder, name)} is not of this checkpoint"
+            for name in _foreign_files(folder, manifest)
+        ]
     for name in sorted(manifest.files)[reader::readers]:
         problems += _check_file(os.path.join(folder, name), *manifest.files[name], checksums)
     return problems
 
 
 def _foreign_files(folder: str, manifest: Manifest) -> list[str]:
-    found = (os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names)
-    return sorted(name for name in found if name.endswith(CHECKPOINT_SUFFIXES) and name not in manifest.files)
+    found = (
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )
+    return sorted(
+        name for name in found if name.endswith(CHECKPOINT_SUFFIXES) and name not in manifest.files
+    )
 
 
 def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterator[str]:
@@ -117,7 +140,8 @@ def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterato
 
 
 def check_coverage(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with what the ranks describe: an element of a trained parameter that is in no file, or in two.
+    """What is wrong with what the ranks describe: an element of a trained parameter that is in no
+    file, or in two.
 
     Args:
         parts: Descriptions of all ranks that wrote the checkpoint.
@@ -155,8 +179,11 @@ def _fragments(files: Mapping[str, Mapping[str, Any]]) -> dict[str, list[_Fragme
         slots = [frozenset(entry) for entry in content.get("slots", ())]
         known = frozenset(found) if content.get("whole") else frozenset()
         for name, start, numel, which in content.get("fragments", ()):
-            if name not in known:  # else a copy of what an expert rank before it has, which nobody reads
-                found.setdefault(name, []).append(_Fragment(start, start + numel, file, slots[which]))
+            # else a copy of what an expert rank before it has, which nobody reads
+            if name not in known:
+                found.setdefault(name, []).append(
+                    _Fragment(start, start + numel, file, slots[which])
+                )
     return found
 
 
@@ -166,7 +193,10 @@ def _gap_or_overlap(fragments: list[_Fragment], numel: int | None) -> str | None
         if fragment.start > end:
             return f"elements {end} to {fragment.start} are in no file"
         if fragment.start < end:
-            return f"elements {fragment.start} to {min(end, fragment.end)} are in {last} and in {fragment.file}"
+            return (
+                f"elements {fragment.start} to {min(end, fragment.end)} are in {last} and in "
+                f"{fragment.file}"
+            )
         end, last = fragment.end, fragment.file
     if numel is not None and end < numel:
         return f"elements {end} to {numel} are in no file"
@@ -184,8 +214,9 @@ def raise_problems(folder: str, problems: list[str]) -> None:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{folder} is not as its {MANIFEST} says: {'; '.join(problems[:5])}{more}. Nothing was loaded. Restore what is wrong, "
-            f"or load another tag ({', '.join(existing_tags(os.path.dirname(folder)))})"
+            f"{folder} is not as its {MANIFEST} says: {'; '.join(problems[:5])}{more}. Nothing was "
+            "loaded. Restore what is wrong, or load another tag "
+            f"({', '.join(existing_tags(os.path.dirname(folder)))})"
         )
 
 
@@ -217,7 +248,8 @@ def verify_checkpoint(load_dir: str, tag: str | None = None, level: str = FULL) 
         return [str(error)]
     if manifest is None:
         return [
-            f"{folder} has no {MANIFEST}: it was lost, or upstream or an older version wrote the folder and there never was one"
+            f"{folder} has no {MANIFEST}: it was lost, or upstream or an older version wrote the "
+            "folder and there never was one"
         ]
     problems = check_folder(folder, manifest, checksums=level == FULL)
     return problems + (check_coverage(manifest.parts.values()) if manifest.is_whole else [])

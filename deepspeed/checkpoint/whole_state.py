@@ -1,8 +1,10 @@
-"""Every parameter of an ordinary checkpoint as a whole, whatever ranks, stages and tensor-parallel slices it was saved by.
+"""Every parameter of an ordinary checkpoint as a whole, whatever ranks, stages and tensor-parallel
+slices it was saved by.
 
-`WholeState` maps the files and notes where the pieces of each parameter lie; elements are read when one parameter is asked for, so
-memory is bounded by that parameter. `UniversalState` is the same of a universal checkpoint. What asks, and for what, is
-`ds_to_universal`'s (all of it) and `runtime.checkpointing.universal_loading`'s (a rank's share).
+`WholeState` maps the files and notes where the pieces of each parameter lie; elements are read when
+one parameter is asked for, so memory is bounded by that parameter. `UniversalState` is the same of
+a universal checkpoint. What asks, and for what, is `ds_to_universal`'s (all of it) and
+`runtime.checkpointing.universal_loading`'s (a rank's share).
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Parameters(Protocol):
         """Number of its parameter group; None if it is in none, or that is not known."""
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """What files of weights have by that name, of the first tensor-parallel rank; for buffers, which are in no optimizer."""
+        """What files of weights have by that name, of the first tensor-parallel rank; for buffers,
+        which are in no optimizer.
+        """
 
 
 class WholeState:
@@ -78,20 +82,24 @@ class WholeState:
         patterns: How parameters are sliced.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or slices are there and nothing says how they are cut.
+        CheckpointError: A file is missing or damaged, or slices are there and nothing says how they
+            are cut.
     """
 
     def __init__(self, folder: str, info: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self.model: Mapping[str, Any] = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        self.model: Mapping[str, Any] = read_file(
+            os.path.join(folder, keys.model_file(0)), mmap=True
+        )
         self.options: Mapping[int, Mapping[str, Any]] = {}
         self.scaler: Mapping[str, Any] = {}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO) if info is None else info
         self.tensor_size = slices = tensor_degree(self.model)
         if info is None and slices > 1:
             raise CheckpointError(
-                f"{folder} was saved by {slices} tensor-parallel ranks, and {keys.UNIVERSAL_CHECKPOINT_INFO} is not in it: only "
-                "the client knows how the parameters are sliced. Give it to save_checkpoint(client_state={...})"
+                f"{folder} was saved by {slices} tensor-parallel ranks, and "
+                f"{keys.UNIVERSAL_CHECKPOINT_INFO} is not in it: only the client knows how the "
+                "parameters are sliced. Give it to save_checkpoint(client_state={...})"
             )
         self.patterns = SlicePatterns(info or {})
         self._slices = [_Slice(folder, rank) for rank in range(slices)]
@@ -105,7 +113,10 @@ class WholeState:
         for rank, part in enumerate(self._slices):
             differing = sorted(first.pieces.keys() ^ part.pieces.keys())
             if differing:
-                raise CheckpointError(f"{self.folder}: tensor-parallel ranks 0 and {rank} do not both have {differing[0]}")
+                raise CheckpointError(
+                    f"{self.folder}: tensor-parallel ranks 0 and {rank} do not both have "
+                    f"{differing[0]}"
+                )
 
     def names(self) -> list[str]:
         return [*self._slices[0].pieces, *self._slices[0].frozen]
@@ -118,7 +129,10 @@ class WholeState:
         for piece in pieces:
             for key, value in piece.shared.items():
                 if not bool(torch.as_tensor(value == pieces[0].shared[key]).all()):
-                    raise CheckpointError(f"{self.folder}: pieces of {name} have state {key!r} {value} and {pieces[0].shared[key]}")
+                    raise CheckpointError(
+                        f"{self.folder}: pieces of {name} have state {key!r} {value} and "
+                        f"{pieces[0].shared[key]}"
+                    )
         return pieces[0].shared if pieces else {}
 
     def group(self, name: str) -> int | None:
@@ -129,7 +143,9 @@ class WholeState:
 
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""
-        of_shards = [os.path.join(self.folder, keys.optimizer_file(0, 0, bf16)) for bf16 in (False, True)]
+        of_shards = [
+            os.path.join(self.folder, keys.optimizer_file(0, 0, bf16)) for bf16 in (False, True)
+        ]
         for path in of_shards:
             if os.path.isfile(path):
                 content: Mapping[str, Any] = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
@@ -147,7 +163,8 @@ class WholeState:
 
 
 class _Weights:
-    """Weights in the files of the stages of one tensor-parallel rank, by name; experts are numbered over all ranks.
+    """Weights in the files of the stages of one tensor-parallel rank, by name; experts are numbered
+    over all ranks.
 
     Attributes:
         values: Name -> weight; files are mapped.
@@ -167,7 +184,9 @@ class _Weights:
         for name in sorted(os.listdir(folder)):
             layer, expert = _LAYER_FILE.match(name), _EXPERT_FILE.match(name)
             if layer is not None and int(layer.group(2) or 0) == rank:
-                self._add(read_file(os.path.join(folder, name), mmap=True), f"{int(layer.group(1))}.")
+                self._add(
+                    read_file(os.path.join(folder, name), mmap=True), f"{int(layer.group(1))}."
+                )
             elif expert is not None and int(expert.group(1)) % slices == rank:
                 self._add(read_file(os.path.join(folder, name), mmap=True))
 
@@ -188,10 +207,15 @@ class _Slice:
         self.groups: dict[str, int] = {}
         self.pieces: dict[str, list[SavedPiece]] = {}
         for model in self.weights.models:
-            self._note_shapes(model.get(keys.PARAM_SHAPES) or (model.get(keys.OPTIMIZER) or {}).get(keys.PARAM_SHAPES))
+            self._note_shapes(
+                model.get(keys.PARAM_SHAPES)
+                or (model.get(keys.OPTIMIZER) or {}).get(keys.PARAM_SHAPES)
+            )
         for name in sorted(os.listdir(folder)):
             if name.startswith(keys.EXPERT_FILE_PREFIX):
-                optimizer = read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
+                optimizer = (
+                    read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
+                )
                 self._note_shapes(optimizer.get(keys.PARAM_SHAPES))
         for piece in self.saved.pieces() if self.saved.has_state else ():
             self.pieces.setdefault(piece.name, []).append(piece)
@@ -199,8 +223,14 @@ class _Slice:
         weights = self.weights.values
         # A tied weight's second name has the first one's memory.
         trained = {weights[name].data_ptr() for name in self.pieces if name in weights}
-        untrained = {name: weights[name] for name in weights if name not in self.pieces and name not in self.weights.buffers}
-        self.frozen = {name: value for name, value in untrained.items() if value.data_ptr() not in trained}
+        untrained = {
+            name: weights[name]
+            for name in weights
+            if name not in self.pieces and name not in self.weights.buffers
+        }
+        self.frozen = {
+            name: value for name, value in untrained.items() if value.data_ptr() not in trained
+        }
 
     def _note_shapes(self, groups: Any) -> None:
         for index, shapes in enumerate(parameter_groups(groups)):
@@ -219,7 +249,10 @@ class _Slice:
         if name in self.frozen:
             return [FP32]
         has_weight = FP32 in self.pieces[name][0].values or name in self.weights.values
-        return [*([FP32] if has_weight else []), *(key for key in self.pieces[name][0].values if key != FP32)]
+        return [
+            *([FP32] if has_weight else []),
+            *(key for key in self.pieces[name][0].values if key != FP32),
+        ]
 
     def tensor(self, name: str, slot: str) -> torch.Tensor:
         """State of a parameter in its shape.
@@ -235,11 +268,21 @@ class _Slice:
         shape, end = self.shapes[self.local(name)], 0
         for piece in pieces:
             if piece.start != end or slot not in piece.values:
-                raise CheckpointError(f"{self.folder}: {name} {slot} lacks elements {end} to {piece.start}, or has some twice")
+                raise CheckpointError(
+                    f"{self.folder}: {name} {slot} lacks elements {end} to {piece.start}, or has "
+                    "some twice"
+                )
             end += piece.numel
         if end != shape.numel():
-            raise CheckpointError(f"{self.folder}: {name} {slot} has {end} elements, its shape {tuple(shape)} has {shape.numel()}")
-        flat = pieces[0].values[slot] if len(pieces) == 1 else torch.cat([piece.values[slot] for piece in pieces])
+            raise CheckpointError(
+                f"{self.folder}: {name} {slot} has {end} elements, its shape {tuple(shape)} has "
+                f"{shape.numel()}"
+            )
+        flat = (
+            pieces[0].values[slot]
+            if len(pieces) == 1
+            else torch.cat([piece.values[slot] for piece in pieces])
+        )
         return flat.reshape(shape)
 
 
@@ -268,8 +311,9 @@ class UniversalState:
         self._zero = os.path.join(folder, keys.UNIVERSAL_FOLDER)
         if not os.path.isdir(self._zero):
             raise CheckpointError(
-                f"{folder} is no universal checkpoint, it has no folder {keys.UNIVERSAL_FOLDER!r}: make one by "
-                f"ds_to_universal --input_folder {folder} --output_folder {folder}_universal"
+                f"{folder} is no universal checkpoint, it has no folder {keys.UNIVERSAL_FOLDER!r}: "
+                f"make one by ds_to_universal --input_folder {folder} --output_folder "
+                f"{folder}_universal"
             )
         common = read_file(os.path.join(self._zero, keys.UNIVERSAL_OPTIMIZER_FILE))
         self.options: Mapping[int, Mapping[str, Any]] = {
@@ -277,7 +321,11 @@ class UniversalState:
             for index, group in enumerate(common.get(keys.PARAM_GROUPS) or ())
         }
         self.scaler: Mapping[str, Any] = scaler_state(common)
-        self._groups = {name: index for index, members in enumerate(common.get(keys.PARAM_NAMES) or ()) for name in members}
+        self._groups = {
+            name: index
+            for index, members in enumerate(common.get(keys.PARAM_NAMES) or ())
+            for name in members
+        }
         if not self._groups:
             self._note_groups_of_upstream()
         self._first = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
@@ -293,16 +341,24 @@ class UniversalState:
                     self._groups.update((param, index) for param in group)
 
     def names(self) -> list[str]:
-        return sorted(name for name in os.listdir(self._zero) if os.path.isdir(os.path.join(self._zero, name)))
+        return sorted(
+            name for name in os.listdir(self._zero) if os.path.isdir(os.path.join(self._zero, name))
+        )
 
     def slots(self, name: str) -> list[str]:
         return [slot for slot, content in self._contents(name) if isinstance(content, Mapping)]
 
     def shared(self, name: str) -> Mapping[str, Any]:
-        return {slot: content for slot, content in self._contents(name) if not isinstance(content, Mapping)}
+        return {
+            slot: content
+            for slot, content in self._contents(name)
+            if not isinstance(content, Mapping)
+        }
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
-        content: Mapping[str, Any] = read_file(os.path.join(self._zero, name, f"{slot}.pt"), mmap=True)
+        content: Mapping[str, Any] = read_file(
+            os.path.join(self._zero, name, f"{slot}.pt"), mmap=True
+        )
         return content
 
     def group(self, name: str) -> int | None:
@@ -320,7 +376,8 @@ class UniversalState:
 
 
 class OwnSlices:
-    """What one rank takes of whole parameters, in the form in which `reshape.SavedOptimizer` gives saved pieces.
+    """What one rank takes of whole parameters, in the form in which `reshape.SavedOptimizer` gives
+    saved pieces.
 
     Args:
         parameters: The whole ones.
@@ -329,7 +386,9 @@ class OwnSlices:
         size: How many there are.
     """
 
-    def __init__(self, parameters: Parameters, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> None:
+    def __init__(
+        self, parameters: Parameters, shapes: Mapping[str, Sequence[int]], rank: int, size: int
+    ) -> None:
         self.parameters = parameters
         self.options = parameters.options
         self.scaler = parameters.scaler
@@ -360,10 +419,21 @@ class OwnSlices:
         """
         for name, shape in self._shapes.items():
             if name in self._known:
-                values = {slot: self._own(name, slot).reshape(-1) for slot in self.parameters.slots(name)}
+                values = {
+                    slot: self._own(name, slot).reshape(-1) for slot in self.parameters.slots(name)
+                }
                 group = self.parameters.group(name)
                 options = {} if group is None else self.options[group]
-                yield SavedPiece(name, 0, torch.Size(shape).numel(), values, self.parameters.shared(name), options)
+                yield SavedPiece(
+                    name,
+                    0,
+                    torch.Size(shape).numel(),
+                    values,
+                    self.parameters.shared(name),
+                    options,
+                )
 
     def _own(self, name: str, slot: str) -> torch.Tensor:
-        return own_slice(name, self.parameters.entry(name, slot), self._shapes[name], self._rank, self._size)
+        return own_slice(
+            name, self.parameters.entry(name, slot), self._shapes[name], self._rank, self._size
+        )

@@ -1,6 +1,7 @@
 """Collectives and process groups over torch.distributed; the only package that imports it.
 
-Everything is re-exported from `deepspeed.comm.comm` and its neighbours: `from deepspeed import comm as dist` is enough.
+Everything is re-exported from `deepspeed.comm.comm` and its neighbours: `from deepspeed import comm
+as dist` is enough.
 """
 
 from typing import Any

@@ -10,7 +10,8 @@ ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 
 
 class CCLBackend(TorchBackend):
-    """`TorchBackend` that loads the oneCCL bindings first, because loading them registers the backend.
+    """`TorchBackend` that loads the oneCCL bindings first, because loading them registers the
+    backend.
 
     Raises:
         ImportError: the bindings are not installed.
@@ -30,7 +31,7 @@ class CCLBackend(TorchBackend):
             importlib.import_module(ONECCL_MODULE)
         except ImportError as error:
             raise ImportError(
-                f"dist_backend 'ccl' needs the package {ONECCL_MODULE}, which cannot be imported ({error}); "
-                "install it or use dist_backend='gloo'"
+                f"dist_backend 'ccl' needs the package {ONECCL_MODULE}, which cannot be imported "
+                f"({error}); install it or use dist_backend='gloo'"
             ) from error
         super().__init__("ccl", timeout, init_method, rank, world_size, name, store)

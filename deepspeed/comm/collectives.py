@@ -1,10 +1,11 @@
 """Collectives and process groups, with upstream's names and argument order.
 
-Every operation is torch.distributed's own. When nothing watches (the usual case) a call costs one comparison more than
-torch's; otherwise it goes through the observers of `deepspeed.comm.observation`. World size 1 is no special case.
+Every operation is torch.distributed's own. When nothing watches (the usual case) a call costs one
+comparison more than torch's; otherwise it goes through the observers of
+`deepspeed.comm.observation`. World size 1 is no special case.
 
-Users call these through `deepspeed.comm`; `deepspeed.comm.comm` is the module they know. Ranks that name a source or a
-destination are global ranks, in every group.
+Users call these through `deepspeed.comm`; `deepspeed.comm.comm` is the module they know. Ranks that
+name a source or a destination are global ranks, in every group.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ _observers: ObserverChain | None = None
 
 
 def add_observer(observer: CollectiveObserver, innermost: bool = False) -> None:
-    """Send every operation from now on through ``observer`` too; nothing happens if it is one already.
+    """Send every operation from now on through ``observer`` too; nothing happens if it is one
+    already.
 
     Args:
         observer: is called around every operation, in the order of issue.
@@ -68,7 +70,7 @@ class WorkList:
         return all(work.is_completed() for work in self._works)
 
 
-# -- reductions -------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 def all_reduce(
@@ -85,7 +87,16 @@ def all_reduce(
         return torch_dist.all_reduce(tensor, op, group, async_op)
     args = (tensor, op, group, async_op)
     return _observers.run(
-        CollectiveCall("all_reduce", torch_dist.all_reduce, args, group, message_bytes(tensor), log_name, prof, debug)
+        CollectiveCall(
+            "all_reduce",
+            torch_dist.all_reduce,
+            args,
+            group,
+            message_bytes(tensor),
+            log_name,
+            prof,
+            debug,
+        )
     )
 
 
@@ -102,11 +113,17 @@ def reduce(
     log_name: str = "reduce",
     debug: str | None = None,
 ) -> Handle:
-    """Reduce ``tensor`` onto global rank ``dst``; its contents on the others are undefined afterwards."""
+    """Reduce ``tensor`` onto global rank ``dst``; its contents on the others are undefined
+    afterwards.
+    """
     if _observers is None:
         return torch_dist.reduce(tensor, dst, op, group, async_op)
     args = (tensor, dst, op, group, async_op)
-    return _observers.run(CollectiveCall("reduce", torch_dist.reduce, args, group, message_bytes(tensor), log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "reduce", torch_dist.reduce, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
 
 
 def reduce_scatter_tensor(
@@ -124,7 +141,11 @@ def reduce_scatter_tensor(
         return reduce_scatter_flat(output_tensor, tensor, op, group, async_op)
     args = (output_tensor, tensor, op, group, async_op)
     name = "reduce_scatter_tensor"
-    return _observers.run(CollectiveCall(name, reduce_scatter_flat, args, group, message_bytes(tensor), log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            name, reduce_scatter_flat, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
 
 
 def reduce_scatter_fn(
@@ -155,7 +176,11 @@ def reduce_scatter(
         return torch_dist.reduce_scatter(output, input_list, op, group, async_op)
     args = (output, input_list, op, group, async_op)
     size = message_bytes(input_list)
-    return _observers.run(CollectiveCall("reduce_scatter", torch_dist.reduce_scatter, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "reduce_scatter", torch_dist.reduce_scatter, args, group, size, log_name, prof, debug
+        )
+    )
 
 
 def all_reduce_coalesced(
@@ -167,20 +192,30 @@ def all_reduce_coalesced(
     log_name: str = "all_reduce_coalesced",
     debug: str | None = None,
 ) -> Handle:
-    """`all_reduce` of each tensor, issued together. Collective in the number and order of the tensors."""
+    """`all_reduce` of each tensor, issued together. Collective in the number and order of the
+    tensors.
+    """
     if _observers is None:
         return _all_reduce_each(tensors, op, group, async_op)
     args = (tensors, op, group, async_op)
     size = message_bytes(tensors)
-    return _observers.run(CollectiveCall("all_reduce_coalesced", _all_reduce_each, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "all_reduce_coalesced", _all_reduce_each, args, group, size, log_name, prof, debug
+        )
+    )
 
 
 def _all_reduce_each(tensors: list[torch.Tensor], op: Any, group: Group, async_op: bool) -> Handle:
-    return _together([partial(torch_dist.all_reduce, t, op, group, True) for t in tensors], group, async_op)
+    return _together(
+        [partial(torch_dist.all_reduce, t, op, group, True) for t in tensors], group, async_op
+    )
 
 
 def _together(issues: Sequence[Callable[[], Any]], group: Group, async_op: bool) -> Handle:
-    """Issue operations as one where the backend can, and one after the other without waiting where it cannot."""
+    """Issue operations as one where the backend can, and one after the other without waiting where
+    it cannot.
+    """
     if not issues:
         return WorkList([]) if async_op else None
     # gloo runs a coalesced block operation by operation and gives a handle for the last one only.
@@ -197,7 +232,7 @@ def _together(issues: Sequence[Callable[[], Any]], group: Group, async_op: bool)
     return None
 
 
-# -- gathers ----------------------------------------------------------------------------------------------------------
+# -- gathers ---------------------------------------------------------------------------------------
 
 
 def all_gather(
@@ -214,7 +249,11 @@ def all_gather(
         return torch_dist.all_gather(tensor_list, tensor, group, async_op)
     args = (tensor_list, tensor, group, async_op)
     size = message_bytes(tensor_list)
-    return _observers.run(CollectiveCall("all_gather", torch_dist.all_gather, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "all_gather", torch_dist.all_gather, args, group, size, log_name, prof, debug
+        )
+    )
 
 
 def all_gather_into_tensor(
@@ -231,7 +270,11 @@ def all_gather_into_tensor(
         return all_gather_flat(output_tensor, tensor, group, async_op)
     args = (output_tensor, tensor, group, async_op)
     size = message_bytes(output_tensor)
-    return _observers.run(CollectiveCall("all_gather_into_tensor", all_gather_flat, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "all_gather_into_tensor", all_gather_flat, args, group, size, log_name, prof, debug
+        )
+    )
 
 
 def allgather_fn(
@@ -254,17 +297,30 @@ def all_gather_coalesced(
     log_name: str = "all_gather_coalesced",
     debug: str | None = None,
 ) -> Handle:
-    """`all_gather_into_tensor` of each pair, issued together. Collective in the number and order of the pairs."""
+    """`all_gather_into_tensor` of each pair, issued together. Collective in the number and order of
+    the pairs.
+    """
     if _observers is None:
         return _all_gather_each(output_tensors, input_tensors, group, async_op)
     args = (output_tensors, input_tensors, group, async_op)
     size = message_bytes(output_tensors)
-    return _observers.run(CollectiveCall("all_gather_coalesced", _all_gather_each, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "all_gather_coalesced", _all_gather_each, args, group, size, log_name, prof, debug
+        )
+    )
 
 
-def _all_gather_each(output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group, async_op: bool) -> Handle:
+def _all_gather_each(
+    output_tensors: list[torch.Tensor],
+    input_tensors: list[torch.Tensor],
+    group: Group,
+    async_op: bool,
+) -> Handle:
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([partial(all_gather_flat, o, i, group, True) for o, i in pairs], group, async_op)
+    return _together(
+        [partial(all_gather_flat, o, i, group, True) for o, i in pairs], group, async_op
+    )
 
 
 def all_gather_object(
@@ -280,7 +336,11 @@ def all_gather_object(
         torch_dist.all_gather_object(object_list, obj, group)
         return
     args = (object_list, obj, group)
-    _observers.run(CollectiveCall("all_gather_object", torch_dist.all_gather_object, args, group, 0, log_name, prof, debug))
+    _observers.run(
+        CollectiveCall(
+            "all_gather_object", torch_dist.all_gather_object, args, group, 0, log_name, prof, debug
+        )
+    )
 
 
 def gather(
@@ -293,15 +353,19 @@ def gather(
     log_name: str = "gather",
     debug: str | None = None,
 ) -> Handle:
-    """Collect every rank's ``tensor`` in ``gather_list`` of global rank ``dst``; it is None on the others."""
+    """Collect every rank's ``tensor`` in ``gather_list`` of global rank ``dst``; it is None on the
+    others.
+    """
     if _observers is None:
         return torch_dist.gather(tensor, gather_list, dst, group, async_op)
     args = (tensor, gather_list, dst, group, async_op)
     size = message_bytes(tensor) * get_world_size(group)
-    return _observers.run(CollectiveCall("gather", torch_dist.gather, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall("gather", torch_dist.gather, args, group, size, log_name, prof, debug)
+    )
 
 
-# -- one to many, many to many ----------------------------------------------------------------------------------------
+# -- one to many, many to many ---------------------------------------------------------------------
 
 
 def broadcast(
@@ -318,17 +382,32 @@ def broadcast(
         return torch_dist.broadcast(tensor, src, group, async_op)
     args = (tensor, src, group, async_op)
     return _observers.run(
-        CollectiveCall("broadcast", torch_dist.broadcast, args, group, message_bytes(tensor), log_name, prof, debug)
+        CollectiveCall(
+            "broadcast",
+            torch_dist.broadcast,
+            args,
+            group,
+            message_bytes(tensor),
+            log_name,
+            prof,
+            debug,
+        )
     )
 
 
-def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None) -> None:
-    """Replace the entries of ``object_list`` by those of global rank ``src``, pickled in between."""
+def broadcast_object_list(
+    object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
+) -> None:
+    """Replace the entries of ``object_list`` by those of global rank ``src``, pickled in
+    between.
+    """
     if _observers is None:
         torch_dist.broadcast_object_list(object_list, src, group, device)
         return
     args = (object_list, src, group, device)
-    _observers.run(CollectiveCall("broadcast_object_list", torch_dist.broadcast_object_list, args, group, 0))
+    _observers.run(
+        CollectiveCall("broadcast_object_list", torch_dist.broadcast_object_list, args, group, 0)
+    )
 
 
 def scatter(
@@ -341,12 +420,16 @@ def scatter(
     log_name: str = "scatter",
     debug: str | None = None,
 ) -> Handle:
-    """Fill rank i's ``tensor`` with the i-th of ``scatter_list`` of global rank ``src``; it is None on the others."""
+    """Fill rank i's ``tensor`` with the i-th of ``scatter_list`` of global rank ``src``; it is None
+    on the others.
+    """
     if _observers is None:
         return torch_dist.scatter(tensor, scatter_list, src, group, async_op)
     args = (tensor, scatter_list, src, group, async_op)
     size = message_bytes(tensor) * get_world_size(group)
-    return _observers.run(CollectiveCall("scatter", torch_dist.scatter, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall("scatter", torch_dist.scatter, args, group, size, log_name, prof, debug)
+    )
 
 
 def all_to_all_single(
@@ -360,12 +443,18 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: str | None = None,
 ) -> Handle:
-    """Send the i-th split of ``tensor`` to rank i and receive its split for this rank into ``output``."""
+    """Send the i-th split of ``tensor`` to rank i and receive its split for this rank into
+    ``output``.
+    """
     if _observers is None:
-        return torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+        return torch_dist.all_to_all_single(
+            output, tensor, output_split_sizes, input_split_sizes, group, async_op
+        )
     args = (output, tensor, output_split_sizes, input_split_sizes, group, async_op)
     name, size = "all_to_all_single", message_bytes(tensor)
-    return _observers.run(CollectiveCall(name, torch_dist.all_to_all_single, args, group, size, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(name, torch_dist.all_to_all_single, args, group, size, log_name, prof, debug)
+    )
 
 
 def all_to_all(
@@ -378,10 +467,14 @@ def all_to_all(
     if _observers is None:
         return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     args = (output_tensor_list, input_tensor_list, group, async_op)
-    return _observers.run(CollectiveCall("all_to_all", torch_dist.all_to_all, args, group, message_bytes(input_tensor_list)))
+    return _observers.run(
+        CollectiveCall(
+            "all_to_all", torch_dist.all_to_all, args, group, message_bytes(input_tensor_list)
+        )
+    )
 
 
-# -- point to point, barriers -----------------------------------------------------------------------------------------
+# -- point to point, barriers ----------------------------------------------------------------------
 
 
 def send(
@@ -398,7 +491,11 @@ def send(
         torch_dist.send(tensor, dst, group, tag)
         return
     args = (tensor, dst, group, tag)
-    _observers.run(CollectiveCall("send", torch_dist.send, args, group, message_bytes(tensor), log_name, prof, debug))
+    _observers.run(
+        CollectiveCall(
+            "send", torch_dist.send, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
 
 
 def recv(
@@ -414,7 +511,11 @@ def recv(
     if _observers is None:
         return torch_dist.recv(tensor, src, group, tag)
     args = (tensor, src, group, tag)
-    sender = _observers.run(CollectiveCall("recv", torch_dist.recv, args, group, message_bytes(tensor), log_name, prof, debug))
+    sender = _observers.run(
+        CollectiveCall(
+            "recv", torch_dist.recv, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
     return int(sender)
 
 
@@ -431,7 +532,11 @@ def isend(
     if _observers is None:
         return torch_dist.isend(tensor, dst, group, tag)
     args = (tensor, dst, group, tag)
-    return _observers.run(CollectiveCall("isend", torch_dist.isend, args, group, message_bytes(tensor), log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "isend", torch_dist.isend, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
 
 
 def irecv(
@@ -447,7 +552,11 @@ def irecv(
     if _observers is None:
         return torch_dist.irecv(tensor, src, group, tag)
     args = (tensor, src, group, tag)
-    return _observers.run(CollectiveCall("irecv", torch_dist.irecv, args, group, message_bytes(tensor), log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall(
+            "irecv", torch_dist.irecv, args, group, message_bytes(tensor), log_name, prof, debug
+        )
+    )
 
 
 def barrier(
@@ -462,7 +571,9 @@ def barrier(
     if _observers is None:
         return torch_dist.barrier(group, async_op, device_ids)
     args = (group, async_op, device_ids)
-    return _observers.run(CollectiveCall("barrier", torch_dist.barrier, args, group, 0, log_name, prof, debug))
+    return _observers.run(
+        CollectiveCall("barrier", torch_dist.barrier, args, group, 0, log_name, prof, debug)
+    )
 
 
 def monitored_barrier(
@@ -478,4 +589,8 @@ def monitored_barrier(
         torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
         return
     args = (group, timeout, wait_all_ranks)
-    _observers.run(CollectiveCall("monitored_barrier", torch_dist.monitored_barrier, args, group, 0, log_name, prof, debug))
+    _observers.run(
+        CollectiveCall(
+            "monitored_barrier", torch_dist.monitored_barrier, args, group, 0, log_name, prof, debug
+        )
+    )

@@ -1,7 +1,7 @@
 """The module under which users know the communication layer; it defines nothing of its own.
 
-Operations: `collectives`. Process groups: `process_groups`. The first group: `initialization`, `discovery`. The comms
-logger: `logging_control`.
+Operations: `collectives`. Process groups: `process_groups`. The first group: `initialization`,
+`discovery`. The comms logger: `logging_control`.
 """
 
 from typing import Any

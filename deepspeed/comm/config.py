@@ -1,7 +1,8 @@
 """The ``comms_logger`` section of the configuration, as the communication layer reads it.
 
-The section's model stands with the other configuration models; it is only looked up from here when somebody asks
-for it, because this layer lies below the configuration and must import without pydantic.
+The section's model stands with the other configuration models; it is only looked up from here when
+somebody asks for it, because this layer lies below the configuration and must import without
+pydantic.
 """
 
 from collections.abc import Mapping

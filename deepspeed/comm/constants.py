@@ -47,7 +47,9 @@ def _default_timeout() -> timedelta:
     except ValueError:
         minutes = 0.0
     if minutes <= 0:
-        raise ValueError(f"{TIMEOUT_ENV}={text!r} is not a positive number of minutes; correct it or unset it")
+        raise ValueError(
+            f"{TIMEOUT_ENV}={text!r} is not a positive number of minutes; correct it or unset it"
+        )
     return timedelta(minutes=minutes)
 
 

@@ -1,8 +1,8 @@
 """How a process learns its rank, the world size and where to meet the others.
 
-Owns the environment only: launchers' variables, MPI, Slurm and the cloud schedulers are translated into the five
-variables torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). It makes no process group;
-`deepspeed.comm.initialization` does.
+Owns the environment only: launchers' variables, MPI, Slurm and the cloud schedulers are translated
+into the five variables torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). It
+makes no process group; `deepspeed.comm.initialization` does.
 """
 
 import importlib.util
@@ -27,8 +27,16 @@ REMEDY = (
 # Size variables that an MPI starter leaves: Open MPI; MPICH, Intel MPI and MVAPICH2 (hydra).
 _MPI_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-_MPI_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
-_MPI_LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+_MPI_LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
+_MPI_LOCAL_SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 
 
 def _first(names: tuple[str, ...]) -> str | None:
@@ -71,14 +79,17 @@ def missing_variables() -> list[str]:
     return [name for name in REQUIRED_VARIABLES if not os.environ.get(name)]
 
 
-def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+def mpi_discovery(
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
+) -> None:
     """Set torch's five variables from MPI.
 
-    The numbers come from the starter's environment. The master's address is ``MASTER_ADDR`` if set, the loopback
-    when all processes share one machine, and otherwise asked of rank 0 through mpi4py.
+    The numbers come from the starter's environment. The master's address is ``MASTER_ADDR`` if set,
+    the loopback when all processes share one machine, and otherwise asked of rank 0 through mpi4py.
 
     Raises:
-        RuntimeError: MPI did not start this process, or several machines are used without mpi4py or ``MASTER_ADDR``.
+        RuntimeError: MPI did not start this process, or several machines are used without mpi4py or
+            ``MASTER_ADDR``.
     """
     rank, size = _first(_MPI_RANK_VARIABLES), _first(_MPI_SIZE_VARIABLES)
     local_rank, local_size = _first(_MPI_LOCAL_RANK_VARIABLES), _first(_MPI_LOCAL_SIZE_VARIABLES)
@@ -90,7 +101,9 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         communicator = MPI.COMM_WORLD
         rank, size = str(communicator.Get_rank()), str(communicator.Get_size())
     if rank is None or size is None:
-        raise RuntimeError(f"MPI discovery found neither mpi4py nor any of {_MPI_SIZE_VARIABLES}; {REMEDY}")
+        raise RuntimeError(
+            f"MPI discovery found neither mpi4py nor any of {_MPI_SIZE_VARIABLES}; {REMEDY}"
+        )
     address = os.environ.get("MASTER_ADDR")
     if communicator is not None:
         hosts = communicator.allgather(socket.gethostname())
@@ -111,8 +124,8 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
 
 
 def _own_address() -> str:
-    # The address of the interface that leads outside: a name in /etc/hosts often maps to the loopback, which other
-    # machines cannot reach. Connecting a datagram socket sends nothing.
+    # The address of the interface that leads outside: a name in /etc/hosts often maps to the
+    # loopback, which other machines cannot reach. Connecting a datagram socket sends nothing.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1, never routed to a host
@@ -127,15 +140,21 @@ def first_slurm_host(node_list: str) -> str:
     Raises:
         ValueError: the list is empty.
     """
-    # The first comma outside of brackets ends the first entry; each bracket's first number is its first host.
+    # The first comma outside of brackets ends the first entry; each bracket's first number is its
+    # first host.
     matched = re.match(r"(?:\[[^\]]*\]|[^,\[])+", node_list.strip())
     if matched is None:
-        raise ValueError(f"SLURM_JOB_NODELIST={node_list!r} names no host; set MASTER_ADDR yourself")
+        raise ValueError(
+            f"SLURM_JOB_NODELIST={node_list!r} names no host; set MASTER_ADDR yourself"
+        )
     return re.sub(r"\[([^,\]\-]+)[^\]]*\]", r"\1", matched.group(0))
 
 
-def slurm_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set torch's five variables from Slurm's; ``MASTER_ADDR`` and ``MASTER_PORT`` are kept when set.
+def slurm_discovery(
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
+) -> None:
+    """Set torch's five variables from Slurm's; ``MASTER_ADDR`` and ``MASTER_PORT`` are kept when
+    set.
 
     Raises:
         ValueError: Slurm names no hosts and ``MASTER_ADDR`` is not set.
@@ -179,7 +198,9 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
 
 
 def discover(distributed_port: int, verbose: bool) -> None:
-    """Set torch's five variables from whatever scheduler started this process; do nothing when none did."""
+    """Set torch's five variables from whatever scheduler started this process; do nothing when none
+    did.
+    """
     if in_aml() and in_mpi():
         patch_aml_env_for_torch_nccl_backend(verbose=verbose)
     elif in_aws_sm() and in_mpi():

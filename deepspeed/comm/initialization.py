@@ -16,8 +16,9 @@ from deepspeed.comm.logging_control import configure
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.utils.logging import log_once, logger
 
-# At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and need the interpreter for it.
-# While that ends they would abort the process ("terminate called without an active exception"), after a run that has succeeded.
+# At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and
+# need the interpreter for it. While that ends they would abort the process ("terminate called
+# without an active exception"), after a run that has succeeded.
 _LET_GO_S = 0.02
 
 # The object that made or adopted the default process group; None before.
@@ -83,8 +84,9 @@ def init_distributed(
 ) -> None:
     """Make the default process group, or adopt torch's if there is one.
 
-    The ranks come, first match, from the arguments; from RANK and WORLD_SIZE; from MPI, Slurm or the cloud
-    scheduler that started the process. A process that none of them knows is a world of its own.
+    The ranks come, first match, from the arguments; from RANK and WORLD_SIZE; from MPI, Slurm or
+    the cloud scheduler that started the process. A process that none of them knows is a world of
+    its own.
 
     Args:
         dist_backend: torch's backend; None means the accelerator's.
@@ -93,7 +95,8 @@ def init_distributed(
         verbose: log what is made and where the numbers come from.
         timeout: how long a collective may take, for this and all later groups.
         init_method: torch's rendezvous URL (``file://...``, ``tcp://...``); None means env://.
-        dist_init_required: False forbids making a group: one must be there. None and True make one if needed.
+        dist_init_required: False forbids making a group: one must be there. None and True make one
+            if needed.
         config: a configuration object, for its ``comms_logger`` section.
         rank, world_size: -1 means: from the environment.
 
@@ -108,11 +111,14 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise RuntimeError(
-            "dist_init_required=False, but there is no process group: call torch.distributed.init_process_group() "
-            "or deepspeed.init_distributed() before, or leave dist_init_required unset"
+            "dist_init_required=False, but there is no process group: call "
+            "torch.distributed.init_process_group() or deepspeed.init_distributed() before, or "
+            "leave dist_init_required unset"
         )
     if not torch_dist.is_available():
-        raise RuntimeError("this torch was built without torch.distributed; install one that has it")
+        raise RuntimeError(
+            "this torch was built without torch.distributed; install one that has it"
+        )
     backend = dist_backend or get_accelerator().communication_backend_name()
     given = (rank, world_size)
     if given == (-1, -1) and not _ranks_in_environment() and auto_mpi_discovery:
@@ -136,7 +142,10 @@ def _ranks_in_environment() -> bool:
 def _adopt(dist_backend: str | None) -> None:
     there = str(torch_dist.get_backend())
     if dist_backend is not None and dist_backend not in there:
-        log_once(f"dist_backend={dist_backend!r} is ignored: the process group was made before, over {there!r}")
+        log_once(
+            f"dist_backend={dist_backend!r} is ignored: the process group was made before, over "
+            f"{there!r}"
+        )
     set_backend()
 
 
@@ -147,20 +156,35 @@ def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
     # Client libraries read LOCAL_RANK to name their device, also when nobody launched them.
     os.environ.setdefault("LOCAL_RANK", "0")
     _select_device(1)
-    init_deepspeed_backend(backend, timeout, None, rank=0, world_size=1, store=torch_dist.HashStore())
+    init_deepspeed_backend(
+        backend, timeout, None, rank=0, world_size=1, store=torch_dist.HashStore()
+    )
 
 
 def _ranks(rank: int, world_size: int) -> tuple[int, int]:
     """Rank and world size from the arguments, or where they are -1 from the environment."""
-    missing = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given < 0 and not os.environ.get(name)]
+    missing = [
+        name
+        for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))
+        if given < 0 and not os.environ.get(name)
+    ]
     if missing:
         # All that are missing are named at once, also those that would only be noticed later.
-        missing = [name for name in discovery.missing_variables() if name in missing or name.startswith("MASTER")]
-        raise ValueError(f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}")
+        missing = [
+            name
+            for name in discovery.missing_variables()
+            if name in missing or name.startswith("MASTER")
+        ]
+        raise ValueError(
+            f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}"
+        )
     rank = _from_environment("RANK") if rank < 0 else rank
     world_size = _from_environment("WORLD_SIZE") if world_size < 0 else world_size
     if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}; {discovery.REMEDY}")
+        raise ValueError(
+            f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}; "
+            f"{discovery.REMEDY}"
+        )
     return rank, world_size
 
 
@@ -169,14 +193,22 @@ def _from_environment(name: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"environment variable {name}={text!r} is not an integer; {discovery.REMEDY}") from error
+        raise ValueError(
+            f"environment variable {name}={text!r} is not an integer; {discovery.REMEDY}"
+        ) from error
 
 
 def _require_meeting_point(ranks_are_arguments: bool) -> None:
     missing = [name for name in discovery.missing_variables() if name.startswith("MASTER")]
     if missing:
-        hint = "or pass init_method" if ranks_are_arguments else "or pass rank, world_size and init_method"
-        raise ValueError(f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}, {hint}")
+        hint = (
+            "or pass init_method"
+            if ranks_are_arguments
+            else "or pass rank, world_size and init_method"
+        )
+        raise ValueError(
+            f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}, {hint}"
+        )
 
 
 def _select_device(world_size: int) -> None:
@@ -186,10 +218,12 @@ def _select_device(world_size: int) -> None:
         return
     local_rank = process_groups.get_local_rank()
     count = accelerator.device_count()
-    # A launcher may show each process its own device only: then it is number 0 whatever the local rank.
+    # A launcher may show each process its own device only: then it is number 0 whatever the local
+    # rank.
     accelerator.set_device(local_rank if local_rank < count else 0)
     if world_size > 1 and count > 1 and local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK={local_rank}, but this process sees {count} devices ({accelerator.visible_devices_envs()}); "
-            "start no more processes per machine than it has devices"
+            f"LOCAL_RANK={local_rank}, but this process sees {count} devices "
+            f"({accelerator.visible_devices_envs()}); start no more processes per machine than it "
+            "has devices"
         )

@@ -1,6 +1,7 @@
 """The comms logger's switch: what is timed, what is shown.
 
-Owns the process's one `CommsLogger` and decides whether an `OperationTimer` observes the operations.
+Owns the process's one `CommsLogger` and decides whether an `OperationTimer` observes the
+operations.
 """
 
 import functools
@@ -17,7 +18,9 @@ _timer = OperationTimer(comms_logger)
 
 
 def _section_of(deepspeed_config: Any) -> Any:
-    """The ``comms_logger`` section of a configuration object in any of the shapes clients pass; None if it has none."""
+    """The ``comms_logger`` section of a configuration object in any of the shapes clients pass;
+    None if it has none.
+    """
     for path in (("tree", "comms_logger"), ("comms_config", "comms_logger"), ("comms_logger",)):
         found = deepspeed_config
         for name in path:
@@ -35,7 +38,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure the comms logger; arguments that are None stay as they are, the others override the configuration.
+    """Configure the comms logger; arguments that are None stay as they are, the others override the
+    configuration.
 
     Args:
         deepspeed_config: a configuration object with a ``comms_logger`` section.
@@ -48,7 +52,13 @@ def configure(
     section = _section_of(deepspeed_config) if deepspeed_config is not None else None
     if section is not None:
         comms_logger.configure(section)
-    options = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    options = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
     for name, value in options.items():
         if value is not None:
             setattr(comms_logger, name, value)
@@ -62,7 +72,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print what the comms logger recorded on rank 0; see `CommsLogger.log_all`.
 
     Args:
-        show_straggler: also show how long operations waited for the slowest rank. Collective: all ranks must call.
+        show_straggler: also show how long operations waited for the slowest rank. Collective: all
+            ranks must call.
         return_dict: return the numbers, on every rank its own.
     """
     # The exchange of the straggler analysis is not part of what was asked for.
@@ -96,8 +107,8 @@ def reset_log() -> None:
 def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a collective of one's own so that the comms logger sees it.
 
-    Its payload is the parameter named ``tensor``, ``tensors``, ``input_list`` or ``output_tensor``; ``group``,
-    ``log_name``, ``prof`` and ``debug`` are understood when passed by keyword.
+    Its payload is the parameter named ``tensor``, ``tensors``, ``input_list`` or ``output_tensor``;
+    ``group``, ``log_name``, ``prof`` and ``debug`` are understood when passed by keyword.
     """
 
     @functools.wraps(func)

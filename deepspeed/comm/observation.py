@@ -1,9 +1,10 @@
 """What happens around a collective when somebody watches.
 
-Nobody watches by default and `deepspeed.comm.collectives` then calls torch directly. Otherwise each operation becomes a
-`CollectiveCall` that passes through an `ObserverChain`: from the outermost observer to the innermost, each of which decides when
-to go on to the next, and at last torch. The comms logger's `OperationTimer` is one; the intent check, the stream checker
-and the simulated device have their own.
+Nobody watches by default and `deepspeed.comm.collectives` then calls torch directly. Otherwise each
+operation becomes a `CollectiveCall` that passes through an `ObserverChain`: from the outermost
+observer to the innermost, each of which decides when to go on to the next, and at last torch. The
+comms logger's `OperationTimer` is one; the intent check, the stream checker and the simulated
+device have their own.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ _FORMS = {
     "broadcast": _form("tensor src group async_op", "tensor", "tensor"),
     "broadcast_object_list": _form("object_list src group device"),
     "scatter": _form("tensor scatter_list src group async_op", "scatter_list", "tensor"),
-    "all_to_all_single": _form("output tensor output_split_sizes input_split_sizes group async_op", "tensor", "output"),
+    "all_to_all_single": _form(
+        "output tensor output_split_sizes input_split_sizes group async_op", "tensor", "output"
+    ),
     "all_to_all": _form("output_list tensor_list group async_op", "tensor_list", "output_list"),
     "send": _form("tensor dst group tag", reads="tensor"),
     "recv": _form("tensor src group tag", writes="tensor"),
@@ -101,13 +104,17 @@ class CollectiveCall:
         return self.operation(*self.args)
 
     def argument(self, parameter: str, default: Any = None) -> Any:
-        """The argument called ``parameter`` (`op`, `src`, `tag`, ...); ``default`` if the operation has none of that name."""
+        """The argument called ``parameter`` (`op`, `src`, `tag`, ...); ``default`` if the operation
+        has none of that name.
+        """
         parameters = self._form().parameters
         return self.args[parameters.index(parameter)] if parameter in parameters else default
 
     @property
     def reads(self) -> list[torch.Tensor]:
-        """The tensors that this rank's part of the operation reads. Pickled objects are the host's and not among them."""
+        """The tensors that this rank's part of the operation reads. Pickled objects are the host's
+        and not among them.
+        """
         if self.name == "broadcast" and not self._is_source():
             return []
         return _tensors(self.argument(self._form().reads))
@@ -134,7 +141,10 @@ class CollectiveCall:
             return self
         parameters = self._form().parameters
         if "async_op" not in parameters:
-            raise ValueError(f"{self.name} has no async_op={async_op}: it is always {'' if self.async_op else 'a'}synchronous")
+            raise ValueError(
+                f"{self.name} has no async_op={async_op}: it is always "
+                f"{'' if self.async_op else 'a'}synchronous"
+            )
         position = parameters.index("async_op")
         args = (*self.args[:position], async_op, *self.args[position + 1 :])
         return dataclasses.replace(self, args=args)
@@ -163,7 +173,8 @@ class CollectiveObserver(Protocol):
             proceed: Issues it, through the observers further inside; call it at most once.
 
         Returns:
-            What the caller of the operation gets: the result of ``proceed`` or something that can be waited for like it.
+            What the caller of the operation gets: the result of ``proceed`` or something that can
+                be waited for like it.
         """
 
 
@@ -174,10 +185,14 @@ class ObserverChain:
         self.observers = observers
 
     def with_observer(self, observer: CollectiveObserver, innermost: bool) -> ObserverChain:
-        """The chain with one more observer at one of its ends; the same chain if it is there already."""
+        """The chain with one more observer at one of its ends; the same chain if it is there
+        already.
+        """
         if observer in self.observers:
             return self
-        return ObserverChain((*self.observers, observer) if innermost else (observer, *self.observers))
+        return ObserverChain(
+            (*self.observers, observer) if innermost else (observer, *self.observers)
+        )
 
     def without_observer(self, observer: CollectiveObserver) -> ObserverChain | None:
         """The chain without an observer; None when nobody is left."""
@@ -193,7 +208,9 @@ class ObserverChain:
 
 
 class TimedWork:
-    """An asynchronous operation's handle that records the latency when it is waited for; otherwise the handle itself."""
+    """An asynchronous operation's handle that records the latency when it is waited for; otherwise
+    the handle itself.
+    """
 
     def __init__(self, work: Any, record: Callable[[], None]) -> None:
         self._work = work
@@ -212,7 +229,9 @@ class TimedWork:
 
 
 class OperationTimer:
-    """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is complete when it was waited for."""
+    """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is
+    complete when it was waited for.
+    """
 
     def __init__(self, comms_logger: CommsLogger) -> None:
         self.logger = comms_logger
@@ -232,7 +251,9 @@ class OperationTimer:
 
         def record() -> None:
             accelerator.synchronize()
-            self.logger.append(call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks)
+            self.logger.append(
+                call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks
+            )
 
         result = proceed()
         if result is not None and hasattr(result, "wait"):
@@ -242,7 +263,9 @@ class OperationTimer:
 
 
 def call_site() -> FrameType | None:
-    """Where the operation that is being observed was called: outside of the communication layer and of observers."""
+    """Where the operation that is being observed was called: outside of the communication layer and
+    of observers.
+    """
     here = sys._getframe(1)
     frame: FrameType | None = here
     # Observers live anywhere; the operation's caller is beyond the chain that called them.

@@ -1,7 +1,7 @@
 """Questions to and changes of process groups.
 
-Owns no group: torch does. The process group's default timeout is remembered here because torch gives groups made later its
-own default instead of that of the first.
+Owns no group: torch does. The process group's default timeout is remembered here because torch
+gives groups made later its own default instead of that of the first.
 """
 
 import importlib
@@ -26,7 +26,13 @@ _group_timeout: timedelta = default_pg_timeout
 # No message has this tag; see `abort_groups`.
 _ABORT_TAG = 2**31 - 1
 # What gloo's errors say when the other end is gone or nothing comes; it raises plain RuntimeErrors.
-_CONNECTION_ERRORS = ("gloo", "pair closure", "Connection closed", "Connection reset", "Operation timed out")
+_CONNECTION_ERRORS = (
+    "gloo",
+    "pair closure",
+    "Connection closed",
+    "Connection reset",
+    "Operation timed out",
+)
 
 
 def set_group_timeout(timeout: timedelta) -> None:
@@ -47,7 +53,10 @@ def is_initialized() -> bool:
 
 def _require_initialized() -> None:
     if not torch_dist.is_initialized():
-        raise RuntimeError("there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first")
+        raise RuntimeError(
+            "there is no process group yet: call deepspeed.init_distributed() or "
+            "deepspeed.initialize() first"
+        )
 
 
 def get_rank(group: Group = None) -> int:
@@ -61,7 +70,8 @@ def get_rank(group: Group = None) -> int:
 
 
 def get_world_size(group: Group = None) -> int:
-    """The number of ranks in ``group`` (default: the world); -1 when this process is not in the group.
+    """The number of ranks in ``group`` (default: the world); -1 when this process is not in the
+    group.
 
     Raises:
         RuntimeError: there is no process group.
@@ -112,8 +122,11 @@ def get_backend_name(group: Group = None) -> str:
     return str(torch_dist.get_backend(group))
 
 
-def new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
-    """A group of these global ranks (None: all). Collective over the world, in the same order on all ranks.
+def new_group(
+    ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None
+) -> ProcessGroup:
+    """A group of these global ranks (None: all). Collective over the world, in the same order on
+    all ranks.
 
     Args:
         ranks: global ranks; the world's order is kept.
@@ -121,7 +134,9 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None, bac
         backend: torch's name of the backend; None means the world's.
     """
     _require_initialized()
-    return torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend)
+    return torch_dist.new_group(
+        None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend
+    )
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -133,9 +148,11 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def abort_groups() -> None:
-    """End every operation under way in any group of this process; who waits for one gets an error, or garbage on a device.
+    """End every operation under way in any group of this process; who waits for one gets an error,
+    or garbage on a device.
 
-    For a process whose peers will not come, called from another thread than the blocked one. No group can be used afterwards.
+    For a process whose peers will not come, called from another thread than the blocked one. No
+    group can be used afterwards.
     """
     for group in list(_c10d._world.pg_map):
         backends = {group._get_backend(device) for device in group._device_types}
@@ -147,11 +164,14 @@ def abort_groups() -> None:
 
 
 def _abort_gloo(group: ProcessGroup) -> None:
-    """gloo's own abort wakes nobody, but a receive that times out closes all connections of its group, which does."""
+    """gloo's own abort wakes nobody, but a receive that times out closes all connections of its
+    group, which does.
+    """
     for rank in torch_dist.get_process_group_ranks(group):
         if rank == torch_dist.get_rank():
             continue
-        # With each peer: where the connection is closed already, by the peer, the receive fails at once and closes no other.
+        # With each peer: where the connection is closed already, by the peer, the receive fails at
+        # once and closes no other.
         with suppress(RuntimeError):
             work = torch_dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group, _ABORT_TAG)
             if work is not None:
@@ -169,7 +189,9 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     """A torch DeviceMesh of this shape over the accelerator. Collective over the world."""
     _require_initialized()
     device_type = get_accelerator().current_device_name().partition(":")[0]
-    return torch_dist.init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return torch_dist.init_device_mesh(
+        device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
+    )
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:

@@ -1,11 +1,12 @@
 """Collectives that sharding needs and no backend offers for uneven shards.
 
-`reduce_to_owners` sums each owner's slice of a bucket onto that owner (a reduce-scatter with uneven splits);
-`gather_from_owners` fills every rank's copy of a buffer from the slices' owners (an all-gather with uneven splits), `gather_slices`
-the same for slices that are not neighbours in memory. Device
-backends run them as their own reduce-scatter and all-gather, or one operation per owner where the splits are uneven. Host
-backends (gloo, mpi) exchange the slices pairwise: every byte crosses once, no rank reduces what it doesn't own, and the owner can
-sum the pieces in a wider dtype and in rank order.
+`reduce_to_owners` sums each owner's slice of a bucket onto that owner (a reduce-scatter with uneven
+splits); `gather_from_owners` fills every rank's copy of a buffer from the slices' owners (an
+all-gather with uneven splits), `gather_slices` the same for slices that are not neighbours in
+memory. Device backends run them as their own reduce-scatter and all-gather, or one operation per
+owner where the splits are uneven. Host backends (gloo, mpi) exchange the slices pairwise: every
+byte crosses once, no rank reduces what it doesn't own, and the owner can sum the pieces in a wider
+dtype and in rank order.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PendingShards:
     """Handle of an operation on owned slices; `wait()` is idempotent.
 
     Attributes:
-        pieces: Of a reduction: the tensors whose sum, in rank order, is this rank's reduced slice. Complete after `wait()` (on
-            the current stream for stream backends).
+        pieces: Of a reduction: the tensors whose sum, in rank order, is this rank's reduced slice.
+            Complete after `wait()` (on the current stream for stream backends).
     """
 
     def __init__(self, works: list[Any], pieces: list[torch.Tensor], keep: torch.Tensor) -> None:
@@ -36,10 +37,12 @@ class PendingShards:
         self._keep: torch.Tensor | None = keep
 
     def sum_over(self, group: Any) -> None:
-        """Of a reduction: sum this rank's slice over the ranks of `group` too, which own the same slice of other sums.
+        """Of a reduction: sum this rank's slice over the ranks of `group` too, which own the same
+        slice of other sums.
 
-        Completes what was started (the host waits on backends without streams) and starts one all-reduce; `wait()` completes that.
-        Ranks agree on the slice's size, so an empty one is left out.
+        Completes what was started (the host waits on backends without streams) and starts one
+        all-reduce; `wait()` completes that. Ranks agree on the slice's size, so an empty one is
+        left out.
         """
         total, *others = self.wait()
         for piece in others:
@@ -58,22 +61,31 @@ class PendingShards:
 
 
 def _slices(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
-    return [tensor[end - numel : end] for end, numel in zip(accumulate(splits), splits, strict=True)]
+    return [
+        tensor[end - numel : end] for end, numel in zip(accumulate(splits), splits, strict=True)
+    ]
 
 
 def is_pairwise(tensor: torch.Tensor, group: Any) -> bool:
-    """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take host tensors only."""
+    """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take
+    host tensors only.
+    """
     if get_accelerator().defers_collectives:
         return False  # a simulated device: what is checked is the path that devices take
     return tensor.device.type == "cpu" and dist.get_backend_name(group) in HOST_BACKENDS
 
 
 def _exchange(
-    slices: Sequence[torch.Tensor], into: Sequence[torch.Tensor], sending: Sequence[int], rank: int, group: Any
+    slices: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor],
+    sending: Sequence[int],
+    rank: int,
+    group: Any,
 ) -> list[Any]:
     """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it.
 
-    Nearest peer first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so empty messages are left out.
+    Nearest peer first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so
+    empty messages are left out.
     """
     works: list[Any] = []
     world = len(slices)
@@ -87,7 +99,9 @@ def _exchange(
     return works
 
 
-def reduce_to_owners(bucket: torch.Tensor, splits: Sequence[int], group: Any = None, async_op: bool = False) -> PendingShards:
+def reduce_to_owners(
+    bucket: torch.Tensor, splits: Sequence[int], group: Any = None, async_op: bool = False
+) -> PendingShards:
     """Sum slice `i` of `bucket` over all ranks onto rank `i` of `group`.
 
     Args:
@@ -101,7 +115,10 @@ def reduce_to_owners(bucket: torch.Tensor, splits: Sequence[int], group: Any = N
     works: list[Any] = []
     pieces = [slices[rank]]
     if world > 1 and is_pairwise(bucket, group):
-        pieces = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(world)]
+        pieces = [
+            slices[rank] if peer == rank else torch.empty_like(slices[rank])
+            for peer in range(world)
+        ]
         works = _exchange(slices, pieces, range(world), rank, group)
     elif world > 1 and len(set(splits)) == 1:
         pieces = [torch.empty_like(slices[rank])]
@@ -116,7 +133,11 @@ def reduce_to_owners(bucket: torch.Tensor, splits: Sequence[int], group: Any = N
 
 
 def gather_from_owners(
-    flat: torch.Tensor, splits: Sequence[int], group: Any = None, by_broadcast: bool = False, async_op: bool = False
+    flat: torch.Tensor,
+    splits: Sequence[int],
+    group: Any = None,
+    by_broadcast: bool = False,
+    async_op: bool = False,
 ) -> PendingShards:
     """Fill `flat` on every rank: slice `i` comes from rank `i` of `group`.
 
@@ -124,7 +145,8 @@ def gather_from_owners(
         flat: Contiguous, 1-D, of `sum(splits)` elements; this rank's own slice is already right.
         splits: Elements of each rank's slice, the same on every rank.
         group: Process group; None is the world.
-        by_broadcast: One broadcast per owner instead of an all-gather (`allgather_partitions: false`).
+        by_broadcast: One broadcast per owner instead of an all-gather (`allgather_partitions:
+            false`).
         async_op: Return at once; `wait()` completes it.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
@@ -137,9 +159,13 @@ def gather_from_owners(
 
 
 def gather_slices(
-    slices: Sequence[torch.Tensor], group: Any = None, by_broadcast: bool = False, async_op: bool = False
+    slices: Sequence[torch.Tensor],
+    group: Any = None,
+    by_broadcast: bool = False,
+    async_op: bool = False,
 ) -> PendingShards:
-    """Fill `slices` on every rank: slice `i` comes from rank `i` of `group`. Devices need a buffer for it, host backends none.
+    """Fill `slices` on every rank: slice `i` comes from rank `i` of `group`. Devices need a buffer
+    for it, host backends none.
 
     Args:
         slices: Contiguous, 1-D, as long on every rank; this rank's own is already right.
@@ -151,7 +177,9 @@ def gather_slices(
     works: list[Any] = []
     if world > 1 and by_broadcast:
         works = [
-            dist.broadcast(piece, src=dist.get_global_rank(group, owner), group=group, async_op=True)
+            dist.broadcast(
+                piece, src=dist.get_global_rank(group, owner), group=group, async_op=True
+            )
             for owner, piece in enumerate(slices)
             if piece.numel()
         ]

@@ -1,18 +1,21 @@
-"""Collectives of a device whose work is deferred: NCCL's order on streams, carried out by a host backend.
+"""Collectives of a device whose work is deferred: NCCL's order on streams, carried out by a host
+backend.
 
-[Note: how a collective is ordered]
-An operation goes to an internal stream of its group, which waits for the stream current at the call. Waiting for its handle makes
-the stream current *then* wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two
-entries: *start* copies the inputs and hands them to the backend, *finish* waits for the backend and stores the outputs. Copies,
-because the backend's threads must not see what the program does to the memory meanwhile: only the order of the queues decides it.
+[Note: how a collective is ordered] An operation goes to an internal stream of its group, which
+waits for the stream current at the call. Waiting for its handle makes the stream current *then*
+wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two
+entries: *start* copies the inputs and hands them to the backend, *finish* waits for the backend and
+stores the outputs. Copies, because the backend's threads must not see what the program does to the
+memory meanwhile: only the order of the queues decides it.
 
-[Note: no rank waits in vain]
-Ranks run their queues at different moments. Whoever finishes an operation has started every operation that was issued before its
-handle was waited for, in the order of issue: a device would have carried them out meanwhile, and another rank may need one of
-them before it can do its part of this one. None of them can need the result of this one, because nothing waited for it yet.
-Point-to-point operations that came later are started too as far as they can be. They start on a stream of their own: behind the
-finish of the one before they could not, and that may need something from here first. A host that is about to wait for other ranks
-by itself calls `start_issued` before.
+[Note: no rank waits in vain] Ranks run their queues at different moments. Whoever finishes an
+operation has started every operation that was issued before its handle was waited for, in the order
+of issue: a device would have carried them out meanwhile, and another rank may need one of them
+before it can do its part of this one. None of them can need the result of this one, because nothing
+waited for it yet. Point-to-point operations that came later are started too as far as they can be.
+They start on a stream of their own: behind the finish of the one before they could not, and that
+may need something from here first. A host that is about to wait for other ranks by itself calls
+`start_issued` before.
 """
 
 from __future__ import annotations
@@ -52,14 +55,16 @@ class _Issued:
     """An operation in the queue of an internal stream.
 
     Args:
-        call: What was called, on the caller's tensors: referenced until the handle is waited for or the operation is done.
+        call: What was called, on the caller's tensors: referenced until the handle is waited for or
+            the operation is done.
         memory: The same on aliases that keep no tensor of the caller alive.
         stream: The internal stream on which it starts.
 
     Attributes:
         started: Position after *start*.
         number: How many operations were issued before.
-        waited: How many operations had been issued when its handle was first waited for; None before.
+        waited: How many operations had been issued when its handle was first waited for; None
+            before.
         copies: The same on private memory, while the backend has it.
         works: The backend's handles.
     """
@@ -81,7 +86,9 @@ class _Issued:
 
     def start(self) -> None:
         """Hand copies to the backend."""
-        self.copies = dataclasses.replace(self.memory, args=tuple(_copied(argument) for argument in self.memory.args))
+        self.copies = dataclasses.replace(
+            self.memory, args=tuple(_copied(argument) for argument in self.memory.args)
+        )
         self.works = _carry_out(self.copies)
 
     def finish(self) -> None:
@@ -96,7 +103,9 @@ class _Issued:
 
 
 class StreamWork:
-    """Handle of an operation on an internal stream. It keeps the caller's tensors alive until it is waited for."""
+    """Handle of an operation on an internal stream. It keeps the caller's tensors alive until it is
+    waited for.
+    """
 
     def __init__(self, issued: _Issued, event: Event, num_issued: Callable[[], int]) -> None:
         self._event = event
@@ -118,7 +127,9 @@ class StreamWork:
 
 
 class StreamCollectives:
-    """The observer next to the backend. It lets everything through while the accelerator doesn't defer its work."""
+    """The observer next to the backend. It lets everything through while the accelerator doesn't
+    defer its work.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[Any, Stream] = {}
@@ -149,18 +160,27 @@ class StreamCollectives:
             side = "to" if "send" in call.name else "from"
             peer = call.argument("dst" if side == "to" else "src")
             if peer is None:
-                raise ValueError(f"{call.name}: src=None; a device has to know the sender before, so name its global rank")
+                raise ValueError(
+                    f"{call.name}: src=None; a device has to know the sender before, so name its "
+                    "global rank"
+                )
         # By name: a group that is destroyed must not live on here.
         key = (simulator, group.group_name, side, peer, starts)
         if key not in self._streams:
             ranks = torch_dist.get_process_group_ranks(group)
-            partner = ("" if side is None else f", {side} rank {peer}") + (", start" if starts else "")
-            self._streams[key] = simulator.scheduler.stream_class(name=f"nccl stream of group {ranks}{partner}")
+            partner = ("" if side is None else f", {side} rank {peer}") + (
+                ", start" if starts else ""
+            )
+            self._streams[key] = simulator.scheduler.stream_class(
+                name=f"nccl stream of group {ranks}{partner}"
+            )
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
         stream = self._stream(simulator, call)
-        starts = self._stream(simulator, call, starts=True) if call.name in _POINT_TO_POINT else stream
+        starts = (
+            self._stream(simulator, call, starts=True) if call.name in _POINT_TO_POINT else stream
+        )
         starts.wait_stream(simulator.scheduler.current)
         with _disable_current_modes():
             memory = dataclasses.replace(call, args=tuple(simulator.operators.shadows(call.args)))
@@ -173,7 +193,14 @@ class StreamCollectives:
         simulator.scheduler.put(starts, Work(f"{call.name} (start)", lambda: self._start(issued)))
         if starts is not stream:
             stream.wait_stream(starts)
-        simulator.operators.launch(call.name, lambda: self._finish(issued), call.reads, call.writes, stream, waits_for_ranks=True)
+        simulator.operators.launch(
+            call.name,
+            lambda: self._finish(issued),
+            call.reads,
+            call.writes,
+            stream,
+            waits_for_ranks=True,
+        )
         return StreamWork(issued, stream.record_event(), lambda: self._num_issued)
 
     # Running
@@ -186,7 +213,9 @@ class StreamCollectives:
         self.start_issued(issued.waited)
         for later in list(self._unstarted):
             scheduler = later.stream.scheduler
-            if later.memory.name in _POINT_TO_POINT and scheduler.can_run(later.stream, later.started):
+            if later.memory.name in _POINT_TO_POINT and scheduler.can_run(
+                later.stream, later.started
+            ):
                 scheduler.drain(later.stream, later.started)
         issued.finish()
 
@@ -211,7 +240,9 @@ def _simulator() -> Simulator | None:
 def _copied(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.clone(memory_format=torch.contiguous_format)
-    if isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument):
+    if isinstance(argument, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) for item in argument
+    ):
         return [_copied(item) for item in argument]
     return argument
 
@@ -244,7 +275,9 @@ _collectives = StreamCollectives()
 
 
 def install() -> None:
-    """Take over the collectives of `deepspeed.comm` from now on; does nothing when that has been done."""
+    """Take over the collectives of `deepspeed.comm` from now on; does nothing when that has been
+    done.
+    """
     add_observer(_collectives, innermost=True)
     _leave_in_order()
 
@@ -255,10 +288,12 @@ def _leave_in_order() -> None:
 
 
 def _destroy_groups() -> None:
-    """Before the interpreter ends: run what is queued, and let the backend's threads let go of its tensors.
+    """Before the interpreter ends: run what is queued, and let the backend's threads let go of its
+    tensors.
 
-    A thread that lets go of a tensor needs the interpreter, and aborts the process if that is ending. On a host the last collective
-    is usually long over by then; here it is carried out right before.
+    A thread that lets go of a tensor needs the interpreter, and aborts the process if that is
+    ending. On a host the last collective is usually long over by then; here it is carried out right
+    before.
     """
     # After an error other ranks may never come; see `Sim_Accelerator`.
     if hasattr(sys, "last_value"):
@@ -271,6 +306,8 @@ def _destroy_groups() -> None:
 
 
 def start_issued() -> None:
-    """Start every operation issued so far: to be called before this host waits for other ranks by other means."""
+    """Start every operation issued so far: to be called before this host waits for other ranks by
+    other means.
+    """
     if _simulator() is not None:
         _collectives.start_issued()

@@ -1,7 +1,7 @@
 """torch.distributed behind the class that upstream's users know.
 
-`TorchBackend` makes the default process group. Its operations are torch's own functions; `deepspeed.comm.comm` calls
-those directly, without this object in between.
+`TorchBackend` makes the default process group. Its operations are torch's own functions;
+`deepspeed.comm.comm` calls those directly, without this object in between.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,14 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import process_groups
 
-# torch renames the flat-tensor variants and deprecates the old names; both take the same positional arguments.
-all_gather_flat: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-reduce_scatter_flat: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+# torch renames the flat-tensor variants and deprecates the old names; both take the same positional
+# arguments.
+all_gather_flat: Any = (
+    getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+)
+reduce_scatter_flat: Any = (
+    getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+)
 
 
 class TorchBackend:
@@ -43,8 +48,12 @@ class TorchBackend:
         self.world_size = world_size
         self.rank_number = rank
         if not torch_dist.is_initialized():
-            arguments: dict[str, Any] = {"store": store} if store is not None else {"init_method": init_method}
-            torch_dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, **arguments)
+            arguments: dict[str, Any] = (
+                {"store": store} if store is not None else {"init_method": init_method}
+            )
+            torch_dist.init_process_group(
+                backend, timeout=timeout, rank=rank, world_size=world_size, **arguments
+            )
         self.single_gpu_mode = torch_dist.get_world_size() == 1
 
     # staticmethod: torch's functions must not receive this object as their first argument.

@@ -1,4 +1,6 @@
-"""What a launcher told this process, and the sizes of messages. No process group is needed for any of it."""
+"""What a launcher told this process, and the sizes of messages. No process group is needed for any
+of it.
+"""
 
 import inspect
 import os
@@ -22,13 +24,27 @@ __all__ = [
     "message_bytes",
 ]
 
-# Where launchers leave the numbers, most specific first: torch's and ours, Open MPI, MPICH and Intel MPI, Slurm.
+# Where launchers leave the numbers, most specific first: torch's and ours, Open MPI, MPICH and
+# Intel MPI, Slurm.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
 WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
-# The parameters that hold an operation's payload, by the names the operations of `deepspeed.comm` use.
-_PAYLOAD_NAMES = ("tensor", "tensors", "input_list", "input_tensors", "input_tensor_list", "output_tensor")
+# The parameters that hold an operation's payload, by the names the operations of `deepspeed.comm`
+# use.
+_PAYLOAD_NAMES = (
+    "tensor",
+    "tensors",
+    "input_list",
+    "input_tensors",
+    "input_tensor_list",
+    "output_tensor",
+)
 
 
 def _first_set(names: Sequence[str], default: int) -> int:
@@ -38,7 +54,9 @@ def _first_set(names: Sequence[str], default: int) -> int:
             try:
                 return int(text)
             except ValueError as error:
-                raise ValueError(f"environment variable {name}={text!r} is not an integer; correct it") from error
+                raise ValueError(
+                    f"environment variable {name}={text!r} is not an integer; correct it"
+                ) from error
     return default
 
 
@@ -82,13 +100,17 @@ def get_tensor_position(func: Callable[..., Any]) -> int:
 
 
 def get_tensor_kwarg(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """The payload of a call to ``func`` among its keyword arguments and defaults; None when it has none."""
+    """The payload of a call to ``func`` among its keyword arguments and defaults; None when it has
+    none.
+    """
     arguments = {**get_default_args(func), **kwargs}
     return next((arguments[name] for name in _PAYLOAD_NAMES if name in arguments), None)
 
 
 def get_msg_size_from_args(func: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Bytes in the payload of the call ``func(*args, **kwargs)``; 0 for operations without one (barriers)."""
+    """Bytes in the payload of the call ``func(*args, **kwargs)``; 0 for operations without one
+    (barriers).
+    """
     position = get_tensor_position(func)
     if position < 0:
         return 0

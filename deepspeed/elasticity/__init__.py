@@ -1,7 +1,9 @@
-"""Elastic training: batch sizes that fit many world sizes, and an agent that restarts processes when nodes come or go.
+"""Elastic training: batch sizes that fit many world sizes, and an agent that restarts processes
+when nodes come or go.
 
-Owns: the arithmetic (`elasticity`), its configuration block (`config`), the agent (`elastic_agent`), the `ds_elastic`
-command (`cli`). Does not own: the number of processes, which is the launcher's. Upstream's names, loaded on first use.
+Owns: the arithmetic (`elasticity`), its configuration block (`config`), the agent
+(`elastic_agent`), the `ds_elastic` command (`cli`). Does not own: the number of processes, which is
+the launcher's. Upstream's names, loaded on first use.
 """
 
 from __future__ import annotations
@@ -18,4 +20,6 @@ _NAMES = {
     "ensure_immutable_elastic_config": "deepspeed.elasticity.elasticity",
     "is_torch_elastic_compatible": "deepspeed.elasticity.utils",
 }
-__getattr__ = lazy_attributes(__name__, _NAMES, ("cli", "config", "constants", "elastic_agent", "elasticity", "utils"))
+__getattr__ = lazy_attributes(
+    __name__, _NAMES, ("cli", "config", "constants", "elastic_agent", "elasticity", "utils")
+)

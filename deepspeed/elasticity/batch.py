@@ -1,7 +1,7 @@
 """The three batch numbers of an elastic run, for the ranks that are there.
 
-Owns: what an enabled `elasticity` block means to a configuration. Does not own: the arithmetic (`elasticity`) nor how
-ranks are counted. Called by: `deepspeed.runtime.config`.
+Owns: what an enabled `elasticity` block means to a configuration. Does not own: the arithmetic
+(`elasticity`) nor how ranks are counted. Called by: `deepspeed.runtime.config`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from deepspeed.utils.logging import logger
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def elastic_batch_sizes(param_dict: dict[str, Any], data_parallel_size: int, world_size: int) -> tuple[int, int, int]:
+def elastic_batch_sizes(
+    param_dict: dict[str, Any], data_parallel_size: int, world_size: int
+) -> tuple[int, int, int]:
     """Return train batch, micro-batch and accumulation steps.
 
     Args:
@@ -26,23 +28,24 @@ def elastic_batch_sizes(param_dict: dict[str, Any], data_parallel_size: int, wor
         world_size: all ranks.
 
     Raises:
-        ElasticityError: the block is wrong, does not fit these ranks, differs from the scheduler's, or stands beside
-            batch keys.
+        ElasticityError: the block is wrong, does not fit these ranks, differs from the scheduler's,
+            or stands beside batch keys.
     """
     block = param_dict[ELASTICITY]
     config = ElasticityConfig(block)
     given = [f"{key}: {param_dict[key]}" for key in BATCH_KEYS if param_dict.get(key) is not None]
     if given and not config.ignore_non_elastic_batch_info:
         raise ElasticityConfigError(
-            f"{', '.join(given)}: elasticity.enabled chooses the batch sizes; remove these keys, or set "
-            "elasticity.ignore_non_elastic_batch_info to true to have them overridden"
+            f"{', '.join(given)}: elasticity.enabled chooses the batch sizes; remove these keys, "
+            "or set elasticity.ignore_non_elastic_batch_info to true to have them overridden"
         )
     if given:
         logger.warning("elasticity overrides %s", ", ".join(given))
     if world_size != data_parallel_size * config.model_parallel_size:
         raise ElasticityConfigError(
-            f"elasticity.model_parallel_size: {config.model_parallel_size}, but {world_size} ranks share the data in "
-            f"{data_parallel_size} parts; set it to the ranks that hold one copy of the model"
+            f"elasticity.model_parallel_size: {config.model_parallel_size}, but {world_size} ranks "
+            f"share the data in {data_parallel_size} parts; set it to the ranks that hold one copy "
+            "of the model"
         )
     ensure_immutable_elastic_config(block)
     batch, _, micro = compute_elastic_config(param_dict, version, world_size=world_size)  # type: ignore[misc]

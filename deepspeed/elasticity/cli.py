@@ -1,6 +1,7 @@
 """The `ds_elastic` command: shows what a configuration's `elasticity` block comes to.
 
-Owns: the command line and its output, in upstream's form. Does not own: the arithmetic (`elasticity`).
+Owns: the command line and its output, in upstream's form. Does not own: the arithmetic
+(`elasticity`).
 """
 
 import argparse
@@ -16,14 +17,19 @@ RULE = "-" * 42
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 2, with one line on stderr, if the configuration does not allow an answer.
+    """Run the command and return its exit code: 2, with one line on stderr, if the configuration
+    does not allow an answer.
 
     Args:
         args: command line; the process's own by default.
     """
-    parser = argparse.ArgumentParser(prog="ds_elastic", description="Show the batch and world sizes of elastic training.")
+    parser = argparse.ArgumentParser(
+        prog="ds_elastic", description="Show the batch and world sizes of elastic training."
+    )
     parser.add_argument("-c", "--config", required=True, help="DeepSpeed config json")
-    parser.add_argument("-w", "--world-size", type=int, default=0, help="Intended/current world size")
+    parser.add_argument(
+        "-w", "--world-size", type=int, default=0, help="Intended/current world size"
+    )
     parsed = parser.parse_args(args)
     try:
         with open(parsed.config, encoding="utf-8") as stream:
@@ -33,8 +39,25 @@ def main(args: list[str] | None = None) -> int:
         sys.stderr.write(f"ds_elastic: error: {error}\n")
         return 2
     shown = json.dumps(config[ELASTICITY], sort_keys=True, indent=4)
-    heading = f"Calculated results for world size {parsed.world_size}:" if parsed.world_size else "Calculated results:"
-    values = zip(("final_batch_size ....", "valid_gpus ..........", "micro_batch_size ...."), result, strict=False)
-    lines = [RULE, "Elasticity config:", RULE, shown, RULE, heading, RULE, *(f"{name} {value}" for name, value in values)]
+    heading = (
+        f"Calculated results for world size {parsed.world_size}:"
+        if parsed.world_size
+        else "Calculated results:"
+    )
+    values = zip(
+        ("final_batch_size ....", "valid_gpus ..........", "micro_batch_size ...."),
+        result,
+        strict=False,
+    )
+    lines = [
+        RULE,
+        "Elasticity config:",
+        RULE,
+        shown,
+        RULE,
+        heading,
+        RULE,
+        *(f"{name} {value}" for name, value in values),
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

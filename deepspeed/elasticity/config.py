@@ -1,4 +1,5 @@
-"""The `elasticity` block as an object, checked, and the errors of elastic training under upstream's names.
+"""The `elasticity` block as an object, checked, and the errors of elastic training under upstream's
+names.
 
 Owns: what a block must contain. Does not own: what follows from it (`elasticity`).
 """
@@ -31,8 +32,8 @@ class ElasticityConfig:
     """A checked `elasticity` block.
 
     Args:
-        param_dict: the block; keys that are missing take upstream's defaults. Of an enabled block `max_train_batch_size`
-            and `micro_batch_sizes` must be given.
+        param_dict: the block; keys that are missing take upstream's defaults. Of an enabled block
+            `max_train_batch_size` and `micro_batch_sizes` must be given.
 
     Attributes:
         max_acceptable_batch_size: largest global batch, in samples.
@@ -42,7 +43,8 @@ class ElasticityConfig:
         model_parallel_size: ranks that hold one copy of the model (version 0.2).
         min_time: minutes between two changes of the world; read by resource schedulers only.
         prefer_larger_batch_size: of equally good batches, take the larger.
-        ignore_non_elastic_batch_info: override batch keys that stand beside the block instead of refusing them.
+        ignore_non_elastic_batch_info: override batch keys that stand beside the block instead of
+            refusing them.
         version: of the algorithm, 0.1 or 0.2.
 
     Raises:
@@ -54,16 +56,26 @@ class ElasticityConfig:
         if self.enabled:
             for required in (keys.MAX_ACCEPTABLE_BATCH_SIZE, keys.MICRO_BATCHES):
                 if required not in param_dict:
-                    raise ElasticityConfigError(f"Elasticity config missing {required}; an enabled block must give it")
-        self.max_acceptable_batch_size = param_dict.get(keys.MAX_ACCEPTABLE_BATCH_SIZE, keys.MAX_ACCEPTABLE_BATCH_SIZE_DEFAULT)
+                    raise ElasticityConfigError(
+                        f"Elasticity config missing {required}; an enabled block must give it"
+                    )
+        self.max_acceptable_batch_size = param_dict.get(
+            keys.MAX_ACCEPTABLE_BATCH_SIZE, keys.MAX_ACCEPTABLE_BATCH_SIZE_DEFAULT
+        )
         self.micro_batches = param_dict.get(keys.MICRO_BATCHES, keys.MICRO_BATCHES_DEFAULT)
         self.min_gpus = param_dict.get(keys.MIN_GPUS, keys.MIN_GPUS_DEFAULT)
         self.max_gpus = param_dict.get(keys.MAX_GPUS, keys.MAX_GPUS_DEFAULT)
-        self.model_parallel_size = param_dict.get(keys.MODEL_PARALLEL_SIZE, keys.MODEL_PARALLEL_SIZE_DEFAULT)
-        self.num_gpus_per_node = param_dict.get(keys.NUM_GPUS_PER_NODE, keys.NUM_GPUS_PER_NODE_DEFAULT)
+        self.model_parallel_size = param_dict.get(
+            keys.MODEL_PARALLEL_SIZE, keys.MODEL_PARALLEL_SIZE_DEFAULT
+        )
+        self.num_gpus_per_node = param_dict.get(
+            keys.NUM_GPUS_PER_NODE, keys.NUM_GPUS_PER_NODE_DEFAULT
+        )
         self.min_time = param_dict.get(keys.MIN_TIME, keys.MIN_TIME_DEFAULT)
         self.version = param_dict.get(keys.VERSION, keys.VERSION_DEFAULT)
-        self.prefer_larger_batch_size = param_dict.get(keys.PREFER_LARGER_BATCH, keys.PREFER_LARGER_BATCH_DEFAULT)
+        self.prefer_larger_batch_size = param_dict.get(
+            keys.PREFER_LARGER_BATCH, keys.PREFER_LARGER_BATCH_DEFAULT
+        )
         self.ignore_non_elastic_batch_info = param_dict.get(
             keys.IGNORE_NON_ELASTIC_BATCH_INFO, keys.IGNORE_NON_ELASTIC_BATCH_INFO_DEFAULT
         )
@@ -74,34 +86,40 @@ class ElasticityConfig:
         sizes = self.micro_batches
         if not isinstance(sizes, list):
             raise ElasticityConfigError(
-                f"Elasticity expected value of {keys.MICRO_BATCHES} to be a list of micro batches, instead is: {type(sizes)}, "
-                f"containing: {sizes}"
+                f"Elasticity expected value of {keys.MICRO_BATCHES} to be a list of micro batches, "
+                f"instead is: {type(sizes)}, containing: {sizes}"
             )
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ElasticityConfigError(
-                f"Elasticity expected {keys.MICRO_BATCHES} to only contain positive integers, at least one, "
-                f"instead contains: {sizes}"
+                f"Elasticity expected {keys.MICRO_BATCHES} to only contain positive integers, at "
+                f"least one, instead contains: {sizes}"
             )
 
     def _check_sizes(self) -> None:
         if self.min_gpus < 1 or self.max_gpus < 1:
             raise ElasticityConfigError(
-                f"Elasticity min/max gpus must be > 0, given min_gpus: {self.min_gpus}, max_gpus: {self.max_gpus}"
+                f"Elasticity min/max gpus must be > 0, given min_gpus: {self.min_gpus}, max_gpus: "
+                f"{self.max_gpus}"
             )
         if self.min_gpus > self.max_gpus:
             raise ElasticityConfigError(
-                f"Elasticity min_gpus cannot be greater than max_gpus, given min_gpus: {self.min_gpus}, max_gpus: {self.max_gpus}"
+                "Elasticity min_gpus cannot be greater than max_gpus, given min_gpus: "
+                f"{self.min_gpus}, max_gpus: {self.max_gpus}"
             )
         if self.model_parallel_size < 1:
             raise ElasticityConfigError(
-                f"Model-Parallel size cannot be less than 1, given model-parallel size: {self.model_parallel_size}"
+                "Model-Parallel size cannot be less than 1, given model-parallel size: "
+                f"{self.model_parallel_size}"
             )
         if self.num_gpus_per_node < 1:
             raise ElasticityConfigError(
-                f"Number of GPUs per node cannot be less than 1, given number of GPUs per node: {self.num_gpus_per_node}"
+                "Number of GPUs per node cannot be less than 1, given number of GPUs per node: "
+                f"{self.num_gpus_per_node}"
             )
         if self.min_time < 0:
-            raise ElasticityConfigError(f"Elasticity min time needs to be >= 0: given {self.min_time}")
+            raise ElasticityConfigError(
+                f"Elasticity min time needs to be >= 0: given {self.min_time}"
+            )
 
     def repr(self) -> dict[str, Any]:
         """Return the attributes as a dict."""

@@ -2,7 +2,9 @@
 
 ELASTICITY = "elasticity"
 DEEPSPEED_ELASTICITY_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Environment variable in which a resource scheduler says, as JSON, which elasticity block it planned with."""
+"""Environment variable in which a resource scheduler says, as JSON, which elasticity block it
+planned with.
+"""
 
 ENABLED = "enabled"
 ENABLED_DEFAULT = False

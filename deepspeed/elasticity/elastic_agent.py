@@ -1,7 +1,8 @@
 """torch's elastic agent under upstream's name, for programs that run one themselves.
 
-Owns: giving the processes variables beside this process's own. Does not own: rendezvous, restarts and signals, which are
-torch's. The `deepspeed` command reaches the same agent through `deepspeed.launcher.agent`.
+Owns: giving the processes variables beside this process's own. Does not own: rendezvous, restarts
+and signals, which are torch's. The `deepspeed` command reaches the same agent through
+`deepspeed.launcher.agent`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 
 
 class _WithVariables(DefaultLogsSpecs):
-    """Log files as torch has them; the agent shows it every process's variables before the start."""
+    """Log files as torch has them; the agent shows it every process's variables before the
+    start.
+    """
 
     def __init__(self, log_dir: str | None, variables: dict[str, str]) -> None:
         super().__init__(log_dir=log_dir)
         self._variables = variables
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete the variables, where the agent has not set them, and return the paths of the logs."""
+        """Complete the variables, where the agent has not set them, and return the paths of the
+        logs.
+        """
         for environment in envs.values():
             for name, value in self._variables.items():
                 environment.setdefault(name, value)
@@ -33,7 +38,8 @@ class DSElasticAgent(LocalElasticAgent):
 
     Args:
         spec: what to start, how often to restart it, and the rendezvous of the nodes.
-        env: variables for the processes; those that the agent sets (`RANK`, `WORLD_SIZE`, ...) are the agent's.
+        env: variables for the processes; those that the agent sets (`RANK`, `WORLD_SIZE`, ...) are
+            the agent's.
         start_method: how processes of a Python function are started.
         exit_barrier_timeout: seconds to wait for the other nodes at the end.
         log_dir: folder for the processes' output; None is a temporary one.
@@ -48,4 +54,6 @@ class DSElasticAgent(LocalElasticAgent):
         log_dir: str | None = None,
     ) -> None:
         variables = {name: str(value) for name, value in env.items()}
-        super().__init__(spec, _WithVariables(log_dir, variables), start_method, exit_barrier_timeout)
+        super().__init__(
+            spec, _WithVariables(log_dir, variables), start_method, exit_barrier_timeout
+        )

@@ -2,5 +2,7 @@
 
 
 def is_torch_elastic_compatible() -> bool:
-    """Say whether this torch has an elastic agent that can be extended; every torch that this package accepts has."""
+    """Say whether this torch has an elastic agent that can be extended; every torch that this
+    package accepts has.
+    """
     return True

@@ -1,7 +1,7 @@
 """One node's processes under torch's elastic agent.
 
-Owns: the agent's set-up, and its findings in this package's terms. Does not own: which failure is reported
-(`failures`), nor the processes' output (`logs`). Called by: `launch`.
+Owns: the agent's set-up, and its findings in this package's terms. Does not own: which failure is
+reported (`failures`), nor the processes' output (`logs`). Called by: `launch`.
 """
 
 import contextlib
@@ -42,7 +42,8 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
 
     Raises:
         Interrupted: this process got a signal.
-        RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot meet.
+        RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot
+            meet.
     """
     with deferred_signals():
         # startup: the agent is needed here only, and programs import this package for a constant
@@ -54,11 +55,13 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         with SecondInterrupt(lambda: kill_ranks(logs.history)):
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
-        return {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+        return {
+            rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()
+        }
     except RendezvousError as error:
         raise RuntimeError(
-            f"--master_addr={plan.master_addr}: the nodes' meeting point there cannot be reached, or its node is gone ({error}); "
-            "start its node first, and this one again"
+            f"--master_addr={plan.master_addr}: the nodes' meeting point there cannot be reached, "
+            f"or its node is gone ({error}); start its node first, and this one again"
         ) from error
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from error
@@ -69,16 +72,24 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
 
 def _run_on_some_port(plan: LaunchPlan, folder: Path, logs: RankLogs) -> None:
     """Run the agent on the plan's port, or on a free one where it names none."""
-    # In a larger job the agent's store is for this node alone, and the plan's port is rank 0's to open.
-    address, wanted = (plan.master_addr, plan.master_port) if plan.place is None else (LOCAL_MASTER_ADDR, 0)
+    # In a larger job the agent's store is for this node alone, and the plan's port is rank 0's to
+    # open.
+    address, wanted = (
+        (plan.master_addr, plan.master_port) if plan.place is None else (LOCAL_MASTER_ADDR, 0)
+    )
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
     if port == 0:
-        port = free_port()  # every rank must be told the same number, so it is chosen here and not by the first who binds
+        # every rank must be told the same number, so it is chosen here and not by the first who
+        # binds
+        port = free_port()
     for attempts_left in reversed(range(PORT_ATTEMPTS)):
         try:
             _run(plan, f"{address}:{port}", folder, logs)
         except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            if (
+                "EADDRINUSE" not in str(error)
+                and "address already in use" not in str(error).lower()
+            ):
                 raise
             if wanted:
                 raise RuntimeError(port_in_use(port)) from error
@@ -100,7 +111,9 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
         """Sends each process's output into the pipes of `logs`."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            error_files = {local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs}
+            error_files = {
+                local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs
+            }
             for local_rank, environment in envs.items():
                 environment["TORCHELASTIC_ERROR_FILE"] = error_files[local_rank]
             return LogsDest(
@@ -115,25 +128,38 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
-    meeting = _meeting_of_nodes(plan, plan.elastic, folder, logs) if plan.elastic else _meeting_of_one(endpoint)
-    config = LaunchConfig(nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **meeting)
+    meeting = (
+        _meeting_of_nodes(plan, plan.elastic, folder, logs)
+        if plan.elastic
+        else _meeting_of_one(endpoint)
+    )
+    config = LaunchConfig(
+        nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **meeting
+    )
     _quiet_agent_logs()
-    # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines before it.
+    # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines
+    # before it.
     elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
 
 
-def _meeting_of_nodes(plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for an elastic job, whose meeting torch has been told of."""
+def _meeting_of_nodes(
+    plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs
+) -> dict[str, Any]:
+    """Return the part of torch's `LaunchConfig` for an elastic job, whose meeting torch has been
+    told of.
+    """
     # startup: see run_with_agent
     from deepspeed.launcher import meeting
 
     def end_cut_off() -> None:
-        # The main thread waits for the meeting point in native code, where no signal and no exception reaches it.
+        # The main thread waits for the meeting point in native code, where no signal and no
+        # exception reaches it.
         kill_ranks(logs.history)
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.write(
-            f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' meeting point there has not answered for "
-            f"{node_timeout():g} seconds; this node is ended, start it again when it can be reached\n"
+            f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' meeting point there "
+            f"has not answered for {node_timeout():g} seconds; this node is ended, start it again "
+            "when it can be reached\n"
         )
         sys.stderr.flush()
         os._exit(2)
@@ -144,7 +170,9 @@ def _meeting_of_nodes(plan: LaunchPlan, elastic: Elastic, folder: Path, logs: Ra
 
 
 def _meeting_of_one(endpoint: str) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for a launch of this node alone, without restarts."""
+    """Return the part of torch's `LaunchConfig` for a launch of this node alone, without
+    restarts.
+    """
     return {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -158,7 +186,9 @@ def _meeting_of_one(endpoint: str) -> dict[str, Any]:
 
 
 def kill_ranks(history: list[RankHistory]) -> None:
-    """Kill the processes of every rank that still runs; each rank leads a process group of its own."""
+    """Kill the processes of every rank that still runs; each rank leads a process group of its
+    own.
+    """
     for seen in history:
         if seen.pid is not None and seen.exited_at is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""Names and numbers that the launcher's files share with each other and with programs that call the launcher."""
+"""Names and numbers that the launcher's files share with each other and with programs that call the
+launcher.
+"""
 
 import os
 import tempfile
@@ -17,13 +19,17 @@ LOCAL_MASTER_ADDR: str = "127.0.0.1"
 PID_FILE_BASEPATH: str = tempfile.gettempdir()
 
 NODE_TIMEOUT_VARIABLE: str = "DS_LAUNCH_TIMEOUT"
-"""Seconds of silence after which a node counts as lost, and after which a node counts its job as lost."""
+"""Seconds of silence after which a node counts as lost, and after which a node counts its job as
+lost.
+"""
 
 START_TIMEOUT_VARIABLE: str = "DS_LAUNCH_START_TIMEOUT"
 """Seconds in which all nodes of a job must have reported."""
 
 ADDRESS_VARIABLE: str = "DS_LAUNCH_ADDRESS"
-"""Address, or several with commas between, at which the nodes reach the machine of the `deepspeed` command."""
+"""Address, or several with commas between, at which the nodes reach the machine of the `deepspeed`
+command.
+"""
 
 SSH_LAUNCHER: str = "ssh"
 PDSH_LAUNCHER: str = "pdsh"

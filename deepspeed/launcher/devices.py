@@ -1,15 +1,18 @@
 """Which of this machine's devices processes may use, in the launcher's slot numbers.
 
-Owns: reading and writing the accelerator's visibility variables (CUDA_VISIBLE_DEVICES and its like). Does not own:
-filtering slots (`resources`). A slot is the number of a physical device, as in the visibility variable; where that
-names devices otherwise (by UUID), it is the position there.
+Owns: reading and writing the accelerator's visibility variables (CUDA_VISIBLE_DEVICES and its
+like). Does not own:
+filtering slots (`resources`). A slot is the number of a physical device, as in the visibility
+variable; where that names devices otherwise (by UUID), it is the position there.
 """
 
 import os
 
 
 def visible_slots() -> dict[int, str]:
-    """Return each usable slot with its name in the visibility variable; empty when there is only the CPU."""
+    """Return each usable slot with its name in the visibility variable; empty when there is only
+    the CPU.
+    """
     from deepspeed.accelerator import (
         get_accelerator,  # startup: importing this package must not look for devices
     )

@@ -1,8 +1,9 @@
 """Elastic launches: how many nodes may take part, and where they meet.
 
-Owns: reading the elastic flags, and the set-up of the rendezvous. Does not own: the rendezvous (`meeting`), the agent
-that restarts processes (torch's, through `agent`), nor what a restart goes on from (the script loads its last
-checkpoint). Called by: `runner` and `launch`, which read flags, and `agent`.
+Owns: reading the elastic flags, and the set-up of the rendezvous. Does not own: the rendezvous
+(`meeting`), the agent that restarts processes (torch's, through `agent`), nor what a restart goes
+on from (the script loads its last checkpoint). Called by: `runner` and `launch`, which read flags,
+and `agent`.
 """
 
 import os
@@ -45,14 +46,18 @@ def elastic_of(min_nodes: int, max_nodes: int, known_nodes: int) -> Elastic:
     least = 1 if min_nodes == -1 else min_nodes
     most = max(known_nodes, least) if max_nodes == -1 else max_nodes
     if least > most:
-        raise ValueError(f"--min_elastic_nodes={least} is above --max_elastic_nodes={most}; exchange them or raise the latter")
+        raise ValueError(
+            f"--min_elastic_nodes={least} is above --max_elastic_nodes={most}; exchange them or "
+            "raise the latter"
+        )
     return Elastic(least, most)
 
 
 def rendezvous(elastic: Elastic, master_addr: str, master_port: int | None) -> dict[str, Any]:
     """Return the part of torch's `LaunchConfig` that says where nodes meet.
 
-    One of the agents serves the meeting point: the first that can listen on it, so the address must be one node's own.
+    One of the agents serves the meeting point: the first that can listen on it, so the address must
+    be one node's own.
 
     Args:
         elastic: how many nodes.
@@ -60,8 +65,8 @@ def rendezvous(elastic: Elastic, master_addr: str, master_port: int | None) -> d
         master_port: its port; None is the default.
     """
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
-    # Every round of processes needs a store of its own: in the agents' store, which outlives them, they would find the
-    # addresses of processes that are gone and fail to connect.
+    # Every round of processes needs a store of its own: in the agents' store, which outlives them,
+    # they would find the addresses of processes that are gone and fail to connect.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return {
         "min_nodes": elastic.min_nodes,
@@ -82,7 +87,9 @@ def address_towards(host: str, port: int) -> str:
     A host name would have to be known to every node, which it is not between containers.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             # A datagram socket sends nothing here; connecting only chooses a route.
             probe.connect(address)

@@ -1,7 +1,7 @@
 """Which variables a launch over several nodes hands to all of them.
 
-Owns: the prefixes that are forwarded, and files of settings. Does not own: how an engine carries them
-(`multinode_runner`). Called by: `nodes`.
+Owns: the prefixes that are forwarded, and files of settings. Does not own: how an engine carries
+them (`multinode_runner`). Called by: `nodes`.
 """
 
 import os
@@ -17,16 +17,25 @@ EXPORT_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "O
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def forwarded_environment(environment: Mapping[str, str], accelerator_prefixes: list[str]) -> dict[str, str]:
-    """Return the variables of a launching process that all nodes get, files of settings included; those win.
+def forwarded_environment(
+    environment: Mapping[str, str], accelerator_prefixes: list[str]
+) -> dict[str, str]:
+    """Return the variables of a launching process that all nodes get, files of settings included;
+    those win.
 
     Raises:
         ValueError: a line of a file is no `KEY=VALUE`.
     """
     prefixes = (*EXPORT_PREFIXES, *accelerator_prefixes)
-    chosen = {key: value for key, value in environment.items() if key.startswith(prefixes) and _NAME.fullmatch(key)}
+    chosen = {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(prefixes) and _NAME.fullmatch(key)
+    }
     # `python -m` on a node finds what it finds here: the current folder too.
-    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), environment.get("PYTHONPATH", "")]))
+    chosen["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.getcwd(), environment.get("PYTHONPATH", "")])
+    )
     for folder in DEEPSPEED_ENVIRONMENT_PATHS:
         path = Path(folder) / DEEPSPEED_ENVIRONMENT_NAME
         if path.is_file():

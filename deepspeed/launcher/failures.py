@@ -1,6 +1,7 @@
 """Which failure is reported, and how it reads.
 
-Owns: telling the cause from its consequences among one launcher's processes, and the text on stderr. Does not own:
+Owns: telling the cause from its consequences among one launcher's processes, and the text on
+stderr. Does not own:
 the choice among several launchers (`hub`). Called by: `launch`, `launch_rank`, `nodes`.
 """
 
@@ -46,7 +47,9 @@ class Failure:
     last_words: list[str] = field(default_factory=list)
 
 
-def make_failure(exits: Mapping[int, Exit], history: Sequence[RankHistory], first_rank: int = 0) -> Failure:
+def make_failure(
+    exits: Mapping[int, Exit], history: Sequence[RankHistory], first_rank: int = 0
+) -> Failure:
     """Return the report on processes that failed.
 
     Args:
@@ -63,7 +66,8 @@ def make_failure(exits: Mapping[int, Exit], history: Sequence[RankHistory], firs
         if rank != first
     ]
     if code == -signal.SIGTERM and seen.traceback_at is not None:
-        # It raised, its peers noticed and ended, and it was then ended while it was still cleaning up.
+        # It raised, its peers noticed and ended, and it was then ended while it was still cleaning
+        # up.
         exit_code = 1
     else:
         exit_code = 128 - code if code < 0 else code
@@ -78,15 +82,19 @@ def make_failure(exits: Mapping[int, Exit], history: Sequence[RankHistory], firs
     )
 
 
-def raised_before(moment: float, history: Sequence[RankHistory], first_rank: int = 0) -> Failure | None:
-    """Return the report on a process that raised shortly before `moment` and had not ended by then, if there is one.
+def raised_before(
+    moment: float, history: Sequence[RankHistory], first_rank: int = 0
+) -> Failure | None:
+    """Return the report on a process that raised shortly before `moment` and had not ended by then,
+    if there is one.
 
     Its exit code will never be known: it was ended from outside while it was cleaning up.
     """
     raised = {
         rank: seen.traceback_at
         for rank, seen in enumerate(history)
-        if seen.traceback_at is not None and moment - TRACEBACK_WINDOW_SECONDS < seen.traceback_at < moment
+        if seen.traceback_at is not None
+        and moment - TRACEBACK_WINDOW_SECONDS < seen.traceback_at < moment
     }
     if not raised:
         return None
@@ -107,7 +115,11 @@ def _last_words(seen: RankHistory) -> list[str]:
 
 
 def _heading(rank: int, seen: RankHistory) -> str:
-    return f"what rank {rank} last wrote to stderr:" if seen.stderr_tail else f"rank {rank} wrote nothing to stderr"
+    return (
+        f"what rank {rank} last wrote to stderr:"
+        if seen.stderr_tail
+        else f"rank {rank} wrote nothing to stderr"
+    )
 
 
 def first_failure(exit_codes: Mapping[int, int], history: Sequence[RankHistory]) -> int:
@@ -118,7 +130,9 @@ def first_failure(exit_codes: Mapping[int, int], history: Sequence[RankHistory])
         history: what was seen of every rank, by rank.
     """
     first_end = _first_end(exit_codes, history)
-    return min(sorted(exit_codes), key=lambda rank: _moment(history[rank], exit_codes[rank], first_end))
+    return min(
+        sorted(exit_codes), key=lambda rank: _moment(history[rank], exit_codes[rank], first_end)
+    )
 
 
 def _first_end(exit_codes: Mapping[int, int], history: Sequence[RankHistory]) -> float:
@@ -150,19 +164,30 @@ def write_failures(failures: Sequence[tuple[str, Failure]]) -> None:
     """Write what happened to stderr, the cause and its last words at the end.
 
     Args:
-        failures: reports, each with the name of its launcher ("" where there is only one); the cause comes first.
+        failures: reports, each with the name of its launcher ("" where there is only one); the
+            cause comes first.
     """
     (where, first), *later = failures
-    lines = [sentence for place, failure in later for sentence in _sentences(place, failure, "then ended with")]
+    lines = [
+        sentence
+        for place, failure in later
+        for sentence in _sentences(place, failure, "then ended with")
+    ]
     lines += _sentences(where, first, "failed first, with")
     if first.heading:
         lines.append(first.heading)
     # What the ranks printed comes before: this process wrote it.
     sys.stdout.flush()
-    sys.stderr.write("".join(f"[deepspeed] {line}\n" for line in lines) + "".join(f"{line}\n" for line in first.last_words))
+    sys.stderr.write(
+        "".join(f"[deepspeed] {line}\n" for line in lines)
+        + "".join(f"{line}\n" for line in first.last_words)
+    )
     sys.stderr.flush()
 
 
 def _sentences(where: str, failure: Failure, verb: str) -> list[str]:
     lead = f"{where}: " if where else ""
-    return [*(lead + sentence for sentence in failure.others), f"{lead}{failure.subject} {verb} {failure.how}"]
+    return [
+        *(lead + sentence for sentence in failure.others),
+        f"{lead}{failure.subject} {verb} {failure.how}",
+    ]

@@ -1,11 +1,14 @@
-"""A small process that outlives its launcher and ends what the launcher has left, even after a SIGKILL.
+"""A small process that outlives its launcher and ends what the launcher has left, even after a
+SIGKILL.
 
-Owns: finding and killing the processes of one launch by the word in their environment. Does not own: the orderly end,
-which is `process_tree`'s. Run as a plain file (`python guardian.py WORD`) with a pipe from the launcher as stdin: the
-end of file is the launcher's death. A line "ok" before it says that what is left may stay.
+Owns: finding and killing the processes of one launch by the word in their environment. Does not
+own: the orderly end, which is `process_tree`'s. Run as a plain file (`python guardian.py WORD`)
+with a pipe from the launcher as stdin: the end of file is the launcher's death. A line "ok" before
+it says that what is left may stay.
 
-The kernel ends ranks with their launcher (`worker_exec`), but not what ranks have started themselves: loader workers
-and shells come to init, and only their environment still tells where they belong.
+The kernel ends ranks with their launcher (`worker_exec`), but not what ranks have started
+themselves: loader workers and shells come to init, and only their environment still tells where
+they belong.
 """
 
 import os
@@ -29,7 +32,9 @@ def main() -> None:
 
 
 def kill_marked(mark: bytes) -> None:
-    """Kill the processes whose environment has `mark`, again and again: one may be starting another right now."""
+    """Kill the processes whose environment has `mark`, again and again: one may be starting another
+    right now.
+    """
     deadline = time.monotonic() + GIVE_UP_SECONDS
     while time.monotonic() < deadline:
         marked = [pid for pid in _processes() if mark in _environment(pid)]
@@ -49,7 +54,9 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The variables that a process was started with; none for other users' processes and for those that have ended."""
+    """The variables that a process was started with; none for other users' processes and for those
+    that have ended.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             return stream.read().split(b"\0")

@@ -1,18 +1,22 @@
-"""Where the launchers of one job meet, so that the end of one is the end of all, and its cause is known.
+"""Where the launchers of one job meet, so that the end of one is the end of all, and its cause is
+known.
 
-Owns: the listening side: who has come, who is alive, which failure was first, and when all may go. Does not own: the
-launchers' side (`lifeline`) nor processes. Called by: `nodes`, in the command that the user started, or on node 0
-where each node is started by hand.
+Owns: the listening side: who has come, who is alive, which failure was first, and when all may go.
+Does not own: the launchers' side (`lifeline`) nor processes. Called by: `nodes`, in the command
+that the user started, or on node 0 where each node is started by hand.
 
 The protocol, one JSON object per line, over one TCP connection per launcher:
 
-1. `hello` (token, member, port) introduces a launcher; `go` (address, port) answers once all have come, with where the
-   ranks meet. `refused` (why) answers a stranger.
-2. `beat` goes both ways all the time. Silence for the timeout, or a closed connection, is the loss of the peer.
-3. `done`: all processes of a launcher ended well. `failed` (failure): one did not; the rest of its node has been ended.
-4. `stop` (signal) goes to all after the first failure, loss or signal; each ends its processes and answers `stopped`
-   (failure, or null where nothing had failed before).
-5. `end` (code, failures) goes to all when each is done, stopped or lost. Its code is that of the whole job.
+1. `hello` (token, member, port) introduces a launcher; `go` (address, port) answers once all have
+   come, with where the ranks meet. `refused` (why) answers a stranger.
+2. `beat` goes both ways all the time. Silence for the timeout, or a closed connection, is the loss
+   of the peer.
+3. `done`: all processes of a launcher ended well. `failed` (failure): one did not; the rest of its
+   node has been ended.
+4. `stop` (signal) goes to all after the first failure, loss or signal; each ends its processes and
+   answers `stopped` (failure, or null where nothing had failed before).
+5. `end` (code, failures) goes to all when each is done, stopped or lost. Its code is that of the
+   whole job.
 """
 
 import asyncio
@@ -35,11 +39,14 @@ from deepspeed.launcher.failures import Failure
 LOST_CODE = 1
 LINE_LIMIT = 1 << 22
 STOP_PATIENCE_SECONDS = 45.0
-"""For the answers to `stop`: half a minute of patience with the processes, and their cleaning up."""
+"""For the answers to `stop`: half a minute of patience with the processes, and their cleaning up.
+"""
 MAX_BEAT_SECONDS = 2.0
 NOTICE_SECONDS = 2.0
-"""How long a closed connection may be noticed late. The ranks of a killed launcher die with it, and their peers' errors would
-else look older than the loss, which is their cause: a launcher never ends by itself before it is told the job's end."""
+"""How long a closed connection may be noticed late. The ranks of a killed launcher die with it, and
+their peers' errors would else look older than the loss, which is their cause: a launcher never ends
+by itself before it is told the job's end.
+"""
 
 
 def beat_interval(timeout: float) -> float:
@@ -49,7 +56,9 @@ def beat_interval(timeout: float) -> float:
 
 @dataclass(frozen=True)
 class HubAddress:
-    """How a launcher finds the hub: addresses to try in order, a port, and a word that tells jobs apart."""
+    """How a launcher finds the hub: addresses to try in order, a port, and a word that tells jobs
+    apart.
+    """
 
     addresses: list[str]
     port: int
@@ -69,12 +78,17 @@ class HubAddress:
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"--hub={text}: not the address of a launch; start this through the `deepspeed` command") from error
+            raise ValueError(
+                f"--hub={text}: not the address of a launch; start this through the `deepspeed` "
+                "command"
+            ) from error
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the job ended: the code to exit with, and every failure with its launcher's name, the cause first."""
+    """How the job ended: the code to exit with, and every failure with its launcher's name, the
+    cause first.
+    """
 
     code: int
     failures: list[tuple[str, Failure]]
@@ -82,7 +96,9 @@ class Verdict:
 
 @dataclass
 class _Member:
-    """One launcher: its name, its connection once it has come, and whether it still has something to do."""
+    """One launcher: its name, its connection once it has come, and whether it still has something
+    to do.
+    """
 
     label: str
     writer: asyncio.StreamWriter | None = None
@@ -126,12 +142,19 @@ class Hub:
     ) -> None:
         dual = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
-            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=len(labels) + 8
+            ("", port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            dualstack_ipv6=dual,
+            backlog=len(labels) + 8,
         )
         self._state = _State([_Member(label) for label in labels])
         self._timeout, self._start_timeout = node_timeout(), start_timeout()
         self._master_addr = master_addr
-        self.address = HubAddress(addresses, self._listener.getsockname()[1], token if token is not None else secrets.token_hex(8))
+        self.address = HubAddress(
+            addresses,
+            self._listener.getsockname()[1],
+            token if token is not None else secrets.token_hex(8),
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="deepspeed-hub", daemon=True)
         self._finished = threading.Event()
@@ -148,11 +171,14 @@ class Hub:
         return self._verdict
 
     def stop(self, signum: int) -> None:
-        """End the job because this process got a signal; a second call cuts the processes' grace short. Returns at once."""
+        """End the job because this process got a signal; a second call cuts the processes' grace
+        short. Returns at once.
+        """
         self._call(lambda: self._interrupt(signum))
 
     def fail(self, member: int | None, subject: str, how: str, code: int) -> None:
-        """Report a failure that no launcher can report itself; ignored where that member has settled or spoken.
+        """Report a failure that no launcher can report itself; ignored where that member has
+        settled or spoken.
 
         Args:
             member: the launcher that is gone with it; None is all those that have not come.
@@ -203,13 +229,19 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Talk with one launcher until it or the job is gone."""
         member: _Member | None = None
-        why, age = "a lost connection: its launcher was killed, or its machine went down", NOTICE_SECONDS
+        why, age = (
+            "a lost connection: its launcher was killed, or its machine went down",
+            NOTICE_SECONDS,
+        )
         try:
             member = self._welcome(await self._read(reader), writer)
             while member is not None:
                 self._take(member, await self._read(reader))
         except asyncio.TimeoutError:
-            why = f"no sign of life for {self._timeout:g} seconds: its network is cut, or its machine is down or stopped"
+            why = (
+                f"no sign of life for {self._timeout:g} seconds: its network is cut, or its "
+                "machine is down or stopped"
+            )
             age = self._timeout
         except (OSError, ValueError, TypeError, EOFError):
             # The connection broke, or a stranger speaks another protocol; `why` says it.
@@ -236,7 +268,9 @@ class Hub:
         elif not isinstance(number, int) or not 0 <= number < len(members):
             why = f"number {number} is not in 0..{len(members) - 1}"
         elif members[number].writer is not None:
-            why = f"{members[number].label} has come already; give each node a --node_rank of its own"
+            why = (
+                f"{members[number].label} has come already; give each node a --node_rank of its own"
+            )
         elif self._state.stopping:
             why = "it comes too late: the job has failed or was stopped"
         if why is not None or not isinstance(number, int):
@@ -245,23 +279,32 @@ class Hub:
         member = members[number]
         member.writer, member.port = writer, int(hello.get("port") or 0)
         if all(other.writer is not None for other in members):
-            self._broadcast({"type": "go", "master_addr": self._find_master(), "master_port": members[0].port})
+            self._broadcast(
+                {"type": "go", "master_addr": self._find_master(), "master_port": members[0].port}
+            )
         return member
 
     def _find_master(self) -> str:
         """Return the address at which the other nodes reach rank 0.
 
-        Each connection has shown an address that works. Where rank 0 came over the loopback, it runs on this machine,
-        and the others know this machine by the address that they came to.
+        Each connection has shown an address that works. Where rank 0 came over the loopback, it
+        runs on this machine, and the others know this machine by the address that they came to.
         """
         if self._master_addr:
             return self._master_addr
         writers = [member.writer for member in self._state.members if member.writer is not None]
         peer, own = (_host(writers[0].get_extra_info(side)) for side in ("peername", "sockname"))
         # An address of this machine that it reaches itself at need not lead here from elsewhere.
-        candidates = [_host(writer.get_extra_info("sockname")) for writer in writers[1:]] if peer == own else []
+        candidates = (
+            [_host(writer.get_extra_info("sockname")) for writer in writers[1:]]
+            if peer == own
+            else []
+        )
         candidates.append(peer)
-        return next((host for host in candidates if not ipaddress.ip_address(host).is_loopback), LOCAL_MASTER_ADDR)
+        return next(
+            (host for host in candidates if not ipaddress.ip_address(host).is_loopback),
+            LOCAL_MASTER_ADDR,
+        )
 
     def _take(self, member: _Member, message: dict[str, Any]) -> None:
         kind = message.get("type")
@@ -286,8 +329,14 @@ class Hub:
 
     def _fail_from_outside(self, number: int | None, failure: Failure) -> None:
         members = self._state.members
-        gone = [members[number]] if number is not None else [member for member in members if member.writer is None]
-        if self._verdict is not None or not any(member.writer is None and not member.settled for member in gone):
+        gone = (
+            [members[number]]
+            if number is not None
+            else [member for member in members if member.writer is None]
+        )
+        if self._verdict is not None or not any(
+            member.writer is None and not member.settled for member in gone
+        ):
             return
         for member in gone:
             member.settled = True
@@ -296,9 +345,14 @@ class Hub:
         self._end_if_settled()
 
     def _miss_late_ones(self) -> None:
-        missing = [member for member in self._state.members if member.writer is None and not member.settled]
+        missing = [
+            member for member in self._state.members if member.writer is None and not member.settled
+        ]
         for member in missing:
-            self._lose(member, f"no word from its launcher within {self._start_timeout:g} seconds of the start")
+            self._lose(
+                member,
+                f"no word from its launcher within {self._start_timeout:g} seconds of the start",
+            )
 
     def _interrupt(self, signum: int) -> None:
         if self._state.stopping:
@@ -329,7 +383,9 @@ class Hub:
     def _give_up(self) -> None:
         for member in self._state.members:
             if not member.settled:
-                self._lose(member, f"processes that did not stop within {STOP_PATIENCE_SECONDS:g} seconds")
+                self._lose(
+                    member, f"processes that did not stop within {STOP_PATIENCE_SECONDS:g} seconds"
+                )
 
     def _end_if_settled(self) -> None:
         if self._verdict is not None or not all(member.settled for member in self._state.members):
@@ -351,7 +407,8 @@ class Hub:
 
 
 def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    # A connection that breaks is noticed by its reader. Messages are small: the buffer of a cut one grows by beats only.
+    # A connection that breaks is noticed by its reader. Messages are small: the buffer of a cut one
+    # grows by beats only.
     if not writer.is_closing():
         writer.write(json.dumps(message).encode() + b"\n")
 

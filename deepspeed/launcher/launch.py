@@ -1,8 +1,11 @@
-"""Running one launcher's processes and answering for their end, alone or as a part of a job over several nodes.
+"""Running one launcher's processes and answering for their end, alone or as a part of a job over
+several nodes.
 
-Owns: the order of things from the pipes to the exit code, and that no process survives a failed launch. Does not own:
-what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `hub`), the choice of devices (`resources`).
-Called by: `deepspeed.launcher.runner.main` in its own process, or as `python -m deepspeed.launcher.launch`.
+Owns: the order of things from the pipes to the exit code, and that no process survives a failed
+launch. Does not own:
+what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `hub`), the choice of
+devices (`resources`). Called by: `deepspeed.launcher.runner.main` in its own process, or as `python
+-m deepspeed.launcher.launch`.
 """
 
 import argparse
@@ -56,30 +59,38 @@ Start = Callable[[LaunchPlan, Path, RankLogs], dict[int, Exit]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one launcher's processes ended: well, with a failure, or because this launcher got a signal."""
+    """How one launcher's processes ended: well, with a failure, or because this launcher got a
+    signal.
+    """
 
     failure: Failure | None = None
     interrupted_by: int | None = None
 
 
-def run(plan: LaunchPlan, start: Start | None = None, on_lost: Callable[[], None] = lambda: None) -> int:
+def run(
+    plan: LaunchPlan, start: Start | None = None, on_lost: Callable[[], None] = lambda: None
+) -> int:
     """Start the processes and wait for them, and for those of the other launchers of the job.
 
     Args:
         plan: what to start.
         start: runs the processes; None is torch's agent.
-        on_lost: called when the processes have been ended because the job's other launchers are out of reach.
+        on_lost: called when the processes have been ended because the job's other launchers are out
+            of reach.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when this process was
-        ended by signal n. Its traceback has then been written to stderr, last (by the command that the user started).
+        0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when
+        this process was ended by signal n. Its traceback has then been written to stderr, last (by
+        the command that the user started).
 
     Raises:
         RuntimeError: the port that the plan names is in use.
         ConnectionError: the job's other launchers cannot be reached.
     """
     with pid_file(plan.save_pid), children_ended() as success:
-        code = _run_member(plan, plan.place, start, on_lost) if plan.place else _run_alone(plan, start)
+        code = (
+            _run_member(plan, plan.place, start, on_lost) if plan.place else _run_alone(plan, start)
+        )
         success[0] = code == 0
         return code
 
@@ -93,7 +104,9 @@ def _run_alone(plan: LaunchPlan, start: Start | None) -> int:
 
 
 class _Stopper:
-    """Lets another thread interrupt the main thread while that runs processes, and neither before nor after."""
+    """Lets another thread interrupt the main thread while that runs processes, and neither before
+    nor after.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +117,12 @@ class _Stopper:
             self._running = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._lock:
             self._running = False
         # torch's agent has put its own handlers in their place.
@@ -117,8 +135,12 @@ class _Stopper:
                 os.kill(os.getpid(), signum if signum is not None else signal.SIGTERM)
 
 
-def _run_member(plan: LaunchPlan, place: Place, start: Start | None, on_lost: Callable[[], None]) -> int:
-    """Run this launcher's processes once all launchers have come, and end them when the job ends anywhere."""
+def _run_member(
+    plan: LaunchPlan, place: Place, start: Start | None, on_lost: Callable[[], None]
+) -> int:
+    """Run this launcher's processes once all launchers have come, and end them when the job ends
+    anywhere.
+    """
     port = usable_port(plan.master_port) if place.first_rank == 0 else 0
     stopper = _Stopper()
     raise_on_signals()
@@ -136,8 +158,12 @@ def _run_member(plan: LaunchPlan, place: Place, start: Start | None, on_lost: Ca
     return verdict.code
 
 
-def _run_between(plan: LaunchPlan, start: Start | None, lifeline: Lifeline, stopper: _Stopper) -> Failure | None:
-    """Run the processes between the job's go and its stop; return what is to be said of their end."""
+def _run_between(
+    plan: LaunchPlan, start: Start | None, lifeline: Lifeline, stopper: _Stopper
+) -> Failure | None:
+    """Run the processes between the job's go and its stop; return what is to be said of their
+    end.
+    """
     meeting = lifeline.join()
     if meeting is None:
         return None
@@ -154,37 +180,52 @@ def _run_between(plan: LaunchPlan, start: Start | None, lifeline: Lifeline, stop
         return outcome.failure
     number = outcome.interrupted_by
     if number is not None and lifeline.stopped_at is None:
-        return Failure(f"the launcher on {socket.gethostname()} (process {os.getpid()})", describe_exit(-number), 128 + number)
+        return Failure(
+            f"the launcher on {socket.gethostname()} (process {os.getpid()})",
+            describe_exit(-number),
+            128 + number,
+        )
     return outcome.failure
 
 
 def write_verdict(verdict: Verdict) -> None:
     """Write how a job of several launchers failed; nothing if it did not."""
     if verdict.failures:
-        # The one who would read it may be gone: the job's command, or the connection that started this launcher.
+        # The one who would read it may be gone: the job's command, or the connection that started
+        # this launcher.
         with contextlib.suppress(OSError):
             write_failures(verdict.failures)
 
 
-def _run_ranks(plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], float | None] = lambda: None) -> Outcome:
+def _run_ranks(
+    plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], float | None] = lambda: None
+) -> Outcome:
     """Run the processes with their output piped through this one.
 
     Args:
         plan, start: as for `run`.
-        stopped_at: the moment (monotonic seconds) at which the job told this launcher to stop, if it did.
+        stopped_at: the moment (monotonic seconds) at which the job told this launcher to stop, if
+            it did.
     """
     start = start or run_with_agent
     first = plan.first_rank
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_"))
     try:
-        logs = RankLogs(folder, [first + index for index in range(plan.num_ranks)], plan.log_dir, plan.log_start)
+        logs = RankLogs(
+            folder, [first + index for index in range(plan.num_ranks)], plan.log_dir, plan.log_start
+        )
         logs.start()
         try:
             exits = start(plan, folder, logs)
         except Interrupted as error:
             logs.stop()
             moment = stopped_at()
-            return Outcome(raised_before(moment, logs.history, logs.first_rank) if moment is not None else None, error.signum)
+            return Outcome(
+                raised_before(moment, logs.history, logs.first_rank)
+                if moment is not None
+                else None,
+                error.signum,
+            )
         finally:
             logs.stop()
     finally:
@@ -219,23 +260,50 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--node_rank", type=int, default=0, help="rank of this node")
-    parser.add_argument("--master_addr", default=LOCAL_MASTER_ADDR, help="address the processes meet at")
-    parser.add_argument("--master_port", type=int, default=None, help="port they meet at")
-    parser.add_argument("--world_info", default="None", help="base64 of the JSON object {host: slots}")
-    parser.add_argument("--hub", default=None, help="where the nodes of a job meet; the `deepspeed` command fills it in")
-    parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
-    parser.add_argument("--no_python", action="store_true", help="run the script without `python` before it")
     parser.add_argument(
-        "--enable_elastic_training", action="store_true", help="restart the processes when one fails or a node comes"
+        "--master_addr", default=LOCAL_MASTER_ADDR, help="address the processes meet at"
     )
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="fewest nodes to run with")
+    parser.add_argument("--master_port", type=int, default=None, help="port they meet at")
+    parser.add_argument(
+        "--world_info", default="None", help="base64 of the JSON object {host: slots}"
+    )
+    parser.add_argument(
+        "--hub",
+        default=None,
+        help="where the nodes of a job meet; the `deepspeed` command fills it in",
+    )
+    parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
+    parser.add_argument(
+        "--no_python", action="store_true", help="run the script without `python` before it"
+    )
+    parser.add_argument(
+        "--enable_elastic_training",
+        action="store_true",
+        help="restart the processes when one fails or a node comes",
+    )
+    parser.add_argument(
+        "--min_elastic_nodes", type=int, default=-1, help="fewest nodes to run with"
+    )
     parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most nodes to run with")
-    parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
-    parser.add_argument("--save_pid", type=int, default=0, help="id of the file that keeps the launcher's process id")
-    parser.add_argument("--enable_each_rank_log", default="None", help="folder of one log file per rank")
-    parser.add_argument("--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own")
+    parser.add_argument(
+        "--no_local_rank", action="store_true", help="do not pass --local_rank to the script"
+    )
+    parser.add_argument(
+        "--save_pid",
+        type=int,
+        default=0,
+        help="id of the file that keeps the launcher's process id",
+    )
+    parser.add_argument(
+        "--enable_each_rank_log", default="None", help="folder of one log file per rank"
+    )
+    parser.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own"
+    )
     parser.add_argument("--bind_core_list", default=None, help="cores to bind to, e.g. 1,3-5,7")
-    parser.add_argument("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    parser.add_argument(
+        "--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"]
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
     parser.add_argument("training_script", help="the script, followed by its arguments")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
@@ -251,9 +319,13 @@ def decode_world_info(world_info: str) -> dict[str, list[int]]:
     try:
         decoded = json.loads(base64.urlsafe_b64decode(world_info))
     except ValueError as error:
-        raise ValueError(f"--world_info={world_info}: not the base64 of a JSON object {{host: slots}}") from error
+        raise ValueError(
+            f"--world_info={world_info}: not the base64 of a JSON object {{host: slots}}"
+        ) from error
     if not isinstance(decoded, dict):
-        raise ValueError(f"--world_info={world_info}: decodes to {decoded!r}, not to {{host: slots}}")
+        raise ValueError(
+            f"--world_info={world_info}: decodes to {decoded!r}, not to {{host: slots}}"
+        )
     return decoded
 
 
@@ -261,11 +333,14 @@ def main() -> None:
     """Start this node's processes as the command line says, and exit with their code."""
     args = parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
-    sys.exit(exit_code(lambda: run_told(args.hub, args.node_rank, lambda: run(make_node_plan(args)))))
+    sys.exit(
+        exit_code(lambda: run_told(args.hub, args.node_rank, lambda: run(make_node_plan(args))))
+    )
 
 
 def run_told(hub: str | None, member: int, launch: Callable[[], int]) -> int:
-    """Run a launch, and tell the job's hub when it cannot begin: others would wait for this launcher.
+    """Run a launch, and tell the job's hub when it cannot begin: others would wait for this
+    launcher.
 
     Args:
         hub, member: as in `Place`; no hub for a launch that stands alone.
@@ -275,7 +350,11 @@ def run_told(hub: str | None, member: int, launch: Callable[[], int]) -> int:
         return launch()
     except (ValueError, RuntimeError) as error:
         if hub is not None:
-            _tell(hub, member, Failure(f"the launcher on {socket.gethostname()}", f"an error: {error}", 2))
+            _tell(
+                hub,
+                member,
+                Failure(f"the launcher on {socket.gethostname()}", f"an error: {error}", 2),
+            )
         raise
 
 
@@ -297,7 +376,10 @@ def exit_code(launch: Callable[[], int], needs_torch: bool = True) -> int:
 
 def _tell(hub: str, member: int, failure: Failure) -> None:
     # Without a hub that answers there is nobody to tell.
-    with contextlib.suppress(OSError, ValueError), Lifeline(HubAddress.decode(hub), member, 0, lambda signum: None) as lifeline:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        Lifeline(HubAddress.decode(hub), member, 0, lambda signum: None) as lifeline,
+    ):
         lifeline.report_end(failure)
 
 
@@ -312,20 +394,26 @@ def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
     if args.enable_elastic_training:
         elastic = elastic_of(args.min_elastic_nodes, args.max_elastic_nodes, len(world))
     if args.hub is not None and elastic:
-        raise ValueError("--enable_elastic_training: elastic nodes meet without --hub; leave one of them out")
+        raise ValueError(
+            "--enable_elastic_training: elastic nodes meet without --hub; leave one of them out"
+        )
     if args.hub is None and elastic is None and (len(world) != 1 or args.node_rank != 0):
         raise ValueError(
-            f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs --hub, where the nodes of a job meet; "
-            "start the job through the `deepspeed` command"
+            f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs --hub, "
+            "where the nodes of a job meet; start the job through the `deepspeed` command"
         )
     place = place_of_node(world, args.node_rank, args.hub) if args.hub is not None else None
     slots = list(world.values())[args.node_rank]
     return replace(node_plan(args, len(slots), device_environment(slots), place), elastic=elastic)
 
 
-def node_plan(args: argparse.Namespace, num_ranks: int, environment: dict[str, str], place: Place | None) -> LaunchPlan:
+def node_plan(
+    args: argparse.Namespace, num_ranks: int, environment: dict[str, str], place: Place | None
+) -> LaunchPlan:
     """Return the plan of one node, from the flags that `launch` and `launch_rank` share."""
-    command, index = build_command(args.training_script, args.training_script_args, args.module, args.no_python)
+    command, index = build_command(
+        args.training_script, args.training_script_args, args.module, args.no_python
+    )
     return LaunchPlan(
         command=command,
         num_ranks=num_ranks,

@@ -1,8 +1,10 @@
-"""One process of a job whose engine starts every process itself (MPI, Slurm), run as `python -m` by that engine.
+"""One process of a job whose engine starts every process itself (MPI, Slurm), run as `python -m` by
+that engine.
 
-Owns: supervising a single process that stays the engine's: it inherits the engine's variables and open descriptors, so
-that the user's script can be an MPI process. Does not own: the command's part (`nodes`), nor what `launch.run` does for
-every launcher. torch is not imported without need: there is one of these per process.
+Owns: supervising a single process that stays the engine's: it inherits the engine's variables and
+open descriptors, so that the user's script can be an MPI process. Does not own: the command's part
+(`nodes`), nor what `launch.run` does for every launcher. torch is not imported without need: there
+is one of these per process.
 """
 
 import argparse
@@ -40,7 +42,8 @@ def run_directly(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Ex
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
     with open(logs.stdout_path(0), "wb") as out, open(logs.stderr_path(0), "wb") as err:
-        # Descriptors of the engine (MPICH's PMI_FD) go on to the process; Python's own are not inheritable.
+        # Descriptors of the engine (MPICH's PMI_FD) go on to the process; Python's own are not
+        # inheritable.
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(WORKER), str(plan_file), "0"],
             stdin=subprocess.DEVNULL,
@@ -58,7 +61,9 @@ def run_directly(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Ex
 
 
 def _end(process: "subprocess.Popen[bytes]", signum: int) -> None:
-    """End the process and its group: gracefully, then for good. Another signal cuts the grace short."""
+    """End the process and its group: gracefully, then for good. Another signal cuts the grace
+    short.
+    """
     try:
         os.killpg(process.pid, signum)
         process.wait(TERMINATE_SECONDS)
@@ -73,8 +78,8 @@ def _end(process: "subprocess.Popen[bytes]", signum: int) -> None:
 def end_daemon(name: str | None) -> None:
     """End the engine's daemon on this node, if it is called `name` and started this process.
 
-    Behind a cut network Open MPI's would wait for a quarter of an hour: unsent words of it keep the connection from
-    being found dead.
+    Behind a cut network Open MPI's would wait for a quarter of an hour: unsent words of it keep the
+    connection from being found dead.
     """
     import psutil  # startup: needed only when a job is lost
 
@@ -88,21 +93,31 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one process's parsed flags and the engine's variables into a plan.
 
     Raises:
-        ValueError: the engine has placed the process elsewhere than the job's hostfile says, or set no rank.
+        ValueError: the engine has placed the process elsewhere than the job's hostfile says, or set
+            no rank.
     """
     world = decode_world_info(args.world_info)
-    missing = [name for name in (args.rank_variable, args.local_rank_variable) if not os.environ.get(name, "").isdigit()]
+    missing = [
+        name
+        for name in (args.rank_variable, args.local_rank_variable)
+        if not os.environ.get(name, "").isdigit()
+    ]
     if missing:
-        raise ValueError(f"the engine has not set {', '.join(missing)}; start the job through the `deepspeed` command")
+        raise ValueError(
+            f"the engine has not set {', '.join(missing)}; start the job through the `deepspeed` "
+            "command"
+        )
     place = place_of_rank(world, int(os.environ[args.rank_variable]), args.hub)
     local_rank = int(os.environ[args.local_rank_variable])
     if local_rank != place.local_rank:
         raise ValueError(
-            f"rank {place.first_rank} is local rank {local_rank} on {socket.gethostname()}, and should be {place.local_rank}: "
-            "ranks must fill the hosts one after the other; take out of --launcher_args what places them otherwise"
+            f"rank {place.first_rank} is local rank {local_rank} on {socket.gethostname()}, and "
+            f"should be {place.local_rank}: ranks must fill the hosts one after the other; take "
+            "out of --launcher_args what places them otherwise"
         )
     slots = list(world.values())[place.node_rank]
-    # The first devices are what a local rank finds without help; looking for others takes torch, once per process.
+    # The first devices are what a local rank finds without help; looking for others takes torch,
+    # once per process.
     environment = {} if slots == list(range(len(slots))) else device_environment(slots)
     plan = node_plan(args, len(slots), environment, place)
     cores = [plan.cores[local_rank]] if plan.cores else []
@@ -114,13 +129,24 @@ def main() -> None:
     """Start this process as the command line and the engine say, and exit with the job's code."""
     parser = make_parser()
     parser.add_argument("--rank_variable", required=True, help="variable that holds the rank")
-    parser.add_argument("--local_rank_variable", required=True, help="variable that holds the local rank")
-    parser.add_argument("--daemon", default=None, help="name of the engine's daemon that has to be ended with a lost job")
+    parser.add_argument(
+        "--local_rank_variable", required=True, help="variable that holds the local rank"
+    )
+    parser.add_argument(
+        "--daemon",
+        default=None,
+        help="name of the engine's daemon that has to be ended with a lost job",
+    )
     args = parser.parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
     launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
     rank = int(os.environ.get(args.rank_variable, "0"))
-    sys.exit(exit_code(lambda: run_told(args.hub, rank, lambda: launch(make_rank_plan(args))), needs_torch=False))
+    sys.exit(
+        exit_code(
+            lambda: run_told(args.hub, rank, lambda: launch(make_rank_plan(args))),
+            needs_torch=False,
+        )
+    )
 
 
 if __name__ == "__main__":

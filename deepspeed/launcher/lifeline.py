@@ -1,7 +1,8 @@
-"""A launcher's connection to the hub of its job: it learns when to go and when to stop, and says how its processes ended.
+"""A launcher's connection to the hub of its job: it learns when to go and when to stop, and says
+how its processes ended.
 
-Owns: the launchers' side of the protocol that `hub` describes. Does not own: processes; what is to be done when the
-job ends early is the caller's. Called by: `launch`.
+Owns: the launchers' side of the protocol that `hub` describes. Does not own: processes; what is to
+be done when the job ends early is the caller's. Called by: `launch`.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ class Lifeline:
         hub: where the hub is.
         member: this launcher's number.
         port: the port that rank 0 will open, if this launcher starts it.
-        on_stop: called on the thread with a signal's number when the processes have to end, and again when at once; None is
-            for a hub that is lost.
+        on_stop: called on the thread with a signal's number when the processes have to end, and
+            again when at once; None is for a hub that is lost.
 
     Raises:
         ConnectionError: on entering: the hub cannot be reached.
@@ -60,11 +61,18 @@ class Lifeline:
 
     def __enter__(self) -> "Lifeline":
         self._socket = self._connect()
-        self._send({"type": "hello", "token": self._hub.token, "member": self._member, "port": self._port})
+        self._send(
+            {"type": "hello", "token": self._hub.token, "member": self._member, "port": self._port}
+        )
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         # A reader of another thread is woken by a shutdown, not by a close.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -72,13 +80,17 @@ class Lifeline:
         self._socket.close()
 
     def join(self) -> tuple[str, int] | None:
-        """Wait until all launchers have come; return where the ranks meet, or None when the job ended before."""
+        """Wait until all launchers have come; return where the ranks meet, or None when the job
+        ended before.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._go is not None or self._over())
             return None if self._over() else self._go
 
     def report_end(self, failure: Failure | None) -> None:
-        """Say that this launcher's processes have ended: with a failure, or well, or because they were told to."""
+        """Say that this launcher's processes have ended: with a failure, or well, or because they
+        were told to.
+        """
         message: dict[str, Any] = {"failure": asdict(failure) if failure else None}
         if self.stopped_at is not None:
             message["type"] = "stopped"
@@ -92,7 +104,9 @@ class Lifeline:
             self._changed.wait_for(lambda: self._end is not None or self._why_lost is not None)
             if self._end is not None:
                 return self._end
-            return Verdict(1, [("", Failure("the command that started the job", str(self._why_lost), 1))])
+            return Verdict(
+                1, [("", Failure("the command that started the job", str(self._why_lost), 1))]
+            )
 
     @property
     def lost(self) -> bool:
@@ -102,15 +116,23 @@ class Lifeline:
     def interface_environment(self) -> dict[str, str]:
         """Return gloo's interface where gloo would take the loopback, which leads to no other node.
 
-        gloo looks its own host's name up, and many systems map that to 127.0.1.1. The interface that leads to the hub
-        is a better guess; a setting of the user stays.
+        gloo looks its own host's name up, and many systems map that to 127.0.1.1. The interface
+        that leads to the hub is a better guess; a setting of the user stays.
         """
         address = self._socket.getsockname()[0].removeprefix("::ffff:")
-        if "GLOO_SOCKET_IFNAME" in os.environ or _is_loopback(address) or not _is_loopback(_own_name_address()):
+        if (
+            "GLOO_SOCKET_IFNAME" in os.environ
+            or _is_loopback(address)
+            or not _is_loopback(_own_name_address())
+        ):
             return {}
         import psutil  # startup: needed only in a job over several nodes
 
-        names = [name for name, entries in psutil.net_if_addrs().items() if any(entry.address == address for entry in entries)]
+        names = [
+            name
+            for name, entries in psutil.net_if_addrs().items()
+            if any(entry.address == address for entry in entries)
+        ]
         return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
     def _over(self) -> bool:
@@ -122,7 +144,9 @@ class Lifeline:
         while True:
             for address in self._hub.addresses:
                 try:
-                    connection = socket.create_connection((address, self._hub.port), timeout=CONNECT_SECONDS)
+                    connection = socket.create_connection(
+                        (address, self._hub.port), timeout=CONNECT_SECONDS
+                    )
                 except OSError as error:
                     problems[address] = str(error)
                 else:
@@ -131,8 +155,9 @@ class Lifeline:
             if time.monotonic() > deadline:
                 tried = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
                 raise ConnectionError(
-                    f"{socket.gethostname()} cannot reach the launching command at port {self._hub.port} ({tried}); let the nodes "
-                    "connect to it, or name its address in DS_LAUNCH_ADDRESS"
+                    f"{socket.gethostname()} cannot reach the launching command at port "
+                    f"{self._hub.port} ({tried}); let the nodes connect to it, or name its address "
+                    "in DS_LAUNCH_ADDRESS"
                 )
             time.sleep(RETRY_SECONDS)
 
@@ -176,7 +201,9 @@ class Lifeline:
                 told = [(label, Failure(**failure)) for label, failure in message["failures"]]
                 self._end = Verdict(int(message["code"]), told)
             elif kind == "refused":
-                self._end = Verdict(1, [("", Failure("this launcher", f"a refusal: {message['why']}", 1))])
+                self._end = Verdict(
+                    1, [("", Failure("this launcher", f"a refusal: {message['why']}", 1))]
+                )
             elif kind == "stop":
                 self.stopped_at = self.stopped_at or time.monotonic()
             self._changed.notify_all()

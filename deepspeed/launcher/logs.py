@@ -1,10 +1,12 @@
-"""What the launched processes print: prefixed by rank on the launcher's own output, or kept in a file per rank.
+"""What the launched processes print: prefixed by rank on the launcher's own output, or kept in a
+file per rank.
 
-Owns: the named pipes that the processes write to, the thread that reads them, and the memory of when each process
-ended and what it last wrote to stderr. Does not own: starting or ending processes. Called by:
-`deepspeed.launcher.launch`.
+Owns: the named pipes that the processes write to, the thread that reads them, and the memory of
+when each process ended and what it last wrote to stderr. Does not own: starting or ending
+processes. Called by: `deepspeed.launcher.launch`.
 
-Pipes instead of files that are followed: nothing accumulates on disk, and a line appears when it is written.
+Pipes instead of files that are followed: nothing accumulates on disk, and a line appears when it is
+written.
 """
 
 import os
@@ -19,7 +21,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 TRACEBACK_START = b"Traceback (most recent call last):"
-CHAIN_LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
+CHAIN_LINKS = (
+    b"During handling of the above exception",
+    b"The above exception was the direct cause",
+)
 IDLE_FLUSH_SECONDS = 0.1
 MEMORY_LINES = 400
 
@@ -59,13 +64,17 @@ class RankHistory:
         self.stderr_tail.clear()
 
     def last_traceback(self) -> list[bytes]:
-        """Return the lines of the last traceback with the ones it is chained to, or else the last 20 lines."""
+        """Return the lines of the last traceback with the ones it is chained to, or else the last
+        20 lines.
+        """
         lines = list(self.stderr_tail)
         starts = [index for index, line in enumerate(lines) if TRACEBACK_START in line]
         if not starts:
             return lines[-20:]
         first = starts.pop()
-        while starts and any(link in line for line in lines[max(first - 3, 0) : first] for link in CHAIN_LINKS):
+        while starts and any(
+            link in line for line in lines[max(first - 3, 0) : first] for link in CHAIN_LINKS
+        ):
             first = starts.pop()
         return lines[first:]
 
@@ -73,9 +82,10 @@ class RankHistory:
 class RankLogs:
     """Reads what `num_ranks` local processes write, on a thread of its own.
 
-    Call order: construct, `start()`, let the processes open `stdout_path(n)` and `stderr_path(n)` and write
-    "<local rank> <pid> <rank>" to `control_path`, wait for them, `stop()`. `history` may be read after `stop()`, as may
-    `first_rank`, the global rank of local rank 0, which an elastic agent changes when it restarts processes.
+    Call order: construct, `start()`, let the processes open `stdout_path(n)` and `stderr_path(n)`
+    and write "<local rank> <pid> <rank>" to `control_path`, wait for them, `stop()`. `history` may
+    be read after `stop()`, as may `first_rank`, the global rank of local rank 0, which an elastic
+    agent changes when it restarts processes.
 
     Args:
         folder: existing folder for the pipes; the caller removes it afterwards.
@@ -117,7 +127,9 @@ class RankLogs:
                 file = open(Path(log_dir) / f"{stamp}_rank{rank}.log", "wb")  # noqa: SIM115 closed in stop()
                 self._files.append(file)
                 sinks, prefix = (file, file), b""
-            for path, sink in zip((self.stdout_path(local_rank), self.stderr_path(local_rank)), sinks, strict=True):
+            for path, sink in zip(
+                (self.stdout_path(local_rank), self.stderr_path(local_rank)), sinks, strict=True
+            ):
                 is_stderr = path == self.stderr_path(local_rank)
                 stream = _Stream(local_rank, self._make_pipe(path), sink, prefix, is_stderr)
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
@@ -149,12 +161,15 @@ class RankLogs:
     @staticmethod
     def _make_pipe(path: Path) -> int:
         os.mkfifo(path, 0o600)
-        # The reader must come first: a writer's open blocks until there is one. Being a writer too keeps the pipe from
-        # reporting an end of file, over and over, whenever no process has it open.
+        # The reader must come first: a writer's open blocks until there is one. Being a writer too
+        # keeps the pipe from reporting an end of file, over and over, whenever no process has it
+        # open.
         return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def _pump(self) -> None:
-        """Read until stopped, then once more until every pipe is empty: nothing a dead process wrote is lost."""
+        """Read until stopped, then once more until every pipe is empty: nothing a dead process
+        wrote is lost.
+        """
         while True:
             last_round = self._stopping.is_set()
             events = self._selector.select(timeout=0 if last_round else IDLE_FLUSH_SECONDS)
@@ -191,7 +206,9 @@ class RankLogs:
                 self._on_start(rank, pid)
 
     def _begin_again(self, local_rank: int, rank: int) -> None:
-        """Forget the process that this one replaces, if the agent has restarted it, maybe as another rank."""
+        """Forget the process that this one replaces, if the agent has restarted it, maybe as
+        another rank.
+        """
         if local_rank in self._pidfds:
             # Its end may not have been read yet, and would be taken for the new one's.
             self._mark_exited(local_rank)
@@ -205,8 +222,8 @@ class RankLogs:
     def _watch(self, local_rank: int, pid: int) -> None:
         """Have the selector report the process's end.
 
-        The agent looks at its processes one after the other and every so often, so that two ends look simultaneous to
-        it; which one came first tells the cause from its consequence.
+        The agent looks at its processes one after the other and every so often, so that two ends
+        look simultaneous to it; which one came first tells the cause from its consequence.
         """
         try:
             descriptor = os.pidfd_open(pid)
@@ -226,7 +243,9 @@ class RankLogs:
         os.close(descriptor)
 
     def _take(self, stream: _Stream, chunk: bytes) -> None:
-        """Pass on whole lines; a carriage return ends a line too, so that progress bars of ranks do not mix."""
+        """Pass on whole lines; a carriage return ends a line too, so that progress bars of ranks do
+        not mix.
+        """
         text = stream.pending + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         stream.pending = text[end:]
@@ -246,7 +265,9 @@ class RankLogs:
         self._write(stream, lead + b"".join(marked))
 
     def _flush_idle(self, force: bool) -> None:
-        """Show unfinished lines, such as a question to the user, once nothing more follows them for a while."""
+        """Show unfinished lines, such as a question to the user, once nothing more follows them for
+        a while.
+        """
         for key in list(self._selector.get_map().values()):
             stream = key.data
             if not isinstance(stream, _Stream) or not stream.pending:
@@ -266,7 +287,8 @@ class RankLogs:
 
     @staticmethod
     def _mark(stream: _Stream, line: bytes) -> bytes:
-        # torch prefixes tracebacks itself once a process group exists; an empty line has nothing to mark.
+        # torch prefixes tracebacks itself once a process group exists; an empty line has nothing to
+        # mark.
         if line.startswith(stream.prefix) or not line.strip(b"\r\n"):
             return line
         return stream.prefix + line
@@ -283,6 +305,7 @@ class RankLogs:
             stream.sink.write(data)
             stream.sink.flush()
         except BrokenPipeError:
-            # Our reader is gone (`deepspeed ... | head`): hand the broken pipe on to the process that writes.
+            # Our reader is gone (`deepspeed ... | head`): hand the broken pipe on to the process
+            # that writes.
             self._selector.unregister(stream.descriptor)
             os.close(stream.descriptor)

@@ -1,9 +1,11 @@
-"""Where the nodes of an elastic job meet: torch's dynamic rendezvous, with an eye on nodes that fall silent.
+"""Where the nodes of an elastic job meet: torch's dynamic rendezvous, with an eye on nodes that
+fall silent.
 
-Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of processes again when one
-fails or a node comes; behind a pulled cable nothing fails. The peers of a lost node wait in a collective for as long as
-that may take, half an hour by default, and the lost node's agent waits for the meeting point for as long as TCP tries.
-Does not own: the meeting itself, which is torch's. Called by: `agent`.
+Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of
+processes again when one fails or a node comes; behind a pulled cable nothing fails. The peers of a
+lost node wait in a collective for as long as that may take, half an hour by default, and the lost
+node's agent waits for the meeting point for as long as TCP tries. Does not own: the meeting itself,
+which is torch's. Called by: `agent`.
 """
 
 import socket
@@ -26,12 +28,16 @@ from deepspeed.launcher.hub import beat_interval
 from deepspeed.utils.logging import logger
 
 ON_CUT = "on_cut"
-"""The rendezvous configuration's key of what to do when the meeting point has not answered for the timeout."""
+"""The rendezvous configuration's key of what to do when the meeting point has not answered for the
+timeout.
+"""
 
 
 @dataclass
 class Round:
-    """One round of processes, as this node sees it: who else is in it, and when each was last heard."""
+    """One round of processes, as this node sees it: who else is in it, and when each was last
+    heard.
+    """
 
     word: str
     rank: int
@@ -45,7 +51,9 @@ class Round:
         return f"deepspeed/alive/{self.word}/{rank}"
 
     def listen(self, other: int, word: str, timeout: float) -> None:
-        """Note a node's latest sign of life ("" before its first), and whether that is too long ago."""
+        """Note a node's latest sign of life ("" before its first), and whether that is too long
+        ago.
+        """
         now = time.monotonic()
         # Clocks of nodes are not compared: that the word changes is the sign.
         if other not in self.heard or word != self.words[other]:
@@ -53,13 +61,18 @@ class Round:
         elif now - self.heard[other] > timeout and not self.lost:
             self.lost = True
             name = f"node {other} ({word.split()[0]})" if word else f"node {other}"
-            logger.warning("%s has given no sign of life for %g seconds: starting again without it", name, timeout)
+            logger.warning(
+                "%s has given no sign of life for %g seconds: starting again without it",
+                name,
+                timeout,
+            )
 
 
 class NodeWatch:
     """Tells the other nodes that this one lives, and listens for them and for the meeting point.
 
-    On threads, not in the agent's loop: that stands still while processes are stopped, at the end, and behind a cut.
+    On threads, not in the agent's loop: that stands still while processes are stopped, at the end,
+    and behind a cut.
 
     Args:
         endpoint: HOST:PORT of the meeting point.
@@ -85,14 +98,23 @@ class NodeWatch:
         host, _, port = self._endpoint.rpartition(":")
         beat = 0
         try:
-            # A connection of its own: the agent's is busy while the agent waits for something there.
-            store = create_c10d_store(False, host.strip("[]"), int(port), timeout=self._timeout, wait_for_workers=False)
+            # A connection of its own: the agent's is busy while the agent waits for something
+            # there.
+            store = create_c10d_store(
+                False, host.strip("[]"), int(port), timeout=self._timeout, wait_for_workers=False
+            )
             while not self._ended.wait(beat_interval(self._timeout)):
                 beat += 1
                 seen = self.round or Round("", 0, 1)
                 store.set(seen.key(seen.rank), f"{socket.gethostname()} {beat}")
                 for other in set(range(seen.nodes)) - {seen.rank}:
-                    seen.listen(other, store.get(seen.key(other)).decode() if store.check([seen.key(other)]) else "", self._timeout)
+                    seen.listen(
+                        other,
+                        store.get(seen.key(other)).decode()
+                        if store.check([seen.key(other)])
+                        else "",
+                        self._timeout,
+                    )
                 # A question, for the answer: setting waits for none.
                 store.check([seen.key(seen.rank)])
                 self._answers += 1
@@ -105,8 +127,12 @@ class NodeWatch:
         interval = beat_interval(self._timeout)
         answers, silence = -1, 0.0
         while not self._ended.wait(interval):
-            # Waits are counted, not the clock read: a node that was suspended has heard nothing either, and may go on.
-            answers, silence = self._answers, silence + interval if answers == self._answers else 0.0
+            # Waits are counted, not the clock read: a node that was suspended has heard nothing
+            # either, and may go on.
+            answers, silence = (
+                self._answers,
+                silence + interval if answers == self._answers else 0.0,
+            )
             if silence > self._timeout:
                 self._on_cut()
                 return
@@ -123,15 +149,23 @@ class WatchedMeeting(RendezvousHandler):
         """Wait for the nodes of a new round, and watch them from then on."""
         self._watch.round = None
         info = self._inner.next_rendezvous()
-        # Where the round's processes meet: a port that was free when it began, so no other round has the same.
+        # Where the round's processes meet: a port that was free when it began, so no other round
+        # has the same.
         place = info.bootstrap_store_info
         if place is None:
-            raise RuntimeError("torch's rendezvous names no place where the processes meet; use torch's own agent (torchrun)")
-        self._watch.round = Round(f"{place.master_addr}:{place.master_port}", info.rank, info.world_size)
+            raise RuntimeError(
+                "torch's rendezvous names no place where the processes meet; use torch's own agent "
+                "(torchrun)"
+            )
+        self._watch.round = Round(
+            f"{place.master_addr}:{place.master_port}", info.rank, info.world_size
+        )
         return info
 
     def num_nodes_waiting(self) -> int:
-        """Return for how many nodes a new round shall begin; that a node was lost asks for one as well."""
+        """Return for how many nodes a new round shall begin; that a node was lost asks for one as
+        well.
+        """
         waiting = self._inner.num_nodes_waiting()
         if waiting or self._watch.round is None or not self._watch.round.lost:
             return waiting
@@ -173,6 +207,9 @@ def register() -> None:
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     limits = (params.min_nodes, params.max_nodes, params.local_addr)
     inner = RendezvousParameters("c10d", params.endpoint, params.run_id, *limits, **params.config)
-    # The node that serves does so once its rendezvous is there; before, there would be nobody to ask.
+    # The node that serves does so once its rendezvous is there; before, there would be nobody to
+    # ask.
     meeting = rendezvous_handler_registry.create_handler(inner)
-    return WatchedMeeting(meeting, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT]))
+    return WatchedMeeting(
+        meeting, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
+    )

@@ -1,9 +1,11 @@
-"""The engines that start a job's launchers on several nodes: which program, with which command line.
+"""The engines that start a job's launchers on several nodes: which program, with which command
+line.
 
-Owns: one class per engine, with upstream's names and interface. Each builds commands and starts nothing. Does not own:
-running them (`nodes`), what is forwarded (`environment`), nor what runs on the nodes: `launch`, one per node, under
-pdsh and ssh; `launch_rank`, one per process, under MPI and Slurm, whose processes must be theirs to be MPI processes.
-Called by: `nodes`.
+Owns: one class per engine, with upstream's names and interface. Each builds commands and starts
+nothing. Does not own:
+running them (`nodes`), what is forwarded (`environment`), nor what runs on the nodes: `launch`, one
+per node, under pdsh and ssh; `launch_rank`, one per process, under MPI and Slurm, whose processes
+must be theirs to be MPI processes. Called by: `nodes`.
 """
 
 import abc
@@ -27,9 +29,12 @@ from deepspeed.launcher.constants import (
 
 PDSH_MAX_FAN_OUT = 1024
 KEEPALIVE_SECONDS = 10
-"""ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as gone."""
+"""ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as
+gone.
+"""
 SSH_OPTIONS = (
-    *("-o", "BatchMode=yes"),  # A question for a password would wait for ever: the command has no terminal.
+    # A question for a password would wait for ever: the command has no terminal.
+    *("-o", "BatchMode=yes"),
     *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),
     *("-o", "ServerAliveCountMax=3"),
 )
@@ -44,10 +49,14 @@ class MultiNodeRunner(abc.ABC):
     """
 
     rank_variables: tuple[str, str] | None = None
-    """Variables in which the engine tells a process its rank and local rank; None where it starts one launcher per node."""
+    """Variables in which the engine tells a process its rank and local rank; None where it starts
+    one launcher per node.
+    """
 
     daemon: str | None = None
-    """Name of the engine's process on a node that a launcher has to end when its job is lost; None ends by itself."""
+    """Name of the engine's process on a node that a launcher has to end when its job is lost; None
+    ends by itself.
+    """
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
         self.args = args
@@ -66,18 +75,23 @@ class MultiNodeRunner(abc.ABC):
         """Say whether the engine's program is there."""
 
     @abc.abstractmethod
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """Return the command that starts the job.
 
         Args:
-            environment: of the process that will run the command; what the engine takes from there is put into it.
+            environment: of the process that will run the command; what the engine takes from there
+                is put into it.
             active_resources: slots by host.
 
         Raises:
             ValueError: the engine cannot do what the flags ask for.
         """
 
-    def get_cmds(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    def get_cmds(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[list[str]]:
         """Return the commands that start the job: one, or one per host in their order."""
         return [self.get_cmd(environment, active_resources)]
 
@@ -98,22 +112,42 @@ class MultiNodeRunner(abc.ABC):
         try:
             self.launcher_args()
         except ValueError as error:
-            raise ValueError(f"--launcher_args={self.args.launcher_args}: {error}; quote it as for a shell") from error
+            raise ValueError(
+                f"--launcher_args={self.args.launcher_args}: {error}; quote it as for a shell"
+            ) from error
 
     def launcher_command(self, node_rank: str | None) -> list[str]:
-        """Return the command of a launcher on a node: of the whole node `node_rank`, or of one process for None."""
+        """Return the command of a launcher on a node: of the whole node `node_rank`, or of one
+        process for None.
+        """
         args = self.args
-        module = "deepspeed.launcher.launch_rank" if self.rank_variables else "deepspeed.launcher.launch"
-        command = [*self._python(), "-u", "-m", module, f"--world_info={self.world_info_base64}", f"--hub={args.hub}"]
+        module = (
+            "deepspeed.launcher.launch_rank" if self.rank_variables else "deepspeed.launcher.launch"
+        )
+        command = [
+            *self._python(),
+            "-u",
+            "-m",
+            module,
+            f"--world_info={self.world_info_base64}",
+            f"--hub={args.hub}",
+        ]
         if self.rank_variables:
-            command += [f"--rank_variable={self.rank_variables[0]}", f"--local_rank_variable={self.rank_variables[1]}"]
+            command += [
+                f"--rank_variable={self.rank_variables[0]}",
+                f"--local_rank_variable={self.rank_variables[1]}",
+            ]
         else:
             command.append(f"--node_rank={node_rank}")
         if self.daemon:
             command.append(f"--daemon={self.daemon}")
         if args.master_port_given:
             command.append(f"--master_port={args.master_port}")
-        command += [f"--{flag}" for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank") if getattr(args, flag)]
+        command += [
+            f"--{flag}"
+            for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank")
+            if getattr(args, flag)
+        ]
         if args.bind_core_list:
             command.append(f"--bind_core_list={args.bind_core_list}")
         if args.enable_each_rank_log:
@@ -122,7 +156,9 @@ class MultiNodeRunner(abc.ABC):
         return [*command, self.user_script, *self.user_arguments]
 
     def _python(self) -> list[str]:
-        """Return the interpreter; behind a script of --venv_script it is the one which that puts into PATH."""
+        """Return the interpreter; behind a script of --venv_script it is the one which that puts
+        into PATH.
+        """
         if not self.args.venv_script:
             return [sys.executable]
         return ["bash", "-c", 'source "$0" && exec python "$@"', self.args.venv_script]
@@ -144,17 +180,40 @@ class PDSHRunner(MultiNodeRunner):
         """See the base class."""
         return shutil.which("pdsh") is not None
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """See the base class."""
         environment["PDSH_RCMD_TYPE"] = "ssh"
-        ssh = [*SSH_OPTIONS, *(["-p", str(self.args.ssh_port)] if self.args.ssh_port is not None else [])]
-        environment["PDSH_SSH_ARGS_APPEND"] = " ".join([environment.get("PDSH_SSH_ARGS_APPEND", ""), *ssh]).strip()
-        # pdsh replaces %h, %u and %n in the command: the last is the host's position in the list, the others are the user's.
+        ssh = [
+            *SSH_OPTIONS,
+            *(["-p", str(self.args.ssh_port)] if self.args.ssh_port is not None else []),
+        ]
+        environment["PDSH_SSH_ARGS_APPEND"] = " ".join(
+            [environment.get("PDSH_SSH_ARGS_APPEND", ""), *ssh]
+        ).strip()
+        # pdsh replaces %h, %u and %n in the command: the last is the host's position in the list,
+        # the others are the user's.
         node, mark = "%n", "\0"
-        remote = shell_line(self.launcher_command(mark), self.exports).replace("%", "%%").replace(mark, node)
-        # -N: no host before each line, which names its rank; -S: the highest exit code of all hosts.
+        remote = (
+            shell_line(self.launcher_command(mark), self.exports)
+            .replace("%", "%%")
+            .replace(mark, node)
+        )
+        # -N: no host before each line, which names its rank; -S: the highest exit code of all
+        # hosts.
         hosts = ",".join(active_resources)
-        return ["pdsh", "-S", "-N", "-f", str(PDSH_MAX_FAN_OUT), *self.launcher_args(), "-w", hosts, remote]
+        return [
+            "pdsh",
+            "-S",
+            "-N",
+            "-f",
+            str(PDSH_MAX_FAN_OUT),
+            *self.launcher_args(),
+            "-w",
+            hosts,
+            remote,
+        ]
 
 
 class SSHRunner(MultiNodeRunner):
@@ -169,15 +228,24 @@ class SSHRunner(MultiNodeRunner):
         """See the base class."""
         return shutil.which("ssh") is not None
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """See the base class; `active_resources` holds one host."""
         if len(active_resources) != 1:
-            raise ValueError(f"--launcher={self.name}: one command starts one host, not {len(active_resources)}; use get_cmds")
+            raise ValueError(
+                f"--launcher={self.name}: one command starts one host, not "
+                f"{len(active_resources)}; use get_cmds"
+            )
         return self._host_command(next(iter(active_resources)), 0)
 
-    def get_cmds(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    def get_cmds(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[list[str]]:
         """See the base class."""
-        return [self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)]
+        return [
+            self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)
+        ]
 
     def _host_command(self, host: str, node_rank: int) -> list[str]:
         remote = shell_line(self.launcher_command(str(node_rank)), self.exports)
@@ -188,7 +256,10 @@ class _RankRunner(MultiNodeRunner):
     """An engine that starts each process of the job itself, given how many the hosts hold."""
 
     def __init__(
-        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]] | None = None
+        self,
+        args: argparse.Namespace,
+        world_info_base64: str,
+        resource_pool: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         super().__init__(args, world_info_base64)
         self.resource_pool = resource_pool
@@ -209,7 +280,9 @@ class OpenMPIRunner(_RankRunner):
         """See the base class."""
         return find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") is not None
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """See the base class."""
         program = find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") or "mpirun"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
@@ -223,7 +296,18 @@ class OpenMPIRunner(_RankRunner):
             # Its words about the first failure would stand behind this project's.
             "orte_abort_print_stack": "0",
         }
-        command = [program, "-n", str(total(active_resources)), "--host", hosts, "--map-by", "slot", "--bind-to", "none", "--quiet"]
+        command = [
+            program,
+            "-n",
+            str(total(active_resources)),
+            "--host",
+            hosts,
+            "--map-by",
+            "slot",
+            "--bind-to",
+            "none",
+            "--quiet",
+        ]
         for key, value in settings.items():
             command += ["--mca", key, value]
         for key in self._give(environment):
@@ -251,15 +335,27 @@ class MPICHRunner(_RankRunner):
         """See the base class."""
         return find_program(self.programs, self.version_word) is not None
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """See the base class."""
         program = find_program(self.programs, self.version_word) or "mpiexec"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         # hydra hands on the environment of its own process, whatever the values hold.
         environment.update(self.exports)
-        extra = [environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", ""), *ssh_command(self.args.ssh_port)[1:]]
+        extra = [
+            environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", ""),
+            *ssh_command(self.args.ssh_port)[1:],
+        ]
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(extra).strip()
-        command = [program, "-n", str(total(active_resources)), "-hosts", hosts, *self.launcher_args()]
+        command = [
+            program,
+            "-n",
+            str(total(active_resources)),
+            "-hosts",
+            hosts,
+            *self.launcher_args(),
+        ]
         return [*command, *self.launcher_command(None)]
 
 
@@ -276,7 +372,9 @@ class IMPIRunner(MPICHRunner):
 
 
 class MVAPICHRunner(MPICHRunner):
-    """MVAPICH, whose starter is a hydra too; it is told from MPICH's by `mpiname`, which it brings along."""
+    """MVAPICH, whose starter is a hydra too; it is told from MPICH's by `mpiname`, which it brings
+    along.
+    """
 
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
 
@@ -308,21 +406,40 @@ class SlurmRunner(_RankRunner):
         """See the base class."""
         super().validate_args()
         if self.args.ssh_port is not None:
-            raise ValueError(f"--ssh_port={self.args.ssh_port}: Slurm starts processes without ssh; leave the flag out")
+            raise ValueError(
+                f"--ssh_port={self.args.ssh_port}: Slurm starts processes without ssh; leave the "
+                "flag out"
+            )
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> list[str]:
         """See the base class."""
         slots = {tuple(host_slots) for host_slots in active_resources.values()}
         if len(slots) != 1:
             raise ValueError(
-                f"--launcher=slurm needs the same slots on each host, not {dict(active_resources)}: Slurm orders the hosts "
-                "itself; change --include, --exclude or the hostfile"
+                "--launcher=slurm needs the same slots on each host, not "
+                f"{dict(active_resources)}: Slurm orders the hosts itself; change --include, "
+                "--exclude or the hostfile"
             )
-        # srun hands on the environment of its own process; a list on the command line could hold no commas in values.
+        # srun hands on the environment of its own process; a list on the command line could hold no
+        # commas in values.
         environment.update(self.exports)
-        tasks = ["-n", str(total(active_resources)), "-N", str(len(active_resources)), f"--ntasks-per-node={len(slots.pop())}"]
-        # Blocks: ranks fill a node before the next one. No kill by srun: the launchers stop together, by themselves.
-        layout = ["--distribution=block:block", "--kill-on-bad-exit=0", "--export=ALL", f"--nodelist={','.join(active_resources)}"]
+        tasks = [
+            "-n",
+            str(total(active_resources)),
+            "-N",
+            str(len(active_resources)),
+            f"--ntasks-per-node={len(slots.pop())}",
+        ]
+        # Blocks: ranks fill a node before the next one. No kill by srun: the launchers stop
+        # together, by themselves.
+        layout = [
+            "--distribution=block:block",
+            "--kill-on-bad-exit=0",
+            "--export=ALL",
+            f"--nodelist={','.join(active_resources)}",
+        ]
         return ["srun", *tasks, *layout, *self.launcher_args(), *self.launcher_command(None)]
 
 
@@ -338,7 +455,9 @@ RUNNERS: dict[str, type[MultiNodeRunner]] = {
 
 
 def make_runner(
-    args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int | Sequence[int]]
+    args: argparse.Namespace,
+    world_info_base64: str,
+    resource_pool: Mapping[str, int | Sequence[int]],
 ) -> MultiNodeRunner:
     """Return the runner of --launcher.
 
@@ -347,11 +466,20 @@ def make_runner(
     """
     kind = RUNNERS.get(args.launcher.lower())
     if kind is None:
-        raise ValueError(f"--launcher={args.launcher}: there is no such engine; use one of {', '.join(RUNNERS)}")
-    runner = kind(args, world_info_base64, resource_pool) if issubclass(kind, _RankRunner) else kind(args, world_info_base64)
+        raise ValueError(
+            f"--launcher={args.launcher}: there is no such engine; use one of {', '.join(RUNNERS)}"
+        )
+    runner = (
+        kind(args, world_info_base64, resource_pool)
+        if issubclass(kind, _RankRunner)
+        else kind(args, world_info_base64)
+    )
     runner.validate_args()
     if not runner.backend_exists():
-        raise ValueError(f"--launcher={args.launcher}: its program is not installed here; install it or use another --launcher")
+        raise ValueError(
+            f"--launcher={args.launcher}: its program is not installed here; install it or use "
+            "another --launcher"
+        )
     return runner
 
 
@@ -366,18 +494,28 @@ def ssh_command(port: int | None) -> list[str]:
 
 
 def shell_line(command: Sequence[str], exports: Mapping[str, str]) -> str:
-    """Return what a login shell on a node shall do: set variables, go to this folder, become the command."""
+    """Return what a login shell on a node shall do: set variables, go to this folder, become the
+    command.
+    """
     variables = "".join(f"export {key}={shlex.quote(value)}; " for key, value in exports.items())
     return f"{variables}cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
 
 
 def find_program(names: Sequence[str], version_word: str) -> str | None:
-    """Return the first of the programs that is there and says `version_word` of itself; several bear the name mpirun."""
+    """Return the first of the programs that is there and says `version_word` of itself; several
+    bear the name mpirun.
+    """
     for name in names:
         path = shutil.which(name)
         if path is None:
             continue
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        said = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         if version_word in said.stdout + said.stderr:
             return path
     return None

@@ -1,8 +1,8 @@
 """Launching on several nodes: the part of the `deepspeed` command that the user started.
 
-Owns: starting the engine's commands, the hub that all launchers report to, the user's signals, and the words and exit
-code at the end. Does not own: the engines' command lines (`multinode_runner`) nor what runs on the nodes (`launch`,
-`launch_rank`). Called by: `runner`.
+Owns: starting the engine's commands, the hub that all launchers report to, the user's signals, and
+the words and exit code at the end. Does not own: the engines' command lines (`multinode_runner`)
+nor what runs on the nodes (`launch`, `launch_rank`). Called by: `runner`.
 """
 
 import argparse
@@ -50,7 +50,8 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
         world_info: the same, as `runner.encode_world_info` wrote it.
 
     Returns:
-        0, the exit code of the first failure anywhere, or 128 + n when this process was ended by signal n.
+        0, the exit code of the first failure anywhere, or 128 + n when this process was ended by
+        signal n.
 
     Raises:
         ValueError: the engine is not there, or cannot honour a flag; a host cannot be reached.
@@ -58,7 +59,11 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     args.hub = ""  # known once there is a hub; the engine is refused before
     runner = make_runner(args, world_info, active)
     if runner.name in (PDSH_LAUNCHER, SSH_LAUNCHER) and not args.no_ssh_check:
-        check_ssh(list(active), args.ssh_port, runner.launcher_args() if runner.name == SSH_LAUNCHER else [])
+        check_ssh(
+            list(active),
+            args.ssh_port,
+            runner.launcher_args() if runner.name == SSH_LAUNCHER else [],
+        )
     hub = Hub(_labels(runner, active), own_addresses(list(active)), args.master_addr)
     args.hub = hub.address.encode()
     environment = dict(os.environ)
@@ -68,9 +73,17 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     for key, value in forwarded_environment(environment, get_accelerator().export_envs()).items():
         runner.add_export(key, value)
     commands = runner.get_cmds(environment, active)
-    logger.info("starting over %s: %s", runner.name, ", ".join(f"{host} ({len(slots)})" for host, slots in active.items()))
+    logger.info(
+        "starting over %s: %s",
+        runner.name,
+        ", ".join(f"{host} ({len(slots)})" for host, slots in active.items()),
+    )
     hub.start()
-    with pid_file(os.getpid() if args.save_pid else None), children_ended() as success, contextlib.closing(hub):
+    with (
+        pid_file(os.getpid() if args.save_pid else None),
+        children_ended() as success,
+        contextlib.closing(hub),
+    ):
         verdict = _run_engine(hub, commands, environment, list(active))
         success[0] = verdict.code == 0
     write_verdict(verdict)
@@ -85,17 +98,29 @@ def _labels(runner: MultiNodeRunner, active: dict[str, list[int]]) -> list[str]:
     return [f"the launcher of rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
 
-def _run_engine(hub: Hub, commands: list[list[str]], environment: dict[str, str], hosts: list[str]) -> Verdict:
+def _run_engine(
+    hub: Hub, commands: list[list[str]], environment: dict[str, str], hosts: list[str]
+) -> Verdict:
     """Start the engine's commands, wait for the job's verdict, and see the engine's end."""
     processes: list[subprocess.Popen[bytes]] = []
     with _signals_stop(hub):
         for command in commands:
             # Values of variables stand in it, which may be secret: for debugging only.
             logger.debug("starting: %s", " ".join(command))
-            # A session of its own: the terminal's Ctrl-C is for this process, which passes it on in order.
-            processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True))
+            # A session of its own: the terminal's Ctrl-C is for this process, which passes it on in
+            # order.
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            )
         watchers = [
-            threading.Thread(target=_watch, args=(hub, index, len(commands), process, hosts), name="deepspeed-engine", daemon=True)
+            threading.Thread(
+                target=_watch,
+                args=(hub, index, len(commands), process, hosts),
+                name="deepspeed-engine",
+                daemon=True,
+            )
             for index, process in enumerate(processes)
         ]
         for watcher in watchers:
@@ -112,12 +137,20 @@ def _run_engine(hub: Hub, commands: list[list[str]], environment: dict[str, str]
     return verdict
 
 
-def _watch(hub: Hub, index: int, count: int, process: "subprocess.Popen[bytes]", hosts: list[str]) -> None:
-    """Wait for one of the engine's commands; launchers that have not reported by its end never will."""
+def _watch(
+    hub: Hub, index: int, count: int, process: "subprocess.Popen[bytes]", hosts: list[str]
+) -> None:
+    """Wait for one of the engine's commands; launchers that have not reported by its end never
+    will.
+    """
     code = process.wait()
-    program = os.path.basename(str(process.args[0])) if isinstance(process.args, list) else "the engine"
+    program = (
+        os.path.basename(str(process.args[0])) if isinstance(process.args, list) else "the engine"
+    )
     subject = f"node {index} ({hosts[index]})" if count > 1 else program
-    how = f"{describe_exit(code)} of {program} before all nodes had reported; what it wrote is above"
+    how = (
+        f"{describe_exit(code)} of {program} before all nodes had reported; what it wrote is above"
+    )
     hub.fail(index if count > 1 else None, subject, how, 128 - code if code < 0 else code or 1)
 
 
@@ -148,17 +181,23 @@ def _signals_stop(hub: Hub) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_by_hand(args: argparse.Namespace, plan: LaunchPlan, active: dict[str, list[int]], world_info: str) -> int:
+def run_by_hand(
+    args: argparse.Namespace, plan: LaunchPlan, active: dict[str, list[int]], world_info: str
+) -> int:
     """Run this node's part of a job whose nodes the user starts one by one (--no_ssh).
 
-    Node 0 is where the launchers meet: at the port above the master's, which each node knows without being told.
+    Node 0 is where the launchers meet: at the port above the master's, which each node knows
+    without being told.
 
     Raises:
         ValueError: flags are missing, or the port is in use.
         ConnectionError: node 0 cannot be reached.
     """
     if args.node_rank < 0:
-        raise ValueError(f"--node_rank={args.node_rank}: --no_ssh needs each node's position in the hostfile, from 0")
+        raise ValueError(
+            f"--node_rank={args.node_rank}: --no_ssh needs each node's position in the hostfile, "
+            "from 0"
+        )
     if not args.master_addr:
         raise ValueError("--master_addr is missing: --no_ssh needs the address of node 0")
     master_port = args.master_port if args.master_port_given else TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -175,8 +214,8 @@ def run_by_hand(args: argparse.Namespace, plan: LaunchPlan, active: dict[str, li
         hub = Hub(labels, [], args.master_addr, port, token)
     except OSError as error:
         raise ValueError(
-            f"--master_port={master_port}: the port above it, {port}, at which the nodes report, cannot be opened "
-            f"({error.strerror}); name another --master_port on all nodes"
+            f"--master_port={master_port}: the port above it, {port}, at which the nodes report, "
+            f"cannot be opened ({error.strerror}); name another --master_port on all nodes"
         ) from error
     hub.start()
     with contextlib.closing(hub):
@@ -191,27 +230,44 @@ def check_ssh(hosts: list[str], port: int | None, extra: list[str]) -> None:
     """
 
     def attempt(host: str) -> str | None:
-        command = [*ssh_command(port), *extra, "-o", f"ConnectTimeout={int(SSH_CHECK_SECONDS)}", host, "true"]
+        command = [
+            *ssh_command(port),
+            *extra,
+            "-o",
+            f"ConnectTimeout={int(SSH_CHECK_SECONDS)}",
+            host,
+            "true",
+        ]
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * SSH_CHECK_SECONDS)
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=2 * SSH_CHECK_SECONDS,
+            )
         except subprocess.TimeoutExpired:
             return f"{host}: no answer within {2 * SSH_CHECK_SECONDS:g} seconds"
-        return f"{host}: {done.stderr.strip() or describe_exit(done.returncode)}" if done.returncode else None
+        return (
+            f"{host}: {done.stderr.strip() or describe_exit(done.returncode)}"
+            if done.returncode
+            else None
+        )
 
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         problems = [problem for problem in pool.map(attempt, hosts) if problem]
     if problems:
         raise ValueError(
-            f"passwordless ssh does not work: {'; '.join(problems)}; set it up (a key, a known host), or launch with "
-            "--no_ssh on each node; --no_ssh_check leaves this check out"
+            f"passwordless ssh does not work: {'; '.join(problems)}; set it up (a key, a known "
+            "host), or launch with --no_ssh on each node; --no_ssh_check leaves this check out"
         )
 
 
 def own_addresses(hosts: list[str]) -> list[str]:
     """Return this machine's addresses in the order in which the nodes shall try them.
 
-    First come those by which this machine itself would go to a host, then all others, the loopback last: it is right for
-    launchers on this machine, and refused elsewhere.
+    First come those by which this machine itself would go to a host, then all others, the loopback
+    last: it is right for launchers on this machine, and refused elsewhere.
     """
     if os.environ.get(ADDRESS_VARIABLE):
         return [address.strip() for address in os.environ[ADDRESS_VARIABLE].split(",")]
@@ -219,13 +275,22 @@ def own_addresses(hosts: list[str]) -> list[str]:
 
     routed = [address for host in hosts if (address := _source_address(host)) is not None]
     families = (socket.AF_INET, socket.AF_INET6)
-    others = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
-    found = dict.fromkeys(address for address in [*routed, *others] if not address.startswith(("127.", "::1", "fe80")))
+    others = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in families
+    ]
+    found = dict.fromkeys(
+        address for address in [*routed, *others] if not address.startswith(("127.", "::1", "fe80"))
+    )
     return [*found, LOCAL_MASTER_ADDR]
 
 
 def _source_address(host: str) -> str | None:
-    """Return the address this machine would use to talk to a host; None where the name is ssh's own or has no route."""
+    """Return the address this machine would use to talk to a host; None where the name is ssh's own
+    or has no route.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,7 +1,9 @@
-"""What one launcher process starts: commands, environments and cores of its ranks, and its place in a larger job.
+"""What one launcher process starts: commands, environments and cores of its ranks, and its place in
+a larger job.
 
-Owns: `LaunchPlan`, `Place` and the functions that fill them from flags. Does not own: starting anything (`launch`)
-nor reading the command line (`runner`). Called by: `launch`, `launch_rank`, `runner`.
+Owns: `LaunchPlan`, `Place` and the functions that fill them from flags. Does not own: starting
+anything (`launch`) nor reading the command line (`runner`). Called by: `launch`, `launch_rank`,
+`runner`.
 """
 
 import json
@@ -28,9 +30,11 @@ class Place:
         world_size: number of processes of the job.
         hub: where the launchers of the job meet, as `hub.HubAddress.encode` wrote it.
         member: this launcher's number there.
-        local_rank: local rank of this launcher's first process; above 0 where each process has a launcher of its own.
+        local_rank: local rank of this launcher's first process; above 0 where each process has a
+            launcher of its own.
         local_size: number of the job's processes on this node.
-        reports: whether this launcher writes the job's failures itself; otherwise the command that started it does.
+        reports: whether this launcher writes the job's failures itself; otherwise the command that
+            started it does.
     """
 
     node_rank: int
@@ -53,14 +57,25 @@ def place_of_node(world: dict[str, list[int]], node_rank: int, hub: str) -> Plac
     sizes = [len(slots) for slots in world.values()]
     if not 0 <= node_rank < len(sizes):
         raise ValueError(
-            f"--node_rank={node_rank}: the job has {len(sizes)} nodes, {', '.join(world)}; give their position, from 0"
+            f"--node_rank={node_rank}: the job has {len(sizes)} nodes, {', '.join(world)}; give "
+            "their position, from 0"
         )
     before = sum(sizes[:node_rank])
-    return Place(node_rank, len(sizes), before, sum(sizes), hub, node_rank, local_rank=0, local_size=sizes[node_rank])
+    return Place(
+        node_rank,
+        len(sizes),
+        before,
+        sum(sizes),
+        hub,
+        node_rank,
+        local_rank=0,
+        local_size=sizes[node_rank],
+    )
 
 
 def place_of_rank(world: dict[str, list[int]], rank: int, hub: str) -> Place:
-    """Return the place of a launcher that starts one process only; ranks fill the nodes one after the other.
+    """Return the place of a launcher that starts one process only; ranks fill the nodes one after
+    the other.
 
     Raises:
         ValueError: there is no such rank.
@@ -69,7 +84,16 @@ def place_of_rank(world: dict[str, list[int]], rank: int, hub: str) -> Place:
     for node_rank, slots in enumerate(world.values()):
         if 0 <= rank - before < len(slots):
             world_size = sum(map(len, world.values()))
-            return Place(node_rank, len(world), rank, world_size, hub, rank, local_rank=rank - before, local_size=len(slots))
+            return Place(
+                node_rank,
+                len(world),
+                rank,
+                world_size,
+                hub,
+                rank,
+                local_rank=rank - before,
+                local_size=len(slots),
+            )
         before += len(slots)
     raise ValueError(f"rank {rank} is not in 0..{before - 1}, the slots of {', '.join(world)}")
 
@@ -84,12 +108,16 @@ class LaunchPlan:
         pass_local_rank: add `--local_rank=<n>` behind the program (upstream's habit).
         local_rank_index: position in `command` at which that argument goes.
         master_addr: address of the store that the processes meet at.
-        master_port: its port; 0 takes a free one, None takes 29500 or a free one when that is in use.
+        master_port: its port; 0 takes a free one, None takes 29500 or a free one when that is in
+            use.
         environment: variables for every process, over the launcher's own.
         cores: one core list per rank to bind it to; empty for no binding.
-        log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's output.
-        save_pid: id under which a file with the launcher's process id is kept while it runs; None for no file.
-        place: where these processes stand in a job of several launchers; None when they are the whole job.
+        log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's
+            output.
+        save_pid: id under which a file with the launcher's process id is kept while it runs; None
+            for no file.
+        place: where these processes stand in a job of several launchers; None when they are the
+            whole job.
         elastic: between how many nodes the job may run; None for one launch without restarts.
     """
 
@@ -137,14 +165,18 @@ class LaunchPlan:
         }
 
     def _cross_environment(self) -> dict[str, str]:
-        """Return this node's place among the nodes. In an elastic job only the agent knows it, and `worker_exec` sets it."""
+        """Return this node's place among the nodes. In an elastic job only the agent knows it, and
+        `worker_exec` sets it.
+        """
         return {
             "CROSS_RANK": str(self.place.node_rank if self.place else 0),
             "CROSS_SIZE": str(self.place.num_nodes if self.place else 1),
         }
 
     def write_for_workers(self, path: Path, control: Path) -> None:
-        """Write what `worker_exec` reads: every process's command, variables and cores, and where to say its id."""
+        """Write what `worker_exec` reads: every process's command, variables and cores, and where
+        to say its id.
+        """
         ranks = range(self.num_ranks)
         plan = {
             "launcher_pid": os.getpid(),
@@ -156,7 +188,9 @@ class LaunchPlan:
         path.write_text(json.dumps(plan), encoding="utf-8")
 
     def _job_environment(self, place: Place, index: int) -> dict[str, str]:
-        """Return the variables that place one process in the whole job, over the agent's, which knows its node only."""
+        """Return the variables that place one process in the whole job, over the agent's, which
+        knows its node only.
+        """
         rank, world_size = str(place.first_rank + index), str(place.world_size)
         return {
             "RANK": rank,
@@ -179,39 +213,55 @@ def num_available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_command(script: str, script_args: list[str], module: bool, no_python: bool) -> tuple[list[str], int]:
-    """Return the command that runs a user's script, and where in it --local_rank goes (right behind the script).
+def build_command(
+    script: str, script_args: list[str], module: bool, no_python: bool
+) -> tuple[list[str], int]:
+    """Return the command that runs a user's script, and where in it --local_rank goes (right behind
+    the script).
 
     Raises:
         ValueError: both `module` and `no_python` are set.
     """
     if module and no_python:
-        raise ValueError("Don't use both the '--no_python' flag and the '--module' flag at the same time.")
+        raise ValueError(
+            "Don't use both the '--no_python' flag and the '--module' flag at the same time."
+        )
     if no_python:
         head = [script]
     else:
-        # Unbuffered, so that a line is shown when it is printed and not lost when the process is killed.
+        # Unbuffered, so that a line is shown when it is printed and not lost when the process is
+        # killed.
         head = [sys.executable, "-u", *(["-m"] if module else []), script]
     return [*head, *script_args], len(head)
 
 
-def bound_cores(bind_cores_to_rank: bool, bind_core_list: str | None, num_ranks: int) -> list[list[int]]:
+def bound_cores(
+    bind_cores_to_rank: bool, bind_core_list: str | None, num_ranks: int
+) -> list[list[int]]:
     """Return each rank's cores, or an empty list when no binding was asked for.
 
     Raises:
-        ValueError: the list does not parse, is given without --bind_cores_to_rank, or has too few or foreign cores.
+        ValueError: the list does not parse, is given without --bind_cores_to_rank, or has too few
+            or foreign cores.
     """
     if not bind_cores_to_rank:
         if bind_core_list:
-            raise ValueError(f"--bind_core_list={bind_core_list} has no effect alone; add --bind_cores_to_rank")
+            raise ValueError(
+                f"--bind_core_list={bind_core_list} has no effect alone; add --bind_cores_to_rank"
+            )
         return []
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("--bind_cores_to_rank is not supported on this operating system; leave it out")
+        raise ValueError(
+            "--bind_cores_to_rank is not supported on this operating system; leave it out"
+        )
     allowed = sorted(os.sched_getaffinity(0))
     cores = parse_core_list(bind_core_list) if bind_core_list else allowed
     foreign = sorted(set(cores) - set(allowed))
     if foreign:
-        raise ValueError(f"--bind_core_list={bind_core_list}: cores {foreign} are not among this machine's {allowed}")
+        raise ValueError(
+            f"--bind_core_list={bind_core_list}: cores {foreign} are not among this machine's "
+            f"{allowed}"
+        )
     return split_cores(cores, num_ranks)
 
 
@@ -223,7 +273,8 @@ def free_port() -> int:
 
 
 def usable_port(port: int | None) -> int:
-    """Return the port that rank 0 shall open: the named one, 29500 for None, or a free one where 0 or None allow it.
+    """Return the port that rank 0 shall open: the named one, 29500 for None, or a free one where 0
+    or None allow it.
 
     Raises:
         ValueError: the named port is in use.
@@ -232,7 +283,8 @@ def usable_port(port: int | None) -> int:
         return free_port()
     wanted = TORCH_DISTRIBUTED_DEFAULT_PORT if port is None else port
     try:
-        # Without SO_REUSEADDR a port whose last connections still linger would count as in use; the store sets it too.
+        # Without SO_REUSEADDR a port whose last connections still linger would count as in use; the
+        # store sets it too.
         socket.create_server(("", wanted), reuse_port=False).close()
     except OSError as error:
         if port is None:
@@ -243,4 +295,7 @@ def usable_port(port: int | None) -> int:
 
 def port_in_use(port: int) -> str:
     """Return what is said of a named port that another program has."""
-    return f"--master_port={port}: the port is in use; name another one, or leave the flag out to have a free one chosen"
+    return (
+        f"--master_port={port}: the port is in use; name another one, or leave the flag out to "
+        "have a free one chosen"
+    )

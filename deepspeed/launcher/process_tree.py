@@ -1,7 +1,8 @@
 """Ending processes with all that they have started.
 
-Owns: finding and killing descendants, also orphaned ones, and the guardian that does it when this process cannot. Does
-not own: the graceful end of ranks, which is torch's agent's and `launch_rank`'s. Called by: `launch`, `nodes`.
+Owns: finding and killing descendants, also orphaned ones, and the guardian that does it when this
+process cannot. Does not own: the graceful end of ranks, which is torch's agent's and
+`launch_rank`'s. Called by: `launch`, `nodes`.
 """
 
 import contextlib
@@ -25,9 +26,10 @@ GUARDIAN = Path(__file__).with_name("guardian.py")
 def children_ended() -> Iterator[list[bool]]:
     """Kill every descendant that is left at the end, unless the caller sets the yielded flag.
 
-    The agent ends the processes it started; those that *they* started (loader workers, compilers) are orphans by then
-    and would come to init. A subreaper (Linux) gets them instead, so that they can be found. When this process is
-    killed, or interrupted while it cleans up, its guardian does the same.
+    The agent ends the processes it started; those that *they* started (loader workers, compilers)
+    are orphans by then and would come to init. A subreaper (Linux) gets them instead, so that they
+    can be found. When this process is killed, or interrupted while it cleans up, its guardian does
+    the same.
     """
     success = [False]
     if not sys.platform.startswith("linux"):
@@ -57,10 +59,12 @@ def children_ended() -> Iterator[list[bool]]:
 
 
 def _start_guardian() -> "tuple[subprocess.Popen[bytes], str]":
-    """Start the process that cleans up if this one cannot; returns it and the word by which it knows descendants."""
+    """Start the process that cleans up if this one cannot; returns it and the word by which it
+    knows descendants.
+    """
     word = secrets.token_hex(16)
-    # A session of its own: what a terminal or a shell sends to this process's group must not end it first.
-    # -I -S and no output: it must not hold a pipe open that somebody reads to its end.
+    # A session of its own: what a terminal or a shell sends to this process's group must not end it
+    # first. -I -S and no output: it must not hold a pipe open that somebody reads to its end.
     guardian = subprocess.Popen(
         [sys.executable, "-I", "-S", str(GUARDIAN), word],
         stdin=subprocess.PIPE,
@@ -73,13 +77,17 @@ def _start_guardian() -> "tuple[subprocess.Popen[bytes], str]":
 
 
 def _kill_descendants(pid: int, spared: int | None) -> None:
-    """Kill what `pid` has started, again and again: a descendant may be starting another right now."""
+    """Kill what `pid` has started, again and again: a descendant may be starting another right
+    now.
+    """
     # startup: psutil is needed only after a failure
     import psutil
 
     deadline = time.monotonic() + KILL_WAIT_SECONDS
     while time.monotonic() < deadline:
-        children = [child for child in psutil.Process(pid).children(recursive=True) if child.pid != spared]
+        children = [
+            child for child in psutil.Process(pid).children(recursive=True) if child.pid != spared
+        ]
         if not children:
             return
         for child in children:
@@ -89,7 +97,9 @@ def _kill_descendants(pid: int, spared: int | None) -> None:
 
 
 def terminate_process_tree(pid: int) -> None:
-    """End a process and all its descendants: SIGTERM to all, SIGKILL to those left after a few seconds."""
+    """End a process and all its descendants: SIGTERM to all, SIGKILL to those left after a few
+    seconds.
+    """
     import psutil  # startup: see _kill_descendants
 
     try:

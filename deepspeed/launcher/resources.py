@@ -1,7 +1,8 @@
-"""Which device slots of which hosts a launch uses: hostfiles and the --include and --exclude language.
+"""Which device slots of which hosts a launch uses: hostfiles and the --include and --exclude
+language.
 
-Owns: parsing and filtering, as pure functions over `{host: slots}`. Does not own: asking the machine how many devices
-it has, nor starting anything. Called by: `deepspeed.launcher.runner`.
+Owns: parsing and filtering, as pure functions over `{host: slots}`. Does not own: asking the
+machine how many devices it has, nor starting anything. Called by: `deepspeed.launcher.runner`.
 """
 
 import os
@@ -35,12 +36,19 @@ def _parse_hostfile(lines: list[str], path: str) -> dict[str, int]:
             continue
         entry = _HOSTFILE_ENTRY.fullmatch(line)
         if entry is None:
-            raise ValueError(f"Hostfile {path} contains a bad entry: {line!r}; write `<host> slots=<number>`")
+            raise ValueError(
+                f"Hostfile {path} contains a bad entry: {line!r}; write `<host> slots=<number>`"
+            )
         if entry["host"] in pool:
-            raise ValueError(f"Hostfile {path} contains multiple entries for {entry['host']}; keep one of them")
+            raise ValueError(
+                f"Hostfile {path} contains multiple entries for {entry['host']}; keep one of them"
+            )
         pool[entry["host"]] = int(entry["slots"])
     if not pool:
-        raise ValueError(f"Hostfile {path} is empty or not formatted correctly; write `<host> slots=<number>` lines")
+        raise ValueError(
+            f"Hostfile {path} is empty or not formatted correctly; write `<host> slots=<number>` "
+            "lines"
+        )
     return pool
 
 
@@ -55,7 +63,10 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
         return host, []
     numbers = slots.split(",")
     if not host or not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. localhost:0,2")
+        raise ValueError(
+            f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. "
+            "localhost:0,2"
+        )
     return host, [int(number) for number in numbers]
 
 
@@ -69,12 +80,16 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
     for part in node_config_list.split("@"):
         host, slots = parse_node_config(part)
         if host in nodes:
-            raise ValueError(f"host {host!r} occurs twice in {node_config_list!r}; list its slots in one place")
+            raise ValueError(
+                f"host {host!r} occurs twice in {node_config_list!r}; list its slots in one place"
+            )
         nodes[host] = slots
     return nodes
 
 
-def parse_resource_filter(host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = "") -> dict[str, list[int]]:
+def parse_resource_filter(
+    host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
     """Keep the included slots of `host_info`, or all but the excluded ones.
 
     Args:
@@ -83,22 +98,30 @@ def parse_resource_filter(host_info: dict[str, list[int]], include_str: str = ""
         exclude_str: the same language, to drop. At most one of the two may be given.
 
     Returns:
-        Slots by host, sorted and without duplicates, in `host_info`'s order; hosts with no slot left are gone.
+        Slots by host, sorted and without duplicates, in `host_info`'s order; hosts with no slot
+        left are gone.
 
     Raises:
         ValueError: both filters are given, or one names a host or slot that `host_info` lacks.
     """
     if include_str and exclude_str:
-        raise ValueError("include_str and exclude_str are mutually exclusive; give --include or --exclude, not both")
+        raise ValueError(
+            "include_str and exclude_str are mutually exclusive; give --include or --exclude, not "
+            "both"
+        )
     if not include_str and not exclude_str:
         return host_info
     named = parse_node_config_list(include_str or exclude_str)
     for host, slots in named.items():
         if host not in host_info:
-            raise ValueError(f"Hostname '{host}' not found in hostfile; known are {', '.join(host_info)}")
+            raise ValueError(
+                f"Hostname '{host}' not found in hostfile; known are {', '.join(host_info)}"
+            )
         for slot in slots:
             if slot not in host_info[host]:
-                raise ValueError(f"No slot '{slot}' specified on host '{host}'; it has {host_info[host]}")
+                raise ValueError(
+                    f"No slot '{slot}' specified on host '{host}'; it has {host_info[host]}"
+                )
     kept: dict[str, list[int]] = {}
     for host, available in host_info.items():
         chosen = set(named.get(host) or available) if host in named else set()
@@ -108,9 +131,15 @@ def parse_resource_filter(host_info: dict[str, list[int]], include_str: str = ""
     return kept
 
 
-def parse_inclusion_exclusion(resource_pool: dict[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """Turn slot counts by host into slot lists by host and filter them, as `parse_resource_filter` does."""
-    return parse_resource_filter({host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion)
+def parse_inclusion_exclusion(
+    resource_pool: dict[str, int], inclusion: str, exclusion: str
+) -> dict[str, list[int]]:
+    """Turn slot counts by host into slot lists by host and filter them, as `parse_resource_filter`
+    does.
+    """
+    return parse_resource_filter(
+        {host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion
+    )
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
@@ -143,7 +172,9 @@ def parse_core_list(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"--bind_core_list={text}: bad part {part!r}; write cores and ranges as in 1,3-5,7")
+            raise ValueError(
+                f"--bind_core_list={text}: bad part {part!r}; write cores and ranges as in 1,3-5,7"
+            )
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) != len(cores):
         raise ValueError(f"--bind_core_list={text}: a core occurs twice")
@@ -151,7 +182,8 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def split_cores(cores: list[int], num_ranks: int) -> list[list[int]]:
-    """Deal `cores` to ranks in runs of equal length; cores left over stay unused, so that no rank is slower.
+    """Deal `cores` to ranks in runs of equal length; cores left over stay unused, so that no rank
+    is slower.
 
     Raises:
         ValueError: there are fewer cores than ranks.

@@ -1,8 +1,10 @@
-"""The `deepspeed` command: from the command line to a running, supervised set of processes on one or several machines.
+"""The `deepspeed` command: from the command line to a running, supervised set of processes on one
+or several machines.
 
-Owns: upstream's flags, the choice of hosts and slots from them, and the refusal of what this release cannot do. Does
-not own: the hostfile and filter language (`resources`), the processes (`launch`), other machines (`nodes`). A launch on
-this machine runs in this process: no second interpreter starts up first.
+Owns: upstream's flags, the choice of hosts and slots from them, and the refusal of what this
+release cannot do. Does not own: the hostfile and filter language (`resources`), the processes
+(`launch`), other machines (`nodes`). A launch on this machine runs in this process: no second
+interpreter starts up first.
 """
 
 import argparse
@@ -68,7 +70,9 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-_REFUSED: tuple[tuple[str, Any, str], ...] = (("autotuning", "", "autotuning is not part of this project; leave the flag out"),)
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("autotuning", "", "autotuning is not part of this project; leave the flag out"),
+)
 """Flags that this release refuses: name, the value that asks for nothing, what to do instead."""
 
 _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
@@ -81,7 +85,15 @@ _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
 
 
 _ENGINES = ", ".join(
-    (PDSH_LAUNCHER, SSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER, MVAPICH_LAUNCHER, SLURM_LAUNCHER)
+    (
+        PDSH_LAUNCHER,
+        SSH_LAUNCHER,
+        OPENMPI_LAUNCHER,
+        MPICH_LAUNCHER,
+        IMPI_LAUNCHER,
+        MVAPICH_LAUNCHER,
+        SLURM_LAUNCHER,
+    )
 )
 
 
@@ -103,8 +115,11 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of `deepspeed`; `args` defaults to the process's own."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
-        description="Start distributed training processes on one or several machines and answer for them: output prefixed by "
-        "rank, the exit code and traceback of the rank that failed first, and no process left at the end.",
+        description=(
+            "Start distributed training processes on one or several machines and answer for them: "
+            "output prefixed by rank, the exit code and traceback of the rank that failed first, "
+            "and no process left at the end."
+        ),
         epilog="Ctrl-C ends all processes, a second one kills them. Plain torchrun works as well.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -130,29 +145,60 @@ def _add_resource_flags(parser: argparse.ArgumentParser) -> None:
         "-i",
         "--include",
         default="",
-        help="slots to use, as NAME[:SLOT[,SLOT ...]] joined by @, e.g. localhost:0,2; a slot is a device's number",
+        help=(
+            "slots to use, as NAME[:SLOT[,SLOT ...]] joined by @, e.g. localhost:0,2; a slot is a "
+            "device's number"
+        ),
     )
-    group.add_argument("-e", "--exclude", default="", help="slots not to use, in the same form; not with --include")
+    group.add_argument(
+        "-e", "--exclude", default="", help="slots not to use, in the same form; not with --include"
+    )
     group.add_argument(
         "--num_gpus",
         "--num_accelerators",
         type=int,
         default=-1,
-        help="number of processes: the first N devices, or N processes on the CPU; -1 is all devices, or one process on the CPU",
+        help=(
+            "number of processes: the first N devices, or N processes on the CPU; -1 is all "
+            "devices, or one process on the CPU"
+        ),
     )
-    group.add_argument("--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own")
-    group.add_argument("--bind_core_list", default=None, help="cores to deal to the ranks, e.g. 1,3-5,7; default all available")
+    group.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own"
+    )
+    group.add_argument(
+        "--bind_core_list",
+        default=None,
+        help="cores to deal to the ranks, e.g. 1,3-5,7; default all available",
+    )
 
 
 def _add_node_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("nodes")
-    group.add_argument("--num_nodes", default="-1", help="number of nodes: the first N hosts of the hostfile; -1 is all")
-    group.add_argument("--min_elastic_nodes", type=int, default=-1, help="fewest nodes to go on with; 1 if left out")
-    group.add_argument("--max_elastic_nodes", type=int, default=-1, help="most nodes to take in; --min_elastic_nodes if left out")
+    group.add_argument(
+        "--num_nodes",
+        default="-1",
+        help="number of nodes: the first N hosts of the hostfile; -1 is all",
+    )
+    group.add_argument(
+        "--min_elastic_nodes",
+        type=int,
+        default=-1,
+        help="fewest nodes to go on with; 1 if left out",
+    )
+    group.add_argument(
+        "--max_elastic_nodes",
+        type=int,
+        default=-1,
+        help="most nodes to take in; --min_elastic_nodes if left out",
+    )
     group.add_argument(
         "--elastic_training",
         action="store_true",
-        help="restart the processes when one fails, or a node comes or goes; run this on each node, with --master_addr",
+        help=(
+            "restart the processes when one fails, or a node comes or goes; run this on each node, "
+            "with --master_addr"
+        ),
     )
     group.add_argument(
         "--master_port",
@@ -161,35 +207,63 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
         action=_StoreGiven,
         help="port the processes meet at; a free one is taken if the default is in use",
     )
-    group.add_argument("--master_addr", default="", help="address they meet at; empty is where the nodes reach the first one")
-    group.add_argument("--node_rank", type=int, default=-1, help="position of this node, from 0; with --no_ssh")
-    group.add_argument("--launcher", default=PDSH_LAUNCHER, help=f"engine for several nodes: {_ENGINES}")
-    group.add_argument("--launcher_args", default="", help="flags for the engine, as one quoted argument")
+    group.add_argument(
+        "--master_addr",
+        default="",
+        help="address they meet at; empty is where the nodes reach the first one",
+    )
+    group.add_argument(
+        "--node_rank", type=int, default=-1, help="position of this node, from 0; with --no_ssh"
+    )
+    group.add_argument(
+        "--launcher", default=PDSH_LAUNCHER, help=f"engine for several nodes: {_ENGINES}"
+    )
+    group.add_argument(
+        "--launcher_args", default="", help="flags for the engine, as one quoted argument"
+    )
     group.add_argument(
         "--no_ssh",
         action="store_true",
         help="launch this node's part only; run it on each node",
     )
-    group.add_argument("--no_ssh_check", action="store_true", help="do not try ssh to each host first")
-    group.add_argument("--force_multi", action="store_true", help="use the engine also for one host")
+    group.add_argument(
+        "--no_ssh_check", action="store_true", help="do not try ssh to each host first"
+    )
+    group.add_argument(
+        "--force_multi", action="store_true", help="use the engine also for one host"
+    )
     group.add_argument("--ssh_port", type=int, default=None, help="port of ssh on the nodes")
-    group.add_argument("--venv_script", default=None, help="script to source on the nodes; its `python` is used")
+    group.add_argument(
+        "--venv_script", default=None, help="script to source on the nodes; its `python` is used"
+    )
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the script is run")
     group.add_argument("--module", action="store_true", help="run the script as `python -m`")
-    group.add_argument("--no_python", action="store_true", help="run the script without `python` before it")
-    group.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    group.add_argument(
+        "--no_python", action="store_true", help="run the script without `python` before it"
+    )
+    group.add_argument(
+        "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script"
+    )
     group.add_argument(
         "--save_pid",
         action="store_true",
         help=f"keep this command's process id in {PID_FILE_BASEPATH}/<process id>.ds while it runs",
     )
     group.add_argument(
-        "--enable_each_rank_log", default=None, metavar="DIR", help="write each rank's output to a file in this folder"
+        "--enable_each_rank_log",
+        default=None,
+        metavar="DIR",
+        help="write each rank's output to a file in this folder",
     )
-    group.add_argument("--autotuning", default="", choices=["tune", "run"], help="refused: not part of this project")
+    group.add_argument(
+        "--autotuning",
+        default="",
+        choices=["tune", "run"],
+        help="refused: not part of this project",
+    )
     group.add_argument(
         "--log_level",
         default="info",
@@ -218,33 +292,48 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
     """Return the slots to start one process each for, by host.
 
-    Without a hostfile they are this machine's devices; on the CPU, --include and --num_gpus are taken at their word, and
-    without them there is one process, as for a plain `python` run. --no_ssh --num_nodes N without a hostfile means N nodes
-    like this one.
+    Without a hostfile they are this machine's devices; on the CPU, --include and --num_gpus are
+    taken at their word, and without them there is one process, as for a plain `python` run.
+    --no_ssh --num_nodes N without a hostfile means N nodes like this one.
 
     Raises:
         ValueError: flags contradict each other, or name hosts or slots that are not there.
     """
     limited = args.num_gpus != -1 or args.num_nodes != "-1"
     if limited and (args.include or args.exclude):
-        raise ValueError("Cannot specify num_nodes/gpus with include/exclude; --include already says which and how many")
+        raise ValueError(
+            "Cannot specify num_nodes/gpus with include/exclude; --include already says which and "
+            "how many"
+        )
     if args.num_gpus == 0 or args.num_gpus < -1:
-        raise ValueError(f"--num_gpus={args.num_gpus}: give a positive number, or -1 for all devices")
+        raise ValueError(
+            f"--num_gpus={args.num_gpus}: give a positive number, or -1 for all devices"
+        )
     num_nodes = parse_num_nodes(args.num_nodes, False)[0]
     if num_nodes == 0 or num_nodes < -1:
-        raise ValueError(f"--num_nodes={args.num_nodes}: give a positive number, or -1 for all hosts of the hostfile")
+        raise ValueError(
+            f"--num_nodes={args.num_nodes}: give a positive number, or -1 for all hosts of the "
+            "hostfile"
+        )
     chosen = parse_resource_filter(_available(args, num_nodes), args.include, args.exclude)
     if num_nodes > len(chosen):
         raise ValueError(
-            f"--num_nodes={args.num_nodes}: only {', '.join(chosen)} is there; name more hosts in --hostfile, or ask for fewer"
+            f"--num_nodes={args.num_nodes}: only {', '.join(chosen)} is there; name more hosts in "
+            "--hostfile, or ask for fewer"
         )
     chosen = dict(list(chosen.items())[: num_nodes if num_nodes != -1 else None])
     if not chosen:
         raise ValueError(f"--exclude={args.exclude}: no slot is left; exclude fewer")
     for host, slots in chosen.items():
         if args.num_gpus > len(slots):
-            raise ValueError(f"--num_gpus={args.num_gpus}: only {len(slots)} slots are there on {host}; ask for at most as many")
-    return {host: slots[: args.num_gpus] if args.num_gpus != -1 else slots for host, slots in chosen.items()}
+            raise ValueError(
+                f"--num_gpus={args.num_gpus}: only {len(slots)} slots are there on {host}; ask for "
+                "at most as many"
+            )
+    return {
+        host: slots[: args.num_gpus] if args.num_gpus != -1 else slots
+        for host, slots in chosen.items()
+    }
 
 
 def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]:
@@ -252,14 +341,19 @@ def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]
     if pool is not None:
         return {host: list(range(count)) for host, count in pool.items()}
     if args.hostfile_given:
-        raise ValueError(f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the flag out")
+        raise ValueError(
+            f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the "
+            "flag out"
+        )
     if args.no_ssh and num_nodes > 1:
         return {f"node-{node_rank}": _local_slots(args) for node_rank in range(num_nodes)}
     return {"localhost": _local_slots(args)}
 
 
 def _local_slots(args: argparse.Namespace) -> list[int]:
-    """Return this machine's slots: its devices, or on the CPU just as many as the flags speak of."""
+    """Return this machine's slots: its devices, or on the CPU just as many as the flags speak
+    of.
+    """
     devices = list(visible_slots())
     if devices:
         return devices
@@ -283,13 +377,15 @@ def main(args: list[str] | None = None) -> None:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Launch as the flags say: here, on several nodes over an engine, or this node's part of a job started by hand.
+    """Launch as the flags say: here, on several nodes over an engine, or this node's part of a job
+    started by hand.
 
     Returns:
         The exit code, as `launch.run` and `nodes.run_nodes` describe it.
 
     Raises:
-        ValueError: the flags ask for something this release, this machine or their combination does not allow.
+        ValueError: the flags ask for something this release, this machine or their combination does
+            not allow.
     """
     refuse_unsupported(args)
     elastic = read_elastic(args)
@@ -306,16 +402,23 @@ def launch(args: argparse.Namespace) -> int:
     if args.no_ssh:
         _refuse_engine_flags(args, "--no_ssh uses no engine; leave the flag out")
         if not 0 <= args.node_rank < len(active):
-            raise ValueError(f"--node_rank={args.node_rank}: --no_ssh needs this node's position among {', '.join(active)}, from 0")
+            raise ValueError(
+                f"--node_rank={args.node_rank}: --no_ssh needs this node's position among "
+                f"{', '.join(active)}, from 0"
+            )
         plan = make_plan(args, list(active.values())[args.node_rank])
         return run_by_hand(args, plan, active, world_info)
     if args.node_rank != -1:
-        raise ValueError(f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or add --no_ssh")
+        raise ValueError(
+            f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or "
+            "add --no_ssh"
+        )
     return run_nodes(args, active, world_info)
 
 
 def read_elastic(args: argparse.Namespace) -> Elastic | None:
-    """Return the limits of an elastic job, or None where none is asked for; `--num_nodes MIN:MAX` is read and spent.
+    """Return the limits of an elastic job, or None where none is asked for; `--num_nodes MIN:MAX`
+    is read and spent.
 
     Raises:
         ValueError: a limit without --elastic_training, or limits that do not fit each other.
@@ -324,7 +427,9 @@ def read_elastic(args: argparse.Namespace) -> Elastic | None:
     if not args.elastic_training:
         for name in ("min_elastic_nodes", "max_elastic_nodes"):
             if getattr(args, name) != -1:
-                raise ValueError(f"--{name}={getattr(args, name)} has no effect alone; add --elastic_training")
+                raise ValueError(
+                    f"--{name}={getattr(args, name)} has no effect alone; add --elastic_training"
+                )
         return None
     fewest, most = parse_num_nodes(args.num_nodes, True)
     args.num_nodes = "-1"
@@ -333,18 +438,25 @@ def read_elastic(args: argparse.Namespace) -> Elastic | None:
     return elastic_of(fewest, most, 1)
 
 
-def _launch_elastic(args: argparse.Namespace, active: dict[str, list[int]], elastic: Elastic) -> int:
+def _launch_elastic(
+    args: argparse.Namespace, active: dict[str, list[int]], elastic: Elastic
+) -> int:
     """Run this node's part of an elastic job. Nodes come and go, so each is started by itself."""
     if len(active) > 1:
         raise ValueError(
-            f"--elastic_training with the hosts {', '.join(active)}: nodes of an elastic job come and go; run this command on each "
-            "of them, without a hostfile, and with --master_addr"
+            f"--elastic_training with the hosts {', '.join(active)}: nodes of an elastic job come "
+            "and go; run this command on each of them, without a hostfile, and with --master_addr"
         )
     if elastic.max_nodes > 1 and not args.master_addr:
-        raise ValueError(f"--max_elastic_nodes={elastic.max_nodes} needs --master_addr, the address of a node that stays")
+        raise ValueError(
+            f"--max_elastic_nodes={elastic.max_nodes} needs --master_addr, the address of a node "
+            "that stays"
+        )
     (slots,) = active.values()
     plan = replace(make_plan(args, slots), elastic=elastic)
-    logger.info("joining an elastic job with %d processes: %s", plan.num_ranks, " ".join(plan.command))
+    logger.info(
+        "joining an elastic job with %d processes: %s", plan.num_ranks, " ".join(plan.command)
+    )
     return run(plan)
 
 
@@ -367,10 +479,18 @@ def make_plan(args: argparse.Namespace, slots: list[int]) -> LaunchPlan:
         ValueError: this machine does not allow what the flags ask for.
     """
     if not args.no_ssh:
-        _refuse_engine_flags(args, "a launch on this machine alone uses no engine; leave the flag out, or add --force_multi")
+        _refuse_engine_flags(
+            args,
+            "a launch on this machine alone uses no engine; leave the flag out, or add "
+            "--force_multi",
+        )
         if args.node_rank > 0:
-            raise ValueError(f"--node_rank={args.node_rank}: this machine is the only node; leave the flag out")
-    command, local_rank_index = build_command(args.user_script, args.user_args, args.module, args.no_python)
+            raise ValueError(
+                f"--node_rank={args.node_rank}: this machine is the only node; leave the flag out"
+            )
+    command, local_rank_index = build_command(
+        args.user_script, args.user_args, args.module, args.no_python
+    )
     return LaunchPlan(
         command=command,
         num_ranks=len(slots),

@@ -1,8 +1,9 @@
-"""Signals to a launcher: ending its wait by an exception, and the user's second Ctrl-C, which ends a graceful shutdown.
+"""Signals to a launcher: ending its wait by an exception, and the user's second Ctrl-C, which ends
+a graceful shutdown.
 
-Owns: noticing them. Does not own: what is done about the first one while processes run, which torch's agent turns into
-a signal to all of them and up to half a minute of patience; asked again it would start that half minute anew. Called
-by: `agent`, `launch`, `launch_rank`.
+Owns: noticing them. Does not own: what is done about the first one while processes run, which
+torch's agent turns into a signal to all of them and up to half a minute of patience; asked again it
+would start that half minute anew. Called by: `agent`, `launch`, `launch_rank`.
 """
 
 import contextlib
@@ -40,13 +41,17 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Let signals that ask this process to end raise `Interrupted` behind the block instead of within it.
+    """Let signals that ask this process to end raise `Interrupted` behind the block instead of
+    within it.
 
-    For imports of torch: numpy's native part, among others, swallows an exception that a handler raises while it loads,
-    and the launch would go on as if nobody had pressed Ctrl-C.
+    For imports of torch: numpy's native part, among others, swallows an exception that a handler
+    raises while it loads, and the launch would go on as if nobody had pressed Ctrl-C.
     """
     came: list[int] = []
-    before = {number: signal.signal(number, lambda received, frame: came.append(received)) for number in ENDING_SIGNALS}
+    before = {
+        number: signal.signal(number, lambda received, frame: came.append(received))
+        for number in ENDING_SIGNALS
+    }
     try:
         yield
     finally:
@@ -57,17 +62,20 @@ def deferred_signals() -> Iterator[None]:
 
 
 class SecondInterrupt:
-    """Calls `action`, on a thread, when SIGINT arrives after another signal; a context manager for the main thread.
+    """Calls `action`, on a thread, when SIGINT arrives after another signal; a context manager for
+    the main thread.
 
-    Works through the wakeup descriptor, into which Python writes each signal's number whatever handlers do with it;
-    torch's agent replaces handlers while it runs.
+    Works through the wakeup descriptor, into which Python writes each signal's number whatever
+    handlers do with it; torch's agent replaces handlers while it runs.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._thread = threading.Thread(target=self._watch, name="deepspeed-second-interrupt", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="deepspeed-second-interrupt", daemon=True
+        )
         self._previous = -1
 
     def __enter__(self) -> "SecondInterrupt":
@@ -75,7 +83,12 @@ class SecondInterrupt:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         signal.set_wakeup_fd(self._previous)
         # The reader's end of file: the thread ends.
         os.close(self._writer)

@@ -1,8 +1,9 @@
 """The first moments of a launched process: it prepares itself, then becomes the user's command.
 
-Owns: tying the process to its launcher's life, core binding, this rank's environment, and telling the launcher its
-process id. Run as a plain file (`python worker_exec.py PLAN LOCAL_RANK`), so that it imports neither deepspeed nor
-torch; the command comes from the plan file, because torch's agent would expand `$` in arguments.
+Owns: tying the process to its launcher's life, core binding, this rank's environment, and telling
+the launcher its process id. Run as a plain file (`python worker_exec.py PLAN LOCAL_RANK`), so that
+it imports neither deepspeed nor torch; the command comes from the plan file, because torch's agent
+would expand `$` in arguments.
 """
 
 import ctypes
@@ -15,7 +16,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Read the plan, prepare this process, and exec the rank's command; exits with 127 if that cannot be run."""
+    """Read the plan, prepare this process, and exec the rank's command; exits with 127 if that
+    cannot be run.
+    """
     plan_path, local_rank = sys.argv[1], int(sys.argv[2])
     with open(plan_path, encoding="utf-8") as stream:
         plan = json.load(stream)

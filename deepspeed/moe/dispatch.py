@@ -1,8 +1,9 @@
 """Move tokens into the slots of experts and back, by index.
 
-Each direction is a gather forward and a gather backward: routes and slots are inverse maps of each other, so that neither needs
-atomic additions (slow, and in an order that changes from run to run). The cost is O((S * k + E * C) * M); multiplying by the dense
-masks of the papers is O(S * E * C * M). S tokens, k routes per token, E experts, C slots per expert, M model width.
+Each direction is a gather forward and a gather backward: routes and slots are inverse maps of each
+other, so that neither needs atomic additions (slow, and in an order that changes from run to run).
+The cost is O((S * k + E * C) * M); multiplying by the dense masks of the papers is O(S * E * C *
+M). S tokens, k routes per token, E experts, C slots per expert, M model width.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class RouteMap(NamedTuple):
     """The inverse maps.
 
     Attributes:
-        slot_of_route: Slot (expert * slots per expert + location) of each route, [k, S]; -1 where the token was dropped.
+        slot_of_route: Slot (expert * slots per expert + location) of each route, [k, S]; -1 where
+            the token was dropped.
         route_of_slot: Route (choice * S + token) in each slot, [E * slots]; -1 in empty slots.
         token_of_slot: Token in each slot, [E * slots]; -1 in empty slots.
     """
@@ -29,15 +31,24 @@ class RouteMap(NamedTuple):
 
 
 def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
-    """The maps of `routes` when every expert has `slots_per_expert` slots, at least the capacity."""
+    """The maps of `routes` when every expert has `slots_per_expert` slots, at least the
+    capacity.
+    """
     dropped = routes.indices < 0
     slots = routes.indices * slots_per_expert + routes.locations
     num_slots = routes.num_experts * slots_per_expert
-    # Dropped routes go to a slot behind the last one, which is cut off: selecting the others would wait for the device.
+    # Dropped routes go to a slot behind the last one, which is cut off: selecting the others would
+    # wait for the device.
     route_of_slot = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=slots.device)
-    route_of_slot.scatter_(0, slots.masked_fill(dropped, num_slots).flatten(), torch.arange(slots.numel(), device=slots.device))
+    route_of_slot.scatter_(
+        0,
+        slots.masked_fill(dropped, num_slots).flatten(),
+        torch.arange(slots.numel(), device=slots.device),
+    )
     route_of_slot = route_of_slot[:num_slots]
-    token_of_slot = torch.where(route_of_slot < 0, route_of_slot, route_of_slot % max(slots.shape[1], 1))
+    token_of_slot = torch.where(
+        route_of_slot < 0, route_of_slot, route_of_slot % max(slots.shape[1], 1)
+    )
     return RouteMap(slots.masked_fill(dropped, -1), route_of_slot, token_of_slot)
 
 
@@ -47,7 +58,9 @@ def dispatch(tokens: torch.Tensor, routes: RouteMap) -> torch.Tensor:
 
 
 def combine(slots: torch.Tensor, weights: torch.Tensor, routes: RouteMap) -> torch.Tensor:
-    """Each token's weighted sum over its routes, [S, M], from slots [E * slots, M] and weights [k, S]."""
+    """Each token's weighted sum over its routes, [S, M], from slots [E * slots, M] and weights [k,
+    S].
+    """
     return _Combine.apply(slots, weights, *routes)
 
 
@@ -57,9 +70,11 @@ def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return source.new_zeros((len(index), *source.shape[1:]))
     rows = source.index_select(0, index.clamp(min=0))
     missing = index < 0
-    # Filled, not multiplied: whatever an expert makes of an empty slot may be infinite, and 0 times that is NaN.
+    # Filled, not multiplied: whatever an expert makes of an empty slot may be infinite, and 0 times
+    # that is NaN.
     if rows.device.type == "cpu":
-        # A mask that is broadcast over rows costs four times what the selection does there; a device would wait for `nonzero`.
+        # A mask that is broadcast over rows costs four times what the selection does there; a
+        # device would wait for `nonzero`.
         return rows.index_fill_(0, missing.nonzero().view(-1), 0)
     return rows.masked_fill_(missing.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
@@ -68,7 +83,13 @@ class _Dispatch(torch.autograd.Function):
     """Tokens to slots; a token's gradient is the sum over the slots it is in."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, slot_of_route: torch.Tensor, _: Any, token_of_slot: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        slot_of_route: torch.Tensor,
+        _: Any,
+        token_of_slot: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.save_for_backward(slot_of_route)
         return _rows(tokens, token_of_slot)
 
@@ -85,7 +106,9 @@ class _Combine(torch.autograd.Function):
     """Slots to tokens, weighted."""
 
     @staticmethod
-    def forward(ctx: Any, slots: torch.Tensor, weights: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, slots: torch.Tensor, weights: torch.Tensor, *routes: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(slots, weights, *routes)
         slot_of_route = routes[0]
         factors = weights.to(slots.dtype).unsqueeze(2)
@@ -95,11 +118,19 @@ class _Combine(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         slots, weights, slot_of_route, route_of_slot, token_of_slot = ctx.saved_tensors
         arrived = _rows(grads[0], token_of_slot)
-        # The gate is in fp32 and so is the sum over the model width that makes its gradient. What it makes of an empty slot's
-        # content, which may be infinite, is not looked at.
+        # The gate is in fp32 and so is the sum over the model width that makes its gradient. What
+        # it makes of an empty slot's content, which may be infinite, is not looked at.
         of_slot = (slots * arrived).sum(dim=1, dtype=weights.dtype)
         factors = weights.to(arrived.dtype).reshape(-1).index_select(0, route_of_slot.clamp(min=0))
-        return arrived.mul_(factors.unsqueeze(1)), _rows(of_slot, slot_of_route.flatten()).view_as(weights), None, None, None
+        return (
+            arrived.mul_(factors.unsqueeze(1)),
+            _rows(of_slot, slot_of_route.flatten()).view_as(weights),
+            None,
+            None,
+            None,
+        )

@@ -1,7 +1,7 @@
 """The experts that this rank holds.
 
-An expert's parameters carry `allreduce = False` and `group_name = "ep_size_N"`: they are reduced over the expert-data group of that
-name, not over all data-parallel ranks.
+An expert's parameters carry `allreduce = False` and `group_name = "ep_size_N"`: they are reduced
+over the expert-data group of that name, not over all data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from torch import nn
 class Experts(nn.Module):
     """`num_local_experts` copies of one module, each for its own slots.
 
-    All copies start equal, on every rank that constructs `expert` from the same random state. Which ranks hold the same experts is
-    known only to the process groups, so different first weights are the model's decision: construct `expert` under a different
-    seed per rank (`deepspeed.initialize` then gives the ranks of each expert-data group the weights of its first rank), or
-    re-initialize the members of `deepspeed_experts`.
+    All copies start equal, on every rank that constructs `expert` from the same random state. Which
+    ranks hold the same experts is known only to the process groups, so different first weights are
+    the model's decision: construct `expert` under a different seed per rank (`deepspeed.initialize`
+    then gives the ranks of each expert-data group the weights of its first rank), or re-initialize
+    the members of `deepspeed_experts`.
 
     Args:
-        expert: Maps [..., M] to [..., M]; may return (output, bias), which are added, as Megatron's layers do.
+        expert: Maps [..., M] to [..., M]; may return (output, bias), which are added, as Megatron's
+            layers do.
         num_local_experts: Experts on this rank.
         expert_group_name: "ep_size_N"; None for experts outside of expert parallelism.
     """
 
-    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+    def __init__(
+        self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
+    ) -> None:
         super().__init__()
-        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.deepspeed_experts = nn.ModuleList(
+            copy.deepcopy(expert) for _ in range(num_local_experts)
+        )
         self.num_local_experts = num_local_experts
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]  # marks read by the optimizers
@@ -41,7 +47,10 @@ class Experts(nn.Module):
             inputs: [ranks, local experts, slots, M].
         """
         parts = inputs.chunk(self.num_local_experts, dim=1)
-        outputs = [plain_output(expert(part)) for expert, part in zip(self.deepspeed_experts, parts, strict=True)]
+        outputs = [
+            plain_output(expert(part))
+            for expert, part in zip(self.deepspeed_experts, parts, strict=True)
+        ]
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 

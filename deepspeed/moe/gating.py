@@ -1,11 +1,14 @@
-"""Which expert sees which token: the gates of Switch (top 1), GShard (top 2) and their generalization (top k).
+"""Which expert sees which token: the gates of Switch (top 1), GShard (top 2) and their
+generalization (top k).
 
-Pure decisions over logits: no token is touched here (`dispatch` does), and the only communication is the agreement on a capacity
-when no token may be dropped. S tokens, E experts, k routes per token, C slots per expert ("capacity").
+Pure decisions over logits: no token is touched here (`dispatch` does), and the only communication
+is the agreement on a capacity when no token may be dropped. S tokens, E experts, k routes per
+token, C slots per expert ("capacity").
 
-The load-balancing loss is E * sum_e(mean gate of e * fraction of the tokens routed to e), over k for the top-k gate, where every
-route counts; it is 1 when balanced. Top 2 counts first choices only, as GShard does. Routes are counted before any is dropped,
-otherwise an overloaded expert would look balanced.
+The load-balancing loss is E * sum_e(mean gate of e * fraction of the tokens routed to e), over k
+for the top-k gate, where every route counts; it is 1 when balanced. Top 2 counts first choices
+only, as GShard does. Routes are counted before any is dropped, otherwise an overloaded expert would
+look balanced.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ NOISE_POLICIES = (None, "None", JITTER, RSAMPLE)
 DROP_POLICIES = ("probs", "position")
 
 Capacity = int
-# One process group, several (the agreement holds over all of them in turn), or None for this rank alone.
+# One process group, several (the agreement holds over all of them in turn), or None for this rank
+# alone.
 AgreementGroups = Any
 
 
@@ -70,14 +74,20 @@ class DenseRoutes(NamedTuple):
 Routes = DenseRoutes | SparseRoutes
 
 
-# -- noise ------------------------------------------------------------------------------------------------------------
+# -- noise -----------------------------------------------------------------------------------------
 
 
-def multiplicative_jitter(x: torch.Tensor, device: torch.device, epsilon: float = 1e-2) -> torch.Tensor:
-    """``x`` times uniform noise in [1 - epsilon, 1 + epsilon], drawn from the default generator of ``device``."""
+def multiplicative_jitter(
+    x: torch.Tensor, device: torch.device, epsilon: float = 1e-2
+) -> torch.Tensor:
+    """``x`` times uniform noise in [1 - epsilon, 1 + epsilon], drawn from the default generator of
+    ``device``.
+    """
     if epsilon == 0:
         return x
-    return x * torch.empty(x.shape, dtype=x.dtype, device=device).uniform_(1.0 - epsilon, 1.0 + epsilon)
+    return x * torch.empty(x.shape, dtype=x.dtype, device=device).uniform_(
+        1.0 - epsilon, 1.0 + epsilon
+    )
 
 
 def gumbel_rsample(shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -86,7 +96,7 @@ def gumbel_rsample(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return -torch.empty(tuple(shape), device=device).exponential_().log()
 
 
-# -- the gates --------------------------------------------------------------------------------------------------------
+# -- the gates -------------------------------------------------------------------------------------
 
 
 def top1gating(
@@ -109,8 +119,8 @@ def top1gating(
         min_capacity: Least slots per expert.
         used_token: [S]; 0 for tokens that no expert shall see (padding).
         noisy_gate_policy: "RSample" samples the expert instead of taking the best.
-        drop_tokens: An expert's tokens beyond its capacity are dropped; otherwise every expert gets as many slots as the
-            fullest needs, over ``ep_group``.
+        drop_tokens: An expert's tokens beyond its capacity are dropped; otherwise every expert gets
+            as many slots as the fullest needs, over ``ep_group``.
         use_rts: Which tokens an overfull expert drops is random; otherwise the last ones.
         ep_group: Ranks that must have equal capacities; asked only with ``drop_tokens=False``.
         sparse_routes: Return `SparseRoutes`.
@@ -122,7 +132,11 @@ def top1gating(
     refuse_tutel(use_tutel)
     num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
-    preference = logits + gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == RSAMPLE else gates
+    preference = (
+        logits + gumbel_rsample(logits.shape, logits.device)
+        if noisy_gate_policy == RSAMPLE
+        else gates
+    )
     experts = preference.detach().argmax(dim=1, keepdim=True)  # [S, 1]
     wanted = _mask_of(experts, num_experts, used_token)
     counts = wanted.sum(dim=0)
@@ -148,7 +162,8 @@ def top2gating(
 ) -> Routes:
     """Each token to its two best experts, weighted by their probabilities normalized to 1 (GShard).
 
-    Second choices fill the slots that first choices leave. Arguments as in `top1gating`; capacities are of 2 S / E.
+    Second choices fill the slots that first choices leave. Arguments as in `top1gating`; capacities
+    are of 2 S / E.
 
     Args:
         top2_2nd_expert_sampling: The second expert is sampled, not the second best.
@@ -156,16 +171,26 @@ def top2gating(
     num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
     first = gates.detach().argmax(dim=1, keepdim=True)
-    noise = gumbel_rsample(logits.shape, logits.device) if top2_2nd_expert_sampling else torch.zeros_like(logits)
+    noise = (
+        gumbel_rsample(logits.shape, logits.device)
+        if top2_2nd_expert_sampling
+        else torch.zeros_like(logits)
+    )
     second = (logits.detach() + noise).scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
     wanted = [_mask_of(experts, num_experts, used_token) for experts in (first, second)]
     counts = wanted[0].sum(dim=0) + wanted[1].sum(dim=0)
-    capacity = _capacity(counts, num_tokens, 2 * capacity_factor, min_capacity, drop_tokens, ep_group)
+    capacity = _capacity(
+        counts, num_tokens, 2 * capacity_factor, min_capacity, drop_tokens, ep_group
+    )
     # A token's two experts differ, so that one table holds the slots of both of its choices.
-    positions = torch.where(wanted[1].bool(), _positions(wanted[1]) + wanted[0].sum(dim=0), _positions(wanted[0]))
+    positions = torch.where(
+        wanted[1].bool(), _positions(wanted[1]) + wanted[0].sum(dim=0), _positions(wanted[0])
+    )
     kept = (wanted[0] + wanted[1]).bool() & (positions < capacity)
     chosen = _Chosen(torch.cat([first, second], dim=1), positions, kept)
-    return _result(chosen, _shares(gates, chosen), _balance(gates, wanted[0]), capacity, counts, sparse_routes)
+    return _result(
+        chosen, _shares(gates, chosen), _balance(gates, wanted[0]), capacity, counts, sparse_routes
+    )
 
 
 def topkgating(
@@ -185,7 +210,8 @@ def topkgating(
 
     Args:
         k: Routes per token.
-        drop_policy: What an overfull expert drops: "probs" the tokens of least probability, "position" the last ones.
+        drop_policy: What an overfull expert drops: "probs" the tokens of least probability,
+            "position" the last ones.
 
     Raises:
         ValueError: For an unknown ``drop_policy``.
@@ -197,20 +223,26 @@ def topkgating(
     experts = logits.detach().topk(k, dim=1).indices
     wanted = _mask_of(experts, num_experts, used_token)
     counts = wanted.sum(dim=0)
-    capacity = _capacity(counts, num_tokens, k * capacity_factor, min_capacity, drop_tokens, ep_group)
+    capacity = _capacity(
+        counts, num_tokens, k * capacity_factor, min_capacity, drop_tokens, ep_group
+    )
     if drop_tokens and drop_policy == "probs":
         kept = _best(gates.detach(), wanted, capacity)
     else:
         kept = wanted.bool() & (_positions(wanted) < capacity)
     chosen = _Chosen(experts, _positions(kept), kept)
-    return _result(chosen, _shares(gates, chosen), _balance(gates, wanted) / k, capacity, counts, sparse_routes)
+    return _result(
+        chosen, _shares(gates, chosen), _balance(gates, wanted) / k, capacity, counts, sparse_routes
+    )
 
 
-# -- their parts ------------------------------------------------------------------------------------------------------
+# -- their parts -----------------------------------------------------------------------------------
 
 
 class _Chosen(NamedTuple):
-    """experts [S, k]; positions [S, E]: the slot a token would have in an expert; kept [S, E]: which pairs are routed."""
+    """experts [S, k]; positions [S, E]: the slot a token would have in an expert; kept [S, E]:
+    which pairs are routed.
+    """
 
     experts: torch.Tensor
     positions: torch.Tensor
@@ -225,13 +257,18 @@ def refuse_tutel(use_tutel: bool) -> None:
     """
     if use_tutel:
         raise NotImplementedError(
-            "use_tutel=True: Tutel's kernels are not supported; tokens are moved by index here anyway, so use use_tutel=False"
+            "use_tutel=True: Tutel's kernels are not supported; tokens are moved by index here "
+            "anyway, so use use_tutel=False"
         )
 
 
-def _mask_of(experts: torch.Tensor, num_experts: int, used_token: torch.Tensor | None) -> torch.Tensor:
+def _mask_of(
+    experts: torch.Tensor, num_experts: int, used_token: torch.Tensor | None
+) -> torch.Tensor:
     """[S, E] int64: 1 where a token wants an expert."""
-    mask = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device).scatter_(1, experts, 1)
+    mask = torch.zeros(
+        len(experts), num_experts, dtype=torch.int64, device=experts.device
+    ).scatter_(1, experts, 1)
     return mask if used_token is None else mask * used_token.reshape(-1, 1).bool()
 
 
@@ -241,18 +278,30 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _best(score: torch.Tensor, mask: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-    """[S, E] bool: the ``capacity`` highest of the non-negative scores that the mask leaves to each expert."""
+    """[S, E] bool: the ``capacity`` highest of the non-negative scores that the mask leaves to each
+    expert.
+    """
     wanted = mask.bool()
-    best = score.masked_fill(~wanted, -1).topk(min(capacity, len(score)), dim=0, sorted=False).indices
+    best = (
+        score.masked_fill(~wanted, -1).topk(min(capacity, len(score)), dim=0, sorted=False).indices
+    )
     return torch.zeros_like(wanted).scatter_(0, best, True) & wanted
 
 
 def _capacity(
-    counts: torch.Tensor, num_tokens: int, factor: float, min_capacity: int, drop_tokens: bool, groups: AgreementGroups
+    counts: torch.Tensor,
+    num_tokens: int,
+    factor: float,
+    min_capacity: int,
+    drop_tokens: bool,
+    groups: AgreementGroups,
 ) -> Capacity:
-    """Slots per expert: from the number of tokens, or what the fullest expert of all ranks needs."""
+    """Slots per expert: from the number of tokens, or what the fullest expert of all ranks
+    needs.
+    """
     if drop_tokens:
-        # Local: ranks of one expert group must see equally many tokens, as their slots are exchanged.
+        # Local: ranks of one expert group must see equally many tokens, as their slots are
+        # exchanged.
         return max(math.ceil(num_tokens / len(counts) * factor), min_capacity)
     most = counts.max()
     for group in groups if isinstance(groups, list | tuple) else (groups,):
@@ -266,7 +315,9 @@ def _balance(gates: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss; 0 without tokens."""
     num_tokens, num_experts = gates.shape
     counted = max(num_tokens, 1)
-    return num_experts * torch.sum(gates.sum(dim=0) / counted * (wanted.sum(dim=0).to(gates.dtype) / counted))
+    return num_experts * torch.sum(
+        gates.sum(dim=0) / counted * (wanted.sum(dim=0).to(gates.dtype) / counted)
+    )
 
 
 def _shares(gates: torch.Tensor, chosen: _Chosen) -> torch.Tensor:
@@ -277,17 +328,25 @@ def _shares(gates: torch.Tensor, chosen: _Chosen) -> torch.Tensor:
 
 
 def _result(
-    chosen: _Chosen, weights: torch.Tensor, l_aux: torch.Tensor, capacity: Capacity, counts: torch.Tensor, sparse: bool
+    chosen: _Chosen,
+    weights: torch.Tensor,
+    l_aux: torch.Tensor,
+    capacity: Capacity,
+    counts: torch.Tensor,
+    sparse: bool,
 ) -> Routes:
     num_experts = len(counts)
     kept = chosen.kept.gather(1, chosen.experts)  # [S, k]
     locations = chosen.positions.gather(1, chosen.experts) * kept
     if sparse:
         indices = chosen.experts.masked_fill(~kept, -1)
-        return SparseRoutes(l_aux, capacity, num_experts, indices.t(), locations.t(), weights.t(), counts)
+        return SparseRoutes(
+            l_aux, capacity, num_experts, indices.t(), locations.t(), weights.t(), counts
+        )
     slots = chosen.experts * capacity + locations
     shape = (len(kept), num_experts, capacity)
-    # Adding, not setting: a dropped route adds its 0 to a slot that a kept route of the token may own.
+    # Adding, not setting: a dropped route adds its 0 to a slot that a kept route of the token may
+    # own.
     combine = weights.new_zeros(len(kept), num_experts * capacity).scatter_add(1, slots, weights)
     taken = torch.zeros_like(combine, dtype=torch.int64).scatter_add(1, slots, kept.long())
     return DenseRoutes(l_aux, combine.view(shape), taken.bool().view(shape), counts)

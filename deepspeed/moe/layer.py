@@ -1,7 +1,7 @@
 """The layer that a model uses: mixture of experts in place of a feed-forward block.
 
-Module names are upstream's, since checkpoints hold them: `deepspeed_moe.gate.wg`, `deepspeed_moe.experts.deepspeed_experts.I`,
-and `mlp`, `coefficient` of a residual layer.
+Module names are upstream's, since checkpoints hold them: `deepspeed_moe.gate.wg`,
+`deepspeed_moe.experts.deepspeed_experts.I`, and `mlp`, `coefficient` of a residual layer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def make_expert_groups(ep_size: int, is_tensor_parallel: bool, data_first: bool)
 class MoE(nn.Module):
     """A mixture of `num_experts` copies of `expert`, spread over `ep_size` ranks.
 
-    Ranks of one expert group must see equally many tokens unless ``drop_tokens=False``. With tensor parallelism all tensor ranks
-    must see the same tokens and have the same state of the default random generator, as they must route alike.
+    Ranks of one expert group must see equally many tokens unless ``drop_tokens=False``. With tensor
+    parallelism all tensor ranks must see the same tokens and have the same state of the default
+    random generator, as they must route alike.
 
     Args:
         hidden_size: Width of the hidden states.
-        expert: Module that maps [..., hidden_size] to [..., hidden_size]; see `Experts` about first weights.
+        expert: Module that maps [..., hidden_size] to [..., hidden_size]; see `Experts` about first
+            weights.
         num_experts: Experts over all ranks.
         ep_size: Ranks over which they are spread.
         k: Experts per token.
@@ -45,7 +47,8 @@ class MoE(nn.Module):
         min_capacity: Least slots per expert.
         use_residual: Add a dense `expert`, both weighted by a learned softmax (residual MoE).
         noisy_gate_policy: None, "Jitter" or "RSample".
-        drop_tokens: Drop tokens beyond an expert's capacity; False gives all experts as many slots as the fullest needs.
+        drop_tokens: Drop tokens beyond an expert's capacity; False gives all experts as many slots
+            as the fullest needs.
         use_rts: Drop random tokens of an overfull expert, not the last (k = 1).
         use_tutel: Not supported.
         enable_expert_tensor_parallelism: `expert` is tensor parallel.
@@ -76,7 +79,10 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if ep_size < 1 or num_experts % ep_size:
-            raise ValueError(f"num_experts={num_experts} must be a multiple of ep_size={ep_size}: each rank holds equally many")
+            raise ValueError(
+                f"num_experts={num_experts} must be a multiple of ep_size={ep_size}: each rank "
+                "holds equally many"
+            )
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size
@@ -110,8 +116,12 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the process groups of this layer's experts, once. Collective over the world; `deepspeed.initialize` calls it."""
-        make_expert_groups(self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_)
+        """Make the process groups of this layer's experts, once. Collective over the world;
+        `deepspeed.initialize` calls it.
+        """
+        make_expert_groups(
+            self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_
+        )
         self.deepspeed_moe._set_ep_group(groups._get_expert_parallel_group(self.expert_group_name))
 
     @property
@@ -130,12 +140,13 @@ class MoE(nn.Module):
             used_token: One value per token, 0 for those that no expert shall see.
 
         Returns:
-            Output like ``hidden_states`` (zeros for tokens without an expert), load-balancing loss to be added to the model's,
-            and tokens routed to each expert before dropping.
+            Output like ``hidden_states`` (zeros for tokens without an expert), load-balancing loss
+            to be added to the model's, and tokens routed to each expert before dropping.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         l_aux, exp_counts = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
-        # What stays on the module must not hold the graph: it would keep activations alive and forbid copying the model.
+        # What stays on the module must not hold the graph: it would keep activations alive and
+        # forbid copying the model.
         self.deepspeed_moe.l_aux = l_aux.detach()
         if self.use_residual:
             coefficients = torch.softmax(self.coefficient(hidden_states), dim=-1)

@@ -1,7 +1,8 @@
 """Split tokens over the tensor-parallel ranks and gather them again.
 
-Ranks of one tensor-parallel group see the same tokens. Before an exchange with other ranks each keeps its part (`drop_tokens`);
-after it the parts are put together (`gather_tokens`). Each is the other's gradient.
+Ranks of one tensor-parallel group see the same tokens. Before an exchange with other ranks each
+keeps its part (`drop_tokens`); after it the parts are put together (`gather_tokens`). Each is the
+other's gradient.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def _drop(input_: torch.Tensor, dim: int) -> torch.Tensor:
-    size, rank = groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()
+    size, rank = (
+        groups.get_tensor_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_rank(),
+    )
     if input_.shape[dim] % size:
         raise ValueError(
-            f"drop_tokens: {input_.shape[dim]} tokens along dim {dim} cannot be split over {size} tensor-parallel ranks"
+            f"drop_tokens: {input_.shape[dim]} tokens along dim {dim} cannot be split over {size} "
+            "tensor-parallel ranks"
         )
     return input_.chunk(size, dim=dim)[rank].contiguous()
 
@@ -63,7 +68,9 @@ class _DropTokens(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gather all parts; the own part of the gradient is kept: the others' losses are copies of the own one."""
+    """Gather all parts; the own part of the gradient is kept: the others' losses are copies of the
+    own one.
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, dim: int) -> torch.Tensor:

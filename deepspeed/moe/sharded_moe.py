@@ -1,10 +1,13 @@
-"""The gate with its weights, and the layer that exchanges tokens with the ranks that hold the other experts.
+"""The gate with its weights, and the layer that exchanges tokens with the ranks that hold the other
+experts.
 
-Follows GShard: gate, move tokens into slots, all-to-all over the expert group, experts, all-to-all back, combine. Every rank of
-an expert group issues the same two all-to-alls of the same size, whether or not its experts have tokens.
+Follows GShard: gate, move tokens into slots, all-to-all over the expert group, experts, all-to-all
+back, combine. Every rank of an expert group issues the same two all-to-alls of the same size,
+whether or not its experts have tokens.
 
-With experts that are not tensor parallel in a tensor-parallel model, each tensor rank sends its part of the slots; with experts
-that are, each sends its part and gathers all parts before the experts, which saves the factor in the exchange.
+With experts that are not tensor parallel in a tensor-parallel model, each tensor rank sends its
+part of the slots; with experts that are, each sends its part and gathers all parts before the
+experts, which saves the factor in the exchange.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ __all__ = [
 
 
 class _AllToAll(torch.autograd.Function):
-    """Piece i of the first axis to rank i of the group; the gradient goes the same way back, unscaled."""
+    """Piece i of the first axis to rank i of the group; the gradient goes the same way back,
+    unscaled.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: torch.Tensor) -> torch.Tensor:
@@ -73,9 +78,11 @@ class TopKGate(nn.Module):
         model_dim: M.
         num_experts: Experts over all ranks.
         k: Routes per token.
-        capacity_factor, eval_capacity_factor: Slots per expert in units of k tokens / experts, in training and evaluation.
+        capacity_factor, eval_capacity_factor: Slots per expert in units of k tokens / experts, in
+            training and evaluation.
         min_capacity: Least slots per expert.
-        noisy_gate_policy: None, "Jitter" (noise on the gate's input) or "RSample" (sampled expert, k = 1); in training only.
+        noisy_gate_policy: None, "Jitter" (noise on the gate's input) or "RSample" (sampled expert,
+            k = 1); in training only.
         drop_tokens: See `top1gating`.
         use_rts: See `top1gating`; k = 1.
         ep_group: Ranks that must have equal capacities.
@@ -101,11 +108,18 @@ class TopKGate(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= k <= num_experts:
-            raise ValueError(f"k={k}: a token can be routed to 1..num_experts={num_experts} experts")
+            raise ValueError(
+                f"k={k}: a token can be routed to 1..num_experts={num_experts} experts"
+            )
         if noisy_gate_policy not in NOISE_POLICIES:
-            raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r}: expected one of {NOISE_POLICIES}")
+            raise ValueError(
+                f"noisy_gate_policy={noisy_gate_policy!r}: expected one of {NOISE_POLICIES}"
+            )
         if noisy_gate_policy == "RSample" and k > 1:
-            raise ValueError(f"noisy_gate_policy='RSample' samples the one expert of k=1, got k={k}; use 'Jitter' or None")
+            raise ValueError(
+                f"noisy_gate_policy='RSample' samples the one expert of k=1, got k={k}; use "
+                "'Jitter' or None"
+            )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.num_experts = num_experts
         self.ep_group = ep_group
@@ -138,7 +152,8 @@ class TopKGate(nn.Module):
             use_tutel: Not supported.
         """
         refuse_tutel(use_tutel)
-        # Autocast would turn the product back into half precision, in which close experts are confused.
+        # Autocast would turn the product back into half precision, in which close experts are
+        # confused.
         with torch.autocast(input.device.type, enabled=False):
             values = input.float()
             if self.noisy_gate_policy == JITTER and self.training:
@@ -159,7 +174,9 @@ class TopKGate(nn.Module):
             policy = self.noisy_gate_policy if self.training else None
             return top1gating(logits, noisy_gate_policy=policy, use_rts=self.use_rts, **shared)
         if self.k == 2:
-            return top2gating(logits, top2_2nd_expert_sampling=self.top2_2nd_expert_sampling, **shared)
+            return top2gating(
+                logits, top2_2nd_expert_sampling=self.top2_2nd_expert_sampling, **shared
+            )
         return topkgating(logits, self.k, **shared)
 
 
@@ -173,7 +190,8 @@ class MOELayer(nn.Module):
         ep_size: Ranks over which the experts are spread.
         num_local_experts: Experts on this rank.
         use_tutel: Not supported.
-        enable_expert_tensor_parallelism: The experts are tensor parallel: all tensor ranks need all tokens of their experts.
+        enable_expert_tensor_parallelism: The experts are tensor parallel: all tensor ranks need all
+            tokens of their experts.
 
     Attributes:
         l_aux: Load-balancing loss of the last forward, detached once `MoE` has returned it.
@@ -200,29 +218,38 @@ class MOELayer(nn.Module):
         self.num_local_experts = num_local_experts
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.l_aux = torch.zeros(())
-        self.exp_counts = torch.zeros(gate.num_experts if isinstance(gate, TopKGate) else 0, dtype=torch.int64)
+        self.exp_counts = torch.zeros(
+            gate.num_experts if isinstance(gate, TopKGate) else 0, dtype=torch.int64
+        )
 
     def _set_ep_group(self, ep_group: Any) -> None:
-        """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal ones."""
+        """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal
+        ones.
+        """
         self.ep_group = ep_group
         agreement: tuple[Any, ...] = (ep_group,)
-        if groups.get_tensor_model_parallel_world_size() > 1 and not self.enable_expert_tensor_parallelism:
-            # Tensor ranks put their slots together again but may be in different expert groups; expert and expert-data groups
-            # are the rows and columns of one block, so that two agreements in turn reach all of it.
+        if (
+            groups.get_tensor_model_parallel_world_size() > 1
+            and not self.enable_expert_tensor_parallelism
+        ):
+            # Tensor ranks put their slots together again but may be in different expert groups;
+            # expert and expert-data groups are the rows and columns of one block, so that two
+            # agreements in turn reach all of it.
             agreement = (ep_group, groups._get_expert_data_parallel_group(self.ep_group_name))
         if isinstance(self.gate, TopKGate):
             self.gate._set_ep_group(agreement)
 
     def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The experts' output for hidden states [..., M]; a second argument is the mask of used tokens.
+        """The experts' output for hidden states [..., M]; a second argument is the mask of used
+        tokens.
 
         Raises:
             RuntimeError: The expert groups are not made.
         """
         if self.ep_group is None:
             raise RuntimeError(
-                "MoE layer without expert groups: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism() of "
-                "the MoE layer on all ranks"
+                "MoE layer without expert groups: pass the model to deepspeed.initialize, or call "
+                "set_deepspeed_parallelism() of the MoE layer on all ranks"
             )
         hidden = input[0]
         used_token = input[1] if len(input) > 1 else kwargs.get("used_token")
@@ -247,5 +274,9 @@ class MOELayer(nn.Module):
         whole_after = back or self.enable_expert_tensor_parallelism
         whole_before = not back or self.enable_expert_tensor_parallelism
         sent = drop_tokens(slots, dim=1) if whole_before else slots
-        received = _AllToAll.apply(self.ep_group, sent) if dist.get_world_size(group=self.ep_group) > 1 else sent
+        received = (
+            _AllToAll.apply(self.ep_group, sent)
+            if dist.get_world_size(group=self.ep_group) > 1
+            else sent
+        )
         return gather_tokens(received, dim=1) if whole_after else received

@@ -1,7 +1,7 @@
 """Tell expert parameters from others, and sort them into optimizer groups.
 
-An optimizer group with `moe: True` and `name: "ep_size_N"` holds experts of that name only; its gradients are reduced and its
-state is sharded over their expert-data group.
+An optimizer group with `moe: True` and `name: "ep_size_N"` holds experts of that name only; its
+gradients are reduced and its state is sharded over their expert-data group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def named_moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
-    """The MoE layers in the order of `named_modules`: the index in this list is the layer's number in checkpoint files."""
+    """The MoE layers in the order of `named_modules`: the index in this list is the layer's number
+    in checkpoint files.
+    """
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
@@ -44,15 +46,21 @@ def split_params_into_shared_and_expert_params(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Dense parameters, expert parameters."""
     listed = list(params)
-    return [param for param in listed if not is_moe_param(param)], [param for param in listed if is_moe_param(param)]
+    return [param for param in listed if not is_moe_param(param)], [
+        param for param in listed if is_moe_param(param)
+    ]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of dense parameters, gradients of expert parameters; those without a gradient are left out."""
+    """Gradients of dense parameters, gradients of expert parameters; those without a gradient are
+    left out.
+    """
     shared, expert = split_params_into_shared_and_expert_params(group)
-    return [p.grad for p in shared if p.grad is not None], [p.grad for p in expert if p.grad is not None]
+    return [p.grad for p in shared if p.grad is not None], [
+        p.grad for p in expert if p.grad is not None
+    ]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
@@ -61,12 +69,14 @@ def split_params_into_different_moe_groups_for_optimizer(
     """Take the experts out of optimizer groups, into groups of their own.
 
     Args:
-        param_groups: One group or several. Groups that hold experts only and say so (`moe: True`) stay as they are.
-        max_group_size: Elements at most in one new group, unless a single parameter is larger; infinity does not split.
+        param_groups: One group or several. Groups that hold experts only and say so (`moe: True`)
+            stay as they are.
+        max_group_size: Elements at most in one new group, unless a single parameter is larger;
+            infinity does not split.
 
     Returns:
-        The given groups without their experts, then for each of them and each expert group name the new ones, which have the
-        other settings of their origin.
+        The given groups without their experts, then for each of them and each expert group name the
+        new ones, which have the other settings of their origin.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense: list[ParamGroup] = []
@@ -79,12 +89,17 @@ def split_params_into_different_moe_groups_for_optimizer(
         dense.append({**group, "params": shared})
         for name in dict.fromkeys(param.group_name for param in experts):  # type: ignore[attr-defined]  # set by Experts
             of_name = [param for param in experts if param.group_name == name]  # type: ignore[attr-defined]
-            expert += [{**group, "params": part, "name": name, "moe": True} for part in _parts(of_name, max_group_size)]
+            expert += [
+                {**group, "params": part, "name": name, "moe": True}
+                for part in _parts(of_name, max_group_size)
+            ]
     return dense + expert
 
 
 def _parts(params: list[nn.Parameter], max_numel: int | float) -> list[list[nn.Parameter]]:
-    """The parameters in order, in as few runs of at most ``max_numel`` elements as that order allows."""
+    """The parameters in order, in as few runs of at most ``max_numel`` elements as that order
+    allows.
+    """
     parts: list[list[nn.Parameter]] = []
     numel = 0
     for param in params:
@@ -105,4 +120,6 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[ParamGro
     listed = list(model_parameters)
     if listed and isinstance(listed[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(listed)
-    return split_params_into_different_moe_groups_for_optimizer({"params": listed, "name": DENSE_GROUP_NAME})
+    return split_params_into_different_moe_groups_for_optimizer(
+        {"params": listed, "name": DENSE_GROUP_NAME}
+    )

@@ -1,1 +1,3 @@
-"""Monitors: where training metrics are written (`monitor.MonitorMaster`), and what the engine writes (`training_events`)."""
+"""Monitors: where training metrics are written (`monitor.MonitorMaster`), and what the engine
+writes (`training_events`).
+"""

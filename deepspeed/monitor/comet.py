@@ -7,12 +7,14 @@ from typing import Any
 
 from deepspeed.monitor.monitor import Event, Monitor, require
 
-# Arguments of comet_ml.start that are keys of the block; those left at null are Comet's own to decide.
+# Arguments of comet_ml.start that are keys of the block; those left at null are Comet's own to
+# decide.
 START_KEYS = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 
 
 class CometMonitor(Monitor):
-    """Logs to an experiment, at most one point of each name in `samples_log_interval` steps (the engine's steps are samples).
+    """Logs to an experiment, at most one point of each name in `samples_log_interval` steps (the
+    engine's steps are samples).
 
     Args:
         comet_config: The `comet` block.
@@ -35,7 +37,9 @@ class CometMonitor(Monitor):
             import comet_ml  # optional: needs the package
 
             given = {key: getattr(comet_config, key) for key in START_KEYS}
-            self.experiment = comet_ml.start(**{key: value for key, value in given.items() if value is not None})
+            self.experiment = comet_ml.start(
+                **{key: value for key, value in given.items() if value is not None}
+            )
             if comet_config.experiment_name is not None:
                 self.experiment.set_name(comet_config.experiment_name)
 

@@ -1,6 +1,7 @@
 """The four monitor blocks.
 
-The models stand in ``deepspeed.runtime.config_models.observe``; the names here are upstream's import paths.
+The models stand in ``deepspeed.runtime.config_models.observe``; the names here are upstream's
+import paths.
 """
 
 from __future__ import annotations

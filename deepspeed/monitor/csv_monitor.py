@@ -11,9 +11,11 @@ from deepspeed.monitor.monitor import Event, Monitor
 
 
 class csvMonitor(Monitor):  # noqa: N801  # upstream's name
-    """Appends `step,value` lines to `output_path/job_name/NAME.csv`; without an output path below `~/csv_monitor`.
+    """Appends `step,value` lines to `output_path/job_name/NAME.csv`; without an output path below
+    `~/csv_monitor`.
 
-    In file names the slashes of an event's name are underscores; the column's title is the part after the last slash.
+    In file names the slashes of an event's name are underscores; the column's title is the part
+    after the last slash.
 
     Args:
         csv_config: The `csv_monitor` block.
@@ -38,7 +40,8 @@ class csvMonitor(Monitor):  # noqa: N801  # upstream's name
         if not self.enabled:
             return
         for name, value, step in event_list:
-            # Opened anew each time: nothing stays open for days, and a file that was moved away is begun again.
+            # Opened anew each time: nothing stays open for days, and a file that was moved away is
+            # begun again.
             with open(self.path_of(name), "a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 if file.tell() == 0:

@@ -1,6 +1,8 @@
-"""`Monitor`, the interface of everything that events can be written to, and `MonitorMaster`, which writes to all that are enabled.
+"""`Monitor`, the interface of everything that events can be written to, and `MonitorMaster`, which
+writes to all that are enabled.
 
-An event is `(name, value, step)`. The engine's own events (`training_events`) and a script's go the same way:
+An event is `(name, value, step)`. The engine's own events (`training_events`) and a script's go the
+same way:
 `engine.monitor.write_events([("Train/accuracy", 0.5, engine.global_samples)])`.
 """
 
@@ -37,7 +39,8 @@ class Monitor(ABC):
         """Write events.
 
         Args:
-            event_list: `(name, value, step)` each; the value is a number or a tensor of one element.
+            event_list: `(name, value, step)` each; the value is a number or a tensor of one
+                element.
         """
 
     def close(self) -> None:  # noqa: B027  # most monitors have nothing to let go of
@@ -45,16 +48,18 @@ class Monitor(ABC):
 
 
 class MonitorMaster(Monitor):
-    """All enabled monitors. Rank 0 opens and writes them; on other ranks `write_events` does nothing, so scripts need not ask.
+    """All enabled monitors. Rank 0 opens and writes them; on other ranks `write_events` does
+    nothing, so scripts need not ask.
 
-    A monitor that cannot write (a full disk, a server that is away) does not end the training: it is named in a warning once, and
-    asked again with the next events.
+    A monitor that cannot write (a full disk, a server that is away) does not end the training: it
+    is named in a warning once, and asked again with the next events.
 
     Args:
         monitor_config: The four blocks, `deepspeed.monitor.config.DeepSpeedMonitorConfig`.
 
     Raises:
-        ImportError: If an enabled monitor's package is not installed, on every rank alike; names the package and the command.
+        ImportError: If an enabled monitor's package is not installed, on every rank alike; names
+            the package and the command.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -120,13 +125,16 @@ class MonitorMaster(Monitor):
         for monitor in monitors:
             try:
                 monitor.write_events(events)
-            except Exception as error:  # whatever a logging service raises, days of training are worth more than its point
+            except Exception as error:
+                # whatever a logging service raises, days of training are worth more than its point
                 self._warn(type(monitor).__name__, error)
 
     def _warn(self, name: str, error: Exception) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            logger.warning("%s could not write events (said once): %s: %s", name, type(error).__name__, error)
+            logger.warning(
+                "%s could not write events (said once): %s: %s", name, type(error).__name__, error
+            )
 
     def close(self) -> None:
         """See base class."""
@@ -148,7 +156,9 @@ def checked(event: Event) -> tuple[str, float, int]:
         name, value, step = event
         return str(name), float(value), int(step)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"write_events: an event is (name, number, step), got {event!r}") from error
+        raise ValueError(
+            f"write_events: an event is (name, number, step), got {event!r}"
+        ) from error
 
 
 def require(module: str, package: str, block: str) -> None:
@@ -164,8 +174,8 @@ def require(module: str, package: str, block: str) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ImportError(
-            f'{block}.enabled: true needs the package {package}, which is not installed: run "pip install {package}", '
-            f'or set "{block}": {{"enabled": false}}'
+            f'{block}.enabled: true needs the package {package}, which is not installed: run "pip '
+            f'install {package}", or set "{block}": {{"enabled": false}}'
         )
 
 

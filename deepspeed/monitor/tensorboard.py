@@ -1,4 +1,6 @@
-"""TensorBoard: one folder of event files per run, written by torch's `SummaryWriter` (needs the package tensorboard)."""
+"""TensorBoard: one folder of event files per run, written by torch's `SummaryWriter` (needs the
+package tensorboard).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
-        base = tensorboard_config.output_path or os.path.join(os.path.expanduser("~"), "tensorboard")
+        base = tensorboard_config.output_path or os.path.join(
+            os.path.expanduser("~"), "tensorboard"
+        )
         self.log_dir = os.path.join(base, tensorboard_config.job_name)
         self.summary_writer: Any = None
         if self.enabled:

@@ -54,7 +54,9 @@ class TrainingEvents(StepObserver):
         self._num_losses = 0
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """See base class. The sum stays on the device: reading it here would wait for the forward."""
+        """See base class. The sum stays on the device: reading it here would wait for the
+        forward.
+        """
         value = loss.detach().float().sum()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         self._num_losses += 1
@@ -73,7 +75,11 @@ class TrainingEvents(StepObserver):
         if norm is not None:
             events.append((f"{PREFIX}grad_norm", norm))
         phases = engine.timers.logged_phases
-        events += [(f"{PREFIX}elapsed_time_ms_{event}", phases[timer]) for timer, event in PHASES.items() if timer in phases]
+        events += [
+            (f"{PREFIX}elapsed_time_ms_{event}", phases[timer])
+            for timer, event in PHASES.items()
+            if timer in phases
+        ]
         self._write(events)
 
     def saw_batch_loss(self, loss: torch.Tensor) -> None:

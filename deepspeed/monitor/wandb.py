@@ -36,9 +36,15 @@ class WandbMonitor(Monitor):
             import wandb  # optional: needs the package
 
             self._owns_run = wandb.run is None
-            self.run = wandb.init(project=self.project, group=self.group, entity=self.team) if self._owns_run else wandb.run
+            self.run = (
+                wandb.init(project=self.project, group=self.group, entity=self.team)
+                if self._owns_run
+                else wandb.run
+            )
 
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
         """Log values of one step, as `wandb.log`."""
         if self.run is not None:
             self.run.log(data, step=step, commit=commit)

@@ -1,6 +1,7 @@
 """The nebula block.
 
-The models stand in ``deepspeed.runtime.config_models.features``; the names here are upstream's import paths.
+The models stand in ``deepspeed.runtime.config_models.features``; the names here are upstream's
+import paths.
 """
 
 from __future__ import annotations

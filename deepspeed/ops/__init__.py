@@ -6,11 +6,15 @@ from typing import Any
 
 from deepspeed._lazy import lazy_attributes
 
-_load = lazy_attributes(__name__, {}, ("adagrad", "adam", "aio", "lamb", "lion", "muon", "op_builder"))
+_load = lazy_attributes(
+    __name__, {}, ("adagrad", "adam", "aio", "lamb", "lion", "muon", "op_builder")
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Submodules, and `__compatible_ops__`: which native operators this machine can build (startup: looked at on demand)."""
+    """Submodules, and `__compatible_ops__`: which native operators this machine can build (startup:
+    looked at on demand).
+    """
     if name == "__compatible_ops__":
         from deepspeed.ops.op_builder import ALL_OPS  # startup: asks for a compiler
 

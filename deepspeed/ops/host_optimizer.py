@@ -1,8 +1,9 @@
 """Optimizers whose parameters and state lie on the host: one pass over memory per tensor.
 
-Owns: the base class of `DeepSpeedCPUAdam`, `DeepSpeedCPUAdagrad` and `DeepSpeedCPULion`, which checks tensors, keeps their state,
-and hands each to the native op, or to the same arithmetic in torch where the op cannot be built. Does not own: the update rules
-(each has a file here and one in `csrc/`, which round alike: results do not depend on which of the two runs), nor building.
+Owns: the base class of `DeepSpeedCPUAdam`, `DeepSpeedCPUAdagrad` and `DeepSpeedCPULion`, which
+checks tensors, keeps their state, and hands each to the native op, or to the same arithmetic in
+torch where the op cannot be built. Does not own: the update rules (each has a file here and one in
+`csrc/`, which round alike: results do not depend on which of the two runs), nor building.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ _ABSENT = (0, 0)
 
 
 class FlatUpdate(NamedTuple):
-    """One update of all elements of a parameter, in place; tensors are contiguous, on the host and of equal size.
+    """One update of all elements of a parameter, in place; tensors are contiguous, on the host and
+    of equal size.
 
     Attributes:
         param: fp32, bf16 or fp16.
         grad: fp32, bf16 or fp16; only read.
         states: fp32, or the parameter's dtype.
         out: Receives the new parameter, rounded to nearest; bf16 or fp16.
-        scalars: What the rule needs, the gradient's factor first; rounded to fp32 by both implementations.
+        scalars: What the rule needs, the gradient's factor first; rounded to fp32 by both
+            implementations.
     """
 
     param: torch.Tensor
@@ -51,17 +54,25 @@ class FlatUpdate(NamedTuple):
 
 
 class Delivery(Protocol):
-    """Takes the new values of a parameter piece by piece, while the optimizer goes on with the next."""
+    """Takes the new values of a parameter piece by piece, while the optimizer goes on with the
+    next.
+    """
 
     @property
     def grad(self) -> torch.Tensor:
-        """The parameter's gradient, which may be narrower than the parameter; `param.grad` may not."""
+        """The parameter's gradient, which may be narrower than the parameter; `param.grad` may
+        not.
+        """
 
     def pieces(self) -> Iterable[tuple[int, int]]:
-        """First and last+1 element of each piece, in the order in which they are updated; together they are the whole parameter."""
+        """First and last+1 element of each piece, in the order in which they are updated; together
+        they are the whole parameter.
+        """
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
-        """Where the piece goes in low precision (bf16 or fp16, contiguous, on the host); asked for before it is updated."""
+        """Where the piece goes in low precision (bf16 or fp16, contiguous, on the host); asked for
+        before it is updated.
+        """
 
     def updated(self, start: int, end: int) -> None:
         """The piece is updated and rounded."""
@@ -76,7 +87,11 @@ def native_op(name: str) -> ModuleType | None:
     try:
         return ALL_OPS[name].load()
     except (OpBuildError, ImportError, OSError) as error:
-        logger.warning("op %s cannot be used, its optimizer runs on torch instead, which is slower: %s", name, error)
+        logger.warning(
+            "op %s cannot be used, its optimizer runs on torch instead, which is slower: %s",
+            name,
+            error,
+        )
         return None
 
 
@@ -121,7 +136,9 @@ def update_torch(rule: TorchRule, update: FlatUpdate) -> None:
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, which torch's own on fp32 is not everywhere; that of the float64 rounded to fp32 is."""
+    """Correctly rounded, which torch's own on fp32 is not everywhere; that of the float64 rounded
+    to fp32 is.
+    """
     return x.double().sqrt_().to(x.dtype)
 
 
@@ -129,9 +146,11 @@ class HostOptimizer(torch.optim.Optimizer):
     """An optimizer that updates every element from that element alone, on the host.
 
     Args:
-        model_params: Parameters or groups, kept by identity, so that schedulers which hold them go on working.
+        model_params: Parameters or groups, kept by identity, so that schedulers which hold them go
+            on working.
         defaults: Hyper-parameters of groups that do not name them.
-        fp32_optimizer_states: Keep state in fp32 whatever the parameter's dtype; otherwise in the parameter's dtype.
+        fp32_optimizer_states: Keep state in fp32 whatever the parameter's dtype; otherwise in the
+            parameter's dtype.
 
     Attributes:
         op_name: The native op, a key of `deepspeed.ops.op_builder.ALL_OPS`.
@@ -139,14 +158,18 @@ class HostOptimizer(torch.optim.Optimizer):
 
     op_name: ClassVar[str]
 
-    def __init__(self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True) -> None:
+    def __init__(
+        self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True
+    ) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
         self._grad_factor = 1.0
         self._deliveries: Mapping[torch.Tensor, Delivery] = {}
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore; groups saved by another implementation get what they lack from this one's defaults."""
+        """Restore; groups saved by another implementation get what they lack from this one's
+        defaults.
+        """
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -162,10 +185,17 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @abstractmethod
-    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """The rule in torch, on fp32 tensors: `param` and `states` change in place, `grad` (scaled already) may be overwritten.
+    def _rule(
+        scalars: Sequence[float],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+    ) -> None:
+        """The rule in torch, on fp32 tensors: `param` and `states` change in place, `grad` (scaled
+        already) may be overwritten.
 
-        Every operation rounds by itself (no `addcmul` or `lerp`, which may fuse; `square_root`), in the same order as in `csrc/`.
+        Every operation rounds by itself (no `addcmul` or `lerp`, which may fuse; `square_root`), in
+        the same order as in `csrc/`.
         """
 
     @torch.no_grad()
@@ -206,12 +236,16 @@ class HostOptimizer(torch.optim.Optimizer):
             delivery.updated(start, end)
 
     @contextmanager
-    def fused(self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]) -> Iterator[None]:
-        """Within it, `step` does in its one pass what its caller would do before and after in passes of their own.
+    def fused(
+        self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]
+    ) -> Iterator[None]:
+        """Within it, `step` does in its one pass what its caller would do before and after in
+        passes of their own.
 
         Args:
             grad_factor: What gradients are multiplied by: clip factor / loss scale.
-            deliveries: For a parameter (flat), who has its gradient, and takes its new values while the rest is updated.
+            deliveries: For a parameter (flat), who has its gradient, and takes its new values while
+                the rest is updated.
         """
         self._grad_factor, self._deliveries = grad_factor, deliveries
         try:
@@ -221,9 +255,15 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_flat(
-        self, param: torch.Tensor, grad: torch.Tensor, *, grad_factor: float = 1.0, low_precision_out: torch.Tensor | None = None
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        *,
+        grad_factor: float = 1.0,
+        low_precision_out: torch.Tensor | None = None,
     ) -> None:
-        """One update of one parameter: unscale, clip, update and round to low precision, reading and writing memory once.
+        """One update of one parameter: unscale, clip, update and round to low precision, reading
+        and writing memory once.
 
         Args:
             param: One of this optimizer's parameters.
@@ -232,16 +272,25 @@ class HostOptimizer(torch.optim.Optimizer):
             low_precision_out: Receives the new parameter; bf16 or fp16, of the same size.
 
         Raises:
-            ValueError: For a tensor that is not contiguous, not on the host, or of another dtype or size; nothing was changed.
+            ValueError: For a tensor that is not contiguous, not on the host, or of another dtype or
+                size; nothing was changed.
         """
-        group = next((group for group in self.param_groups if any(param is one for one in group["params"])), None)
+        group = next(
+            (group for group in self.param_groups if any(param is one for one in group["params"])),
+            None,
+        )
         if group is None:
-            raise ValueError(f"{type(self).__name__}.step_flat: param of shape {tuple(param.shape)} is in no parameter group")
+            raise ValueError(
+                f"{type(self).__name__}.step_flat: param of shape {tuple(param.shape)} is in no "
+                "parameter group"
+            )
         if low_precision_out is not None:
             self._check_out(low_precision_out, param)
         self._run(self._prepare(group, param, grad, grad_factor)._replace(out=low_precision_out))
 
-    def _prepare(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float) -> FlatUpdate:
+    def _prepare(
+        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float
+    ) -> FlatUpdate:
         """Check, make the state at first, count the step; returns what is to be done."""
         self._check("parameter", param, param)
         self._check("gradient", grad, param)
@@ -249,15 +298,19 @@ class HostOptimizer(torch.optim.Optimizer):
         missing = [slot for slot in self._slots(group) if "step" in state and slot not in state]
         if missing:
             raise ValueError(
-                f"{type(self).__name__}: the state of a {tuple(param.shape)} parameter has {sorted(state)} without {missing}: "
-                "it was saved by another optimizer, or with another amsgrad; load with load_optimizer_states=False to start it anew"
+                f"{type(self).__name__}: the state of a {tuple(param.shape)} parameter has "
+                f"{sorted(state)} without {missing}: it was saved by another optimizer, or with "
+                "another amsgrad; load with load_optimizer_states=False to start it anew"
             )
         states = [self._state_tensor(state, slot, param) for slot in self._slots(group)]
         state["step"] = int(state.get("step", 0)) + 1
-        return FlatUpdate(param.data, grad, states, None, self._scalars(group, state["step"], grad_factor))
+        return FlatUpdate(
+            param.data, grad, states, None, self._scalars(group, state["step"], grad_factor)
+        )
 
     def _run(self, update: FlatUpdate) -> None:
-        # A simulated device defers, orders and checks torch's operators; the native op would read and write past it.
+        # A simulated device defers, orders and checks torch's operators; the native op would read
+        # and write past it.
         op = None if get_accelerator().defers_collectives else native_op(self.op_name)
         if op is None:
             update_torch(self._rule, update)
@@ -277,28 +330,47 @@ class HostOptimizer(torch.optim.Optimizer):
     def _check_out(self, out: torch.Tensor, param: torch.Tensor) -> None:
         self._check("low_precision_out", out, param)
         if out.dtype == torch.float32:
-            raise ValueError(f"{type(self).__name__}: low_precision_out is torch.float32; use torch.bfloat16 or torch.float16")
+            raise ValueError(
+                f"{type(self).__name__}: low_precision_out is torch.float32; use torch.bfloat16 or "
+                "torch.float16"
+            )
 
     def _check(self, what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
         problem = None
         if tensor.layout != torch.strided:
             problem = f"has layout {tensor.layout}; use dense tensors (sparse=False)"
         elif tensor.device.type != "cpu":
-            problem = f"is on {tensor.device}; use zero_optimization.offload_optimizer, or an optimizer for devices"
+            problem = (
+                f"is on {tensor.device}; use zero_optimization.offload_optimizer, or an optimizer "
+                "for devices"
+            )
         elif tensor.dtype not in DTYPE_CODES:
             problem = f"is {tensor.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
         elif not tensor.is_contiguous():
-            problem = f"is not contiguous (strides {tuple(tensor.stride())}); call .contiguous() first"
+            problem = (
+                f"is not contiguous (strides {tuple(tensor.stride())}); call .contiguous() first"
+            )
         elif tensor.numel() != param.numel():
-            problem = f"has {tensor.numel()} elements, the parameter {param.numel()}; give one element for each"
+            problem = (
+                f"has {tensor.numel()} elements, the parameter {param.numel()}; give one element "
+                "for each"
+            )
         if problem is not None:
-            raise ValueError(f"{type(self).__name__}: the {what} of shape {tuple(tensor.shape)} {problem}")
+            raise ValueError(
+                f"{type(self).__name__}: the {what} of shape {tuple(tensor.shape)} {problem}"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore state, in the dtype in which it was saved: torch would round fp32 moments to a bf16 parameter's dtype."""
+        """Restore state, in the dtype in which it was saved: torch would round fp32 moments to a
+        bf16 parameter's dtype.
+        """
         super().load_state_dict(state_dict)
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        pairs = [pair for here, there in groups for pair in zip(here["params"], there["params"], strict=True)]
+        pairs = [
+            pair
+            for here, there in groups
+            for pair in zip(here["params"], there["params"], strict=True)
+        ]
         for param, index in pairs:
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and name != "step":

@@ -1,1 +1,3 @@
-"""Profiling: floating-point operations per module (`flops_profiler`), memory at each phase (`memory_breakdown`)."""
+"""Profiling: floating-point operations per module (`flops_profiler`), memory at each phase
+(`memory_breakdown`).
+"""

@@ -1,4 +1,6 @@
-"""Names and defaults of the profiler's block, for scripts that write ``ds_config[FLOPS_PROFILER]``."""
+"""Names and defaults of the profiler's block, for scripts that write
+``ds_config[FLOPS_PROFILER]``.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from deepspeed.runtime.utils import see_memory_usage
 
 
 class MemoryBreakdown(StepObserver):
-    """Prints `see_memory_usage`. Its peaks are since the line before, so each line shows the peak of the phase that it ends."""
+    """Prints `see_memory_usage`. Its peaks are since the line before, so each line shows the peak
+    of the phase that it ends.
+    """
 
     def forward_starts(self, training: bool) -> None:
         """See base class."""

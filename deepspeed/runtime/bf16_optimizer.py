@@ -1,11 +1,14 @@
-"""BF16_Optimizer: bf16 model, fp32 gradient accumulation on every rank, masters sharded over the data-parallel ranks.
+"""BF16_Optimizer: bf16 model, fp32 gradient accumulation on every rank, masters sharded over the
+data-parallel ranks.
 
-Each micro-batch's bf16 gradients are added to a full fp32 accumulator; at the boundary the accumulator is all-reduced, after which
-it is equal on all ranks, and every rank updates its shard from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with
-bf16 accumulation; keeps what eight mantissa bits would drop.
+Each micro-batch's bf16 gradients are added to a full fp32 accumulator; at the boundary the
+accumulator is all-reduced, after which it is equal on all ranks, and every rank updates its shard
+from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with bf16 accumulation; keeps what
+eight mantissa bits would drop.
 
-With several optimizer instances (`zero/zero_optimizer.py`) only the sharding changes: the accumulator is whole on every rank, so
-one all-reduce over all data-parallel ranks gives every owner of a shard the same sum, whatever instance it is in.
+With several optimizer instances (`zero/zero_optimizer.py`) only the sharding changes: the
+accumulator is whole on every rank, so one all-reduce over all data-parallel ranks gives every owner
+of a shard the same sum, whatever instance it is in.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ class BF16_Optimizer(ZeROOptimizer):
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
         grad_acc_dtype: Dtype of the accumulator.
-        immediate_grad_update: Add each gradient from its hook, as soon as it exists, instead of all at the end of backward: bf16
-            gradients are then freed during backward.
+        immediate_grad_update: Add each gradient from its hook, as soon as it exists, instead of all
+            at the end of backward: bf16 gradients are then freed during backward.
         reduce_bucket_size: Elements per all-reduce.
         communication_data_type: What travels; None is the accumulator's dtype.
         backward_started: Called by the first hook of a backward that nobody announced.
@@ -94,8 +97,9 @@ class BF16_Optimizer(ZeROOptimizer):
         def on_gradient(param: torch.Tensor) -> None:
             if self._backward_started is not None:
                 self._backward_started()
-            # [fix 2] Runs on the stream current inside the hook, the one that produced the gradient. The all-reduce is issued after
-            # backward, when autograd has made the caller's stream wait for all of them.
+            # [fix 2] Runs on the stream current inside the hook, the one that produced the
+            # gradient. The all-reduce is issued after backward, when autograd has made the caller's
+            # stream wait for all of them.
             self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)
 
         return on_gradient
@@ -103,8 +107,9 @@ class BF16_Optimizer(ZeROOptimizer):
     def backward_epilogue(self) -> None:
         """The micro-batch at hand joins the accumulator.
 
-        [fix 4] Called before the reduction, the boundary micro-batch's too: added afterwards it would stay rank-local, and each
-        rank would step its shard with its own last micro-batch instead of the mean of all ranks'.
+        [fix 4] Called before the reduction, the boundary micro-batch's too: added afterwards it
+        would stay rank-local, and each rank would step its shard with its own last micro-batch
+        instead of the mean of all ranks'.
         """
         self.update_hp_grads()
 
@@ -136,7 +141,8 @@ class BF16_Optimizer(ZeROOptimizer):
     def finish_gradients(self) -> None:
         """See base class: with offload, the owned part moves to the host.
 
-        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the step.
+        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
+        step.
         """
         if self.cpu_offload and not self._on_host:
             self._on_host = True
@@ -174,7 +180,10 @@ class BF16_Optimizer(ZeROOptimizer):
         return sharded_state_dict(self, elastic=False)
 
     def load_state_dict(
-        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
     ) -> None:
         """See base class."""
         load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)

@@ -1,4 +1,6 @@
-"""Whether, and how, models may be compiled by torch. Does not compile anything: ``engine.compile`` does."""
+"""Whether, and how, models may be compiled by torch. Does not compile anything: ``engine.compile``
+does.
+"""
 
 from __future__ import annotations
 

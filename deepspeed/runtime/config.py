@@ -1,7 +1,8 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
-``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it are upstream's
-names for the same values, as thin delegates. Keys, types and documentation live in ``config_models``.
+``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it
+are upstream's names for the same values, as thin delegates. Keys, types and documentation live in
+``config_models``.
 """
 
 from __future__ import annotations
@@ -66,13 +67,19 @@ def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldS
     """Return how many ranks share the data, and how that was found out.
 
     Args:
-        mpu: model-parallel unit with ``get_data_parallel_world_size`` or sizes of the other kinds of parallelism.
+        mpu: model-parallel unit with ``get_data_parallel_world_size`` or sizes of the other kinds
+            of parallelism.
         mesh_device: device mesh with a dimension named ``data_parallel``.
     """
     if mpu is None and mesh_device is not None:
-        return WorldSize(mesh_device.get_group(mesh_dim="data_parallel").size(), "of the mesh's data_parallel dimension")
+        return WorldSize(
+            mesh_device.get_group(mesh_dim="data_parallel").size(),
+            "of the mesh's data_parallel dimension",
+        )
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
-        return WorldSize(mpu.get_data_parallel_world_size(), "from mpu.get_data_parallel_world_size()")
+        return WorldSize(
+            mpu.get_data_parallel_world_size(), "from mpu.get_data_parallel_world_size()"
+        )
     if dist.is_initialized():
         whole = WorldSize(dist.get_world_size(), "from the process group")
     elif "WORLD_SIZE" in os.environ:
@@ -82,14 +89,19 @@ def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldS
     for name in ("get_model_parallel_world_size", "get_sequence_parallel_world_size"):
         if mpu is not None and hasattr(mpu, name):
             other = getattr(mpu, name)()
-            whole = WorldSize(whole.size // other, f"{whole.source}, divided by {other} from mpu.{name}()")
+            whole = WorldSize(
+                whole.size // other, f"{whole.source}, divided by {other} from mpu.{name}()"
+            )
     return whole
 
 
 def _env_world_size() -> int:
     text = os.environ["WORLD_SIZE"]
     if not text.isdecimal() or int(text) < 1:
-        raise DeepSpeedConfigError(f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer (launchers set it)")
+        raise DeepSpeedConfigError(
+            f"environment variable WORLD_SIZE is {text!r}; it must be a positive integer "
+            "(launchers set it)"
+        )
     return int(text)
 
 
@@ -105,14 +117,20 @@ class DeepSpeedConfig:
         tree: the typed configuration, with the batch numbers filled in.
         world_size: number of data-parallel ranks.
         sequence_parallel_size: number of ranks that share a sequence.
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved batch numbers.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved
+            batch numbers.
 
     Raises:
-        DeepSpeedConfigError: the configuration cannot be read, is wrong, or asks for what is not supported; the text
-            names every offending key, its value and the remedy.
+        DeepSpeedConfigError: the configuration cannot be read, is wrong, or asks for what is not
+            supported; the text names every offending key, its value and the remedy.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | dict[str, Any],
+        mpu: Any = None,
+        mesh_device: Any = None,
+    ) -> None:
         # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
         from deepspeed.runtime.config_models.reader import (
             apply_deprecated_names,
@@ -134,7 +152,9 @@ class DeepSpeedConfig:
             logger.warning("configuration keys without effect: %s", ", ".join(inert))
         self.mesh_device = mesh_device
         self.world_size = world.size
-        self.global_rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self.global_rank = (
+            dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        )
         self._param_dict = param_dict
         given = self._elastic_batch_sizes() or (
             self.tree.train_batch_size,
@@ -144,7 +164,8 @@ class DeepSpeedConfig:
         self._set_batch_sizes(resolve_batch_sizes(*given, world))
 
     def _elastic_batch_sizes(self) -> tuple[int, int, int] | None:
-        """The batch numbers that an enabled ``elasticity`` block takes for these ranks; None without one.
+        """The batch numbers that an enabled ``elasticity`` block takes for these ranks; None
+        without one.
 
         Raises:
             ElasticityError: the block is wrong or does not fit these ranks.
@@ -163,10 +184,12 @@ class DeepSpeedConfig:
         return elastic_batch_sizes(self._param_dict, self.world_size, ranks)
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
-        """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how ranks share sequences.
+        """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how
+        ranks share sequences.
 
         Raises:
-            DeepSpeedConfigError: `sequence_parallel_size` or `data_parallel_size` contradicts that, or the number of ranks.
+            DeepSpeedConfigError: `sequence_parallel_size` or `data_parallel_size` contradicts that,
+                or the number of ranks.
         """
         tree = self.tree
         wanted = tree.sequence_parallel_size
@@ -174,7 +197,8 @@ class DeepSpeedConfig:
             self.sequence_parallel_size = wanted or 1
             if world.size % self.sequence_parallel_size:
                 raise DeepSpeedConfigError(
-                    f"sequence_parallel_size: {wanted} does not divide the {world.size} ranks ({world.source}); use one that does"
+                    f"sequence_parallel_size: {wanted} does not divide the {world.size} ranks "
+                    f"({world.source}); use one that does"
                 )
             if self.sequence_parallel_size > 1:
                 source = f"{world.source}, divided by sequence_parallel_size"
@@ -186,13 +210,14 @@ class DeepSpeedConfig:
             self.sequence_parallel_size = mesh_device.size() // world.size
         if wanted is not None and wanted != self.sequence_parallel_size:
             raise DeepSpeedConfigError(
-                f"sequence_parallel_size: {wanted}, but the {'mesh' if mpu is None else 'mpu'} has {self.sequence_parallel_size} "
-                "sequence-parallel ranks; remove the key, or make them equal"
+                f"sequence_parallel_size: {wanted}, but the {'mesh' if mpu is None else 'mpu'} has "
+                f"{self.sequence_parallel_size} sequence-parallel ranks; remove the key, or make "
+                "them equal"
             )
         if tree.data_parallel_size not in (None, world.size):
             raise DeepSpeedConfigError(
-                f"data_parallel_size: {tree.data_parallel_size}, but there are {world.size} data-parallel ranks ({world.source}); "
-                "remove the key, or make it that"
+                f"data_parallel_size: {tree.data_parallel_size}, but there are {world.size} "
+                f"data-parallel ranks ({world.source}); remove the key, or make it that"
             )
         return world
 
@@ -213,16 +238,24 @@ class DeepSpeedConfig:
         """Refuse values that are right by themselves but not together."""
         tree = self.tree
         if tree.fp16.enabled and tree.bf16.enabled:
-            raise DeepSpeedConfigError("fp16.enabled and bf16.enabled are both true; enable one of them")
+            raise DeepSpeedConfigError(
+                "fp16.enabled and bf16.enabled are both true; enable one of them"
+            )
         if tree.data_parallel_size is not None and tree.data_parallel_size != world.size:
             raise DeepSpeedConfigError(
-                f"data_parallel_size: {tree.data_parallel_size} is not the number of data-parallel ranks, "
-                f"{world.size} ({world.source}); remove the key or start another number of ranks"
+                f"data_parallel_size: {tree.data_parallel_size} is not the number of data-parallel "
+                f"ranks, {world.size} ({world.source}); remove the key or start another number of "
+                "ranks"
             )
         self._check_instances(world)
-        if tree.fp16.enabled and tree.vocabulary_size and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE:
+        if (
+            tree.fp16.enabled
+            and tree.vocabulary_size
+            and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE
+        ):
             logger.warning(
-                "vocabulary_size: %d is not a multiple of %d; tensor cores will not be used for its matrices",
+                "vocabulary_size: %d is not a multiple of %d; tensor cores will not be used for "
+                "its matrices",
                 tree.vocabulary_size,
                 TENSOR_CORE_ALIGN_SIZE,
             )
@@ -232,14 +265,15 @@ class DeepSpeedConfig:
         count = zero.num_optimizer_instances
         if count > 1 and int(zero.stage) == 0:
             raise DeepSpeedConfigError(
-                f"zero_optimization.num_optimizer_instances: {count} makes copies of sharded state, and zero_optimization.stage: 0 "
-                "shards none; use stage 1 or 2, or 1 instance"
+                f"zero_optimization.num_optimizer_instances: {count} makes copies of sharded "
+                "state, and zero_optimization.stage: 0 shards none; use stage 1 or 2, or 1 instance"
             )
         if world.size % count:
             possible = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
             raise DeepSpeedConfigError(
-                f"zero_optimization.num_optimizer_instances: {count} does not divide the {world.size} data-parallel ranks "
-                f"({world.source}); use one of {possible}, or start another number of ranks"
+                f"zero_optimization.num_optimizer_instances: {count} does not divide the "
+                f"{world.size} data-parallel ranks ({world.source}); use one of {possible}, or "
+                "start another number of ranks"
             )
 
     # Upstream's names for parts of the tree.
@@ -271,7 +305,9 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_name(self) -> str | None:
-        """Name of the optimizer to build: in lower case for those of DeepSpeed, as given for those of torch."""
+        """Name of the optimizer to build: in lower case for those of DeepSpeed, as given for those
+        of torch.
+        """
         block = self.tree.optimizer
         if block is None:
             return None
@@ -294,7 +330,9 @@ class DeepSpeedConfig:
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """Type that gradients are reduced in, None for their own; with sequence parallelism that of its own key."""
+        """Type that gradients are reduced in, None for their own; with sequence parallelism that of
+        its own key.
+        """
         if self.sequence_parallel_size > 1:
             return self.seq_parallel_communication_data_type
         return parse_dtype(self.tree.communication_data_type, "communication_data_type")
@@ -302,7 +340,9 @@ class DeepSpeedConfig:
     @property
     def seq_parallel_communication_data_type(self) -> torch.dtype | None:
         """The same between sequence-parallel ranks."""
-        return parse_dtype(self.tree.seq_parallel_communication_data_type, "seq_parallel_communication_data_type")
+        return parse_dtype(
+            self.tree.seq_parallel_communication_data_type, "seq_parallel_communication_data_type"
+        )
 
     @property
     def grad_accum_dtype(self) -> str | None:
@@ -367,7 +407,10 @@ class DeepSpeedConfig:
 
         tree = self.tree
         return DeepSpeedMonitorConfig(
-            tensorboard=tree.tensorboard, wandb=tree.wandb, csv_monitor=tree.csv_monitor, comet=tree.comet
+            tensorboard=tree.tensorboard,
+            wandb=tree.wandb,
+            csv_monitor=tree.csv_monitor,
+            comet=tree.comet,
         )
 
     @property
@@ -391,15 +434,24 @@ class DeepSpeedConfig:
         return self.tree.elasticity.enabled
 
     def __getattr__(self, name: str) -> Any:
-        """Read a top-level key (``gradient_clipping``, ``steps_per_print``, ...) under its own name."""
+        """Read a top-level key (``gradient_clipping``, ``steps_per_print``, ...) under its own
+        name.
+        """
         tree = self.__dict__.get("tree")
         if tree is not None and name in type(tree).model_fields:
             return getattr(tree, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def print_user_config(self) -> None:
-        """Print what the user gave, as JSON, on rank 0 and whatever the log level: it was asked for."""
-        text = json.dumps(_without_secrets(self._param_dict), sort_keys=True, indent=4, cls=ScientificNotationEncoder)
+        """Print what the user gave, as JSON, on rank 0 and whatever the log level: it was asked
+        for.
+        """
+        text = json.dumps(
+            _without_secrets(self._param_dict),
+            sort_keys=True,
+            indent=4,
+            cls=ScientificNotationEncoder,
+        )
         print_dist(f"  json = {text}", ranks=[0])
 
     def print(self, name: str) -> None:
@@ -409,7 +461,9 @@ class DeepSpeedConfig:
             name: headline.
         """
         resolved = _without_secrets(self.tree.model_dump(mode="json", by_alias=True, fallback=str))
-        lines = [f"  {key.ljust(40, '.')} {json.dumps(value)}" for key, value in sorted(resolved.items())]
+        lines = [
+            f"  {key.ljust(40, '.')} {json.dumps(value)}" for key, value in sorted(resolved.items())
+        ]
         print_dist("\n".join([f"{name}:", *lines]), ranks=[0])
         self.print_user_config()
 
@@ -418,7 +472,10 @@ def _without_secrets(value: Any) -> Any:
     """Nested dictionaries with the value of every ``api_key`` hidden."""
     if not isinstance(value, dict):
         return value
-    return {key: "***" if key == "api_key" and item else _without_secrets(item) for key, item in value.items()}
+    return {
+        key: "***" if key == "api_key" and item else _without_secrets(item)
+        for key, item in value.items()
+    }
 
 
 class DeepSpeedConfigWriter:

@@ -1,7 +1,9 @@
-"""Small helpers of the configuration: the error, printing as JSON, reading JSON without surprises, scalar look-ups.
+"""Small helpers of the configuration: the error, printing as JSON, reading JSON without surprises,
+scalar look-ups.
 
-Owns nothing that knows a key of the configuration; that is ``config_models``. Light on purpose: it is imported by
-``import deepspeed``, so pydantic must not be (it alone costs more than the whole import budget).
+Owns nothing that knows a key of the configuration; that is ``config_models``. Light on purpose: it
+is imported by ``import deepspeed``, so pydantic must not be (it alone costs more than the whole
+import budget).
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedConfigError(ValueError):
-    """The user's configuration cannot be honoured. Its text names the key, the value and the remedy."""
+    """The user's configuration cannot be honoured. Its text names the key, the value and the
+    remedy.
+    """
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """JSON encoder that also prints what configurations hold beside JSON types (dtypes, enums, paths)."""
+    """JSON encoder that also prints what configurations hold beside JSON types (dtypes, enums,
+    paths).
+    """
 
     def default(self, o: Any) -> Any:
         """Return ``str(o)``, so that printing a configuration never fails."""
@@ -48,7 +54,9 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> 
     counts = Counter(key for key, _ in ordered_pairs)
     twice = [key for key, count in counts.items() if count > 1]
     if twice:
-        raise DeepSpeedConfigError(f"duplicate keys in the configuration: {twice}; keep one value of each")
+        raise DeepSpeedConfigError(
+            f"duplicate keys in the configuration: {twice}; keep one value of each"
+        )
     return dict(ordered_pairs)
 
 
@@ -77,7 +85,8 @@ def parse_dtype(value: str | torch.dtype | None, key: str = "dtype") -> torch.dt
     """Return the torch dtype that a configuration value names, None for None.
 
     Args:
-        value: ``"fp32"``, ``"fp16"``, ``"bf16"``, torch's names with or without ``torch.``, a dtype, or None.
+        value: ``"fp32"``, ``"fp16"``, ``"bf16"``, torch's names with or without ``torch.``, a
+            dtype, or None.
         key: path of the key, for the error.
 
     Raises:
@@ -87,7 +96,9 @@ def parse_dtype(value: str | torch.dtype | None, key: str = "dtype") -> torch.dt
         return None
     name = str(value).lower().removeprefix("torch.")
     if name not in _DTYPE_NAMES:
-        raise DeepSpeedConfigError(f'{key}: {value!r} is not a data type; use "fp32", "fp16", "bf16" or null')
+        raise DeepSpeedConfigError(
+            f'{key}: {value!r} is not a data type; use "fp32", "fp16", "bf16" or null'
+        )
     return _DTYPE_NAMES[name]
 
 

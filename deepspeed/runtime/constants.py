@@ -1,7 +1,8 @@
 """Keys of the configuration that training scripts import by name, and their defaults.
 
-The keys themselves are defined, typed and documented in ``deepspeed.runtime.config_models``; these strings exist
-because scripts write ``ds_config[TRAIN_BATCH_SIZE]``. A test holds each default equal to the model's.
+The keys themselves are defined, typed and documented in ``deepspeed.runtime.config_models``; these
+strings exist because scripts write ``ds_config[TRAIN_BATCH_SIZE]``. A test holds each default equal
+to the model's.
 """
 
 from __future__ import annotations

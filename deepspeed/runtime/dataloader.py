@@ -1,8 +1,9 @@
-"""Training data: each data-parallel rank's share of a dataset, in batches, with a position that can be restored.
+"""Training data: each data-parallel rank's share of a dataset, in batches, with a position that can
+be restored.
 
-Owns the order of samples (``ResumableDistributedSampler``), the loader that the engine builds from ``training_data``
-and ``RepeatingLoader``. Does not move batches to a device and does not split an ``IterableDataset`` over ranks: such a
-dataset decides itself what each rank sees.
+Owns the order of samples (``ResumableDistributedSampler``), the loader that the engine builds from
+``training_data`` and ``RepeatingLoader``. Does not move batches to a device and does not split an
+``IterableDataset`` over ranks: such a dataset decides itself what each rank sees.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ DATALOADER_CONFIG_KEYS = ("seed", "shuffle")
 class ResumableDistributedSampler(Sampler[int]):
     """This rank's sample indices of one epoch, from a given position on.
 
-    The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation seeded by ``seed + epoch``,
-    dealt to the ranks in turn, padded with its own beginning (or cut, with ``drop_last``) to a multiple of the ranks.
-    The position is counted in samples over all ranks, so a run may resume with another number of ranks.
+    The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation seeded
+    by ``seed + epoch``, dealt to the ranks in turn, padded with its own beginning (or cut, with
+    ``drop_last``) to a multiple of the ranks. The position is counted in samples over all ranks, so
+    a run may resume with another number of ranks.
 
     Args:
         num_samples: length of the dataset.
@@ -60,7 +62,9 @@ class ResumableDistributedSampler(Sampler[int]):
         self.consumed_samples = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; nothing happens in that epoch already, so a restored position survives."""
+        """Go to the beginning of an epoch; nothing happens in that epoch already, so a restored
+        position survives.
+        """
         if epoch != self.epoch:
             self.epoch = epoch
             self.consumed_samples = 0
@@ -102,7 +106,8 @@ class _SkippingSampler(Sampler[Any]):
 
 
 class _Pass:
-    """The iterator of a loader's pass: `iter()` of it goes on, where `iter()` of the loader would start anew.
+    """The iterator of a loader's pass: `iter()` of it goes on, where `iter()` of the loader would
+    start anew.
 
     It asks the loader for every batch, so that it follows a position restored meanwhile.
     """
@@ -120,19 +125,24 @@ class _Pass:
 class DeepSpeedDataLoader:
     """Batches of one rank, whose position is part of a checkpoint.
 
-    Every pass over the loader is one epoch, shuffled anew. ``state_dict`` counts the batches handed out, so a run that
-    restores it continues with the very next batch: none is lost, none repeated. Starting a pass anew before the end
-    repeats that epoch from its beginning, as torch's loader does.
+    Every pass over the loader is one epoch, shuffled anew. ``state_dict`` counts the batches handed
+    out, so a run that restores it continues with the very next batch: none is lost, none repeated.
+    Starting a pass anew before the end repeats that epoch from its beginning, as torch's loader
+    does.
 
     Args:
         dataset: with or without random access.
         batch_size: samples per batch on this rank.
-        pin_memory: load into page-locked memory (ignored by hosts without a device, which have none).
-        local_rank: kept for scripts that pass it; the share of data follows from the data-parallel rank alone.
-        tput_timer: throughput timer, whose ``start()`` is called before each batch is fetched; or None.
+        pin_memory: load into page-locked memory (ignored by hosts without a device, which have
+            none).
+        local_rank: kept for scripts that pass it; the share of data follows from the data-parallel
+            rank alone.
+        tput_timer: throughput timer, whose ``start()`` is called before each batch is fetched; or
+            None.
         collate_fn: makes a batch of samples.
         num_local_io_workers: worker processes; None for none.
-        data_sampler: order of samples to use instead of the loader's own; it must know its rank by itself.
+        data_sampler: order of samples to use instead of the loader's own; it must know its rank by
+            itself.
         data_parallel_world_size, data_parallel_rank: None for the default process group's.
         dataloader_drop_last: drop the last incomplete batch.
         deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
@@ -159,7 +169,10 @@ class DeepSpeedDataLoader:
         settings = dict(deepspeed_dataloader_config or {})
         unknown = sorted(set(settings) - set(DATALOADER_CONFIG_KEYS))
         if unknown:
-            raise ValueError(f"deepspeed_dataloader_config: unknown keys {unknown}; known: {DATALOADER_CONFIG_KEYS}")
+            raise ValueError(
+                f"deepspeed_dataloader_config: unknown keys {unknown}; known: "
+                f"{DATALOADER_CONFIG_KEYS}"
+            )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.dataset = dataset
@@ -173,9 +186,9 @@ class DeepSpeedDataLoader:
         self._running: Iterator[Any] | None = None
         self._world, self._rank = _data_parallel_place(data_parallel_world_size, data_parallel_rank)
         self.data_sampler = self._make_sampler(data_sampler, bool(settings.get("shuffle", True)))
-        # Its own generator: torch's loader draws a seed from the global one at the start of each pass, so that a
-        # resumed run, which starts one pass more, would see other random numbers (dropout) than one that never
-        # stopped.
+        # Its own generator: torch's loader draws a seed from the global one at the start of each
+        # pass, so that a resumed run, which starts one pass more, would see other random numbers
+        # (dropout) than one that never stopped.
         self._generator = torch.Generator()
         self.dataloader: DataLoader[Any] = DataLoader(
             dataset,
@@ -196,19 +209,30 @@ class DeepSpeedDataLoader:
         if given is not None:
             return _SkippingSampler(given)
         return ResumableDistributedSampler(
-            len(self.dataset), self._world, self._rank, shuffle, self.seed, self.dataloader_drop_last
+            len(self.dataset),
+            self._world,
+            self._rank,
+            shuffle,
+            self.seed,
+            self.dataloader_drop_last,
         )
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
         if isinstance(self.data_sampler, ResumableDistributedSampler):
-            whole = ResumableDistributedSampler(len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last)
+            whole = ResumableDistributedSampler(
+                len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last
+            )
             samples = len(whole)
         elif isinstance(self.data_sampler, _SkippingSampler):
             samples = len(self.data_sampler) + self.data_sampler.skip
         else:
             samples = len(self.dataset)
-        return samples // self.batch_size if self.dataloader_drop_last else -(-samples // self.batch_size)
+        return (
+            samples // self.batch_size
+            if self.dataloader_drop_last
+            else -(-samples // self.batch_size)
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; nothing happens in that epoch already."""
@@ -238,7 +262,8 @@ class DeepSpeedDataLoader:
             # Without random access the batches up to the position have to be read to be skipped.
             batches = itertools.islice(batches, self._batches_done, None)  # type: ignore[assignment]  # any iterator
         for batch in batches:
-            # Counted before it is handed out: a checkpoint written while it is being used holds it as used.
+            # Counted before it is handed out: a checkpoint written while it is being used holds it
+            # as used.
             self._batches_done += 1
             self._samples_done += self.batch_size * self._world
             yield batch
@@ -260,7 +285,9 @@ class DeepSpeedDataLoader:
             self.data_sampler.skip = self._batches_done * self.batch_size
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return the position: epoch, and batches (of this rank) and samples (of all ranks) handed out in it."""
+        """Return the position: epoch, and batches (of this rank) and samples (of all ranks) handed
+        out in it.
+        """
         return {
             "epoch": self.epoch,
             "batches": self._batches_done,
@@ -278,8 +305,9 @@ class DeepSpeedDataLoader:
         length = len(self.dataset) if self.data_sampler is not None else None
         if state_dict["num_samples"] != length:
             raise ValueError(
-                f"the dataset has {length} samples, but {state_dict['num_samples']} when the position was saved, so "
-                f"its order cannot be continued; resume with the same data, or without restoring the dataloader"
+                f"the dataset has {length} samples, but {state_dict['num_samples']} when the "
+                "position was saved, so its order cannot be continued; resume with the same data, "
+                "or without restoring the dataloader"
             )
         self._running = None
         self.seed = state_dict["seed"]
@@ -288,7 +316,9 @@ class DeepSpeedDataLoader:
             self._go_to(self.epoch + 1, batches=0, samples=0)
 
     def _at_end(self) -> bool:
-        """Return whether the epoch has no batch left: saved after its last batch, before the loop noticed."""
+        """Return whether the epoch has no batch left: saved after its last batch, before the loop
+        noticed.
+        """
         if self.data_sampler is None:
             return False
         self._position_sampler()

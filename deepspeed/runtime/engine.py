@@ -1,8 +1,9 @@
 """The training engine: forward, backward, step.
 
-Reads from top to bottom as a micro-batch lives: construction, forward, backward (managed by `engine.backward` or plain
-`loss.backward()`), reduction, step. Who owns gradients and how a step goes is the optimizer's (`optimizers.StepSequence`), what
-is the boundary the tracker's, saving and loading `checkpointing`'s; configuration getters are in `engine_settings`.
+Reads from top to bottom as a micro-batch lives: construction, forward, backward (managed by
+`engine.backward` or plain `loss.backward()`), reduction, step. Who owns gradients and how a step
+goes is the optimizer's (`optimizers.StepSequence`), what is the boundary the tracker's, saving and
+loading `checkpointing`'s; configuration getters are in `engine_settings`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
 
-def ensure_distributed(dist_init_required: bool | None = None, distributed_port: int = 29500) -> None:
+def ensure_distributed(
+    dist_init_required: bool | None = None, distributed_port: int = 29500
+) -> None:
     """Initialize torch.distributed if nobody did.
 
     Raises:
@@ -56,7 +59,8 @@ def ensure_distributed(dist_init_required: bool | None = None, distributed_port:
         return
     if dist_init_required is False:
         raise ValueError(
-            "dist_init_required=False, but torch.distributed is not initialized: call deepspeed.init_distributed() first"
+            "dist_init_required=False, but torch.distributed is not initialized: call "
+            "deepspeed.init_distributed() first"
         )
     dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 
@@ -67,27 +71,32 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     Args:
         args: Namespace of command-line arguments; `local_rank` or `device_rank` chooses the device.
         model: The module to train.
-        optimizer: A torch optimizer, or a callable that makes one from parameters; None takes the configuration's.
+        optimizer: A torch optimizer, or a callable that makes one from parameters; None takes the
+            configuration's.
         model_parameters: Parameters or groups to optimize; None: those that require a gradient.
         training_data: Dataset to make `training_dataloader` from.
-        lr_scheduler: A scheduler, or a callable that makes one from the optimizer; None takes the configuration's.
+        lr_scheduler: A scheduler, or a callable that makes one from the optimizer; None takes the
+            configuration's.
         mpu: Megatron-style object that knows the model- and data-parallel groups.
         dist_init_required: Initialize torch.distributed; None: if nobody did.
         collate_fn: For `training_dataloader`.
         config: Configuration (path, dict, or base64).
         config_class: The same, read already.
-        mesh_device: torch DeviceMesh with axes `data_parallel` and `sequence_parallel`; None: the configuration's
-            `sequence_parallel_size` makes one.
+        mesh_device: torch DeviceMesh with axes `data_parallel` and `sequence_parallel`; None: the
+            configuration's `sequence_parallel_size` makes one.
         dont_change_device: Leave the model where it is.
 
     Attributes:
         module: The model.
-        optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the client's own optimizer.
-        lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to step it themselves.
+        optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the
+            client's own optimizer.
+        lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to
+            step it themselves.
         global_steps: Optimizer steps, skipped ones included.
         skipped_steps: Steps skipped because the gradient was not finite.
         global_samples: Samples seen.
-        monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value, step)])`.
+        monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value,
+            step)])`.
     """
 
     def __init__(
@@ -116,21 +125,26 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._configure_distributed(args, mpu, mesh_device)
         configure_for_engine(self._config, mpu)
         self._start_counters()
-        self.monitor = MonitorMaster(self._config.monitor_config)  # raises without its packages: before the model is touched
+        # raises without its packages: before the model is touched
+        self.monitor = MonitorMaster(self._config.monitor_config)
         cast_model(model, self._config)
         if not dont_change_device:
             model.to(self.device)
         make_parallel_groups(model, self._config)
         self.model_ranks = ModelRanks.of(model)
         broadcast_model(model, self.model_ranks)
-        self._sequence_parallel_hooks = sum_sequence_parallel_gradients(model, self.model_ranks.tensor_group)
+        self._sequence_parallel_hooks = sum_sequence_parallel_gradients(
+            model, self.model_ranks.tensor_group
+        )
         self.timers = EngineTimers(self._config, self.train_batch_size())
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
         self._sequence: StepSequence | None = None
         self._configure_optimizer(optimizer, model_parameters)
         self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.training_dataloader = (
+            self.deepspeed_io(training_data) if training_data is not None else None
+        )
         self._check_at_step = verification.configure(self, self._config.tree.verify)
         self.timers.observers = observers_of(self)
         self._announce()
@@ -147,8 +161,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             groups.mpu = mpu
         elif getattr(groups.mpu, "get_pipe_parallel_world_size", int)() > 1:
             raise ValueError(
-                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: gradients would be averaged over "
-                "the ranks of one stage only. Call destroy() on the pipeline's engine before, or give the groups to use as mpu=..."
+                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: "
+                "gradients would be averaged over the ranks of one stage only. Call destroy() on "
+                "the pipeline's engine before, or give the groups to use as mpu=..."
             )
         sequence = self._config.sequence_parallel_size
         if mesh_device is None and mpu is None and sequence > 1:
@@ -186,9 +201,12 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.global_samples = 0
         self.loaded_checkpoint_tag: str | None = None
         self.enable_backward_allreduce = True
-        self.tracker = AccumulationTracker(self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation)
+        self.tracker = AccumulationTracker(
+            self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation
+        )
         self._reduced_at_boundary = False
-        self._window_is_plain: bool | None = None  # how this accumulation window runs backward; None until it begins
+        # how this accumulation window runs backward; None until it begins
+        self._window_is_plain: bool | None = None
         self._unscaled_plain = False  # a plain backward is running that needed a loss scale
         self._step_applied = False
         self._is_compiled = False
@@ -199,8 +217,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             self.model_ranks.agree_on_num_groups(None, self.device)
             if self.zero_optimization_stage() > 0:
                 raise DeepSpeedConfigError(
-                    f"zero stage {self.zero_optimization_stage()} requires an optimizer: give initialize(optimizer=...) or the key "
-                    "'optimizer' in the configuration, or use stage 0 to evaluate"
+                    f"zero stage {self.zero_optimization_stage()} requires an optimizer: give "
+                    "initialize(optimizer=...) or the key 'optimizer' in the configuration, or use "
+                    "stage 0 to evaluate"
                 )
             return
         if isinstance(client, torch.optim.Optimizer) or hasattr(client, "param_groups"):
@@ -212,10 +231,14 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._check_offload_optimizer(basic, is_clients=basic is client)
         self.basic_optimizer = basic
         self._sequence = wrap_optimizer(basic, self._wrap_context())
-        self.optimizer = self._sequence if isinstance(self._sequence, MasterWeightOptimizer) else basic
+        self.optimizer = (
+            self._sequence if isinstance(self._sequence, MasterWeightOptimizer) else basic
+        )
 
     def _check_offload_optimizer(self, basic: Any, is_clients: bool) -> None:
-        """`zero_force_ds_cpu_optimizer`: a client's optimizer must be made for the host when its state is."""
+        """`zero_force_ds_cpu_optimizer`: a client's optimizer must be made for the host when its
+        state is.
+        """
         if is_clients and self.zero_cpu_offload() and self._config.tree.zero_force_ds_cpu_optimizer:
             if not type(basic).__name__.startswith("DeepSpeedCPU"):
                 raise DeepSpeedConfigError(
@@ -224,7 +247,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
                 )
 
     def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:
-        """What the optimizer is made of: the given groups, or one of the given or all trainable parameters, experts apart."""
+        """What the optimizer is made of: the given groups, or one of the given or all trainable
+        parameters, experts apart.
+        """
         given = self.module.parameters() if model_parameters is None else model_parameters
         parameters = [p for p in given if model_parameters is not None or p.requires_grad]
         if self.model_ranks.experts and not any(isinstance(group, dict) for group in parameters):
@@ -232,7 +257,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
             return split_params_into_different_moe_groups_for_optimizer({"params": parameters})
-        # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a group but not of nothing.
+        # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a
+        # group but not of nothing.
         return parameters or [{"params": []}]
 
     def _wrap_context(self) -> WrapContext:
@@ -253,7 +279,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         log_dist(
             f"DeepSpeed info: stage {self.zero_optimization_stage()}, {self.model_dtype}, {kind}, "
             f"{self.dp_world_size} data-parallel ranks, batch {self.train_batch_size()} = "
-            f"{self.train_micro_batch_size_per_gpu()} x {self.gradient_accumulation_steps()} x {self.dp_world_size}",
+            f"{self.train_micro_batch_size_per_gpu()} x {self.gradient_accumulation_steps()} x "
+            f"{self.dp_world_size}",
             ranks=[0],
         )
         if self.dump_state():
@@ -269,7 +296,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the training one."""
+        """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the
+        training one.
+        """
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
@@ -300,7 +329,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """The model's forward, under autocast if configured."""
         self.timers.start_forward(self.training)
         if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
-            # The last backward raised before it could finish. One that runs now has called: it recomputes a checkpointed engine.
+            # The last backward raised before it could finish. One that runs now has called: it
+            # recomputes a checkpointed engine.
             self._abort_backward()
         if self.fp16_auto_cast():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
@@ -325,7 +355,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         return torch.utils._pytree.tree_map(cast, (inputs, kwargs))
 
     def _watch(self, outputs: Any) -> None:
-        """Notice a backward that starts from these outputs, in its own autograd task, before any parameter's gradient."""
+        """Notice a backward that starts from these outputs, in its own autograd task, before any
+        parameter's gradient.
+        """
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._on_output_gradient)
@@ -336,15 +368,20 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     # Backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on the result."""
+        """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on
+        the result.
+        """
         self._require_optimizer("scale")
         self._open_ledger(loss, scale_wrt_gas=True)
         self._show_loss(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
         return self._scaled(loss, scale_wrt_gas=True)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of `loss`; gradients join the accumulation and, if it is their time, are reduced.
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backward of `loss`; gradients join the accumulation and, if it is their time, are
+        reduced.
 
         Args:
             loss: Scalar, the mean over this rank's micro-batch.
@@ -367,7 +404,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         return loss
 
     def _begin_managed_backward(self) -> StepSequence:
-        """A backward begins whose loss, or incoming gradient, the engine has divided and scaled itself."""
+        """A backward begins whose loss, or incoming gradient, the engine has divided and scaled
+        itself.
+        """
         sequence = self._require_optimizer("backward")
         self.timers.start_backward()
         self._begin_window(plain=False)
@@ -379,7 +418,10 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _require_optimizer(self, what: str) -> StepSequence:
         if self._sequence is None:
-            raise RuntimeError(f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key 'optimizer'")
+            raise RuntimeError(
+                f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key "
+                "'optimizer'"
+            )
         return self._sequence
 
     def _ledger_scope(self) -> LedgerScope:
@@ -392,14 +434,20 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
 
     def _open_ledger(self, loss: torch.Tensor | None, scale_wrt_gas: bool) -> None:
-        """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`, without accumulation yet."""
+        """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`,
+        without accumulation yet.
+        """
         if self._sequence is not None and self._sequence.ledger is not None:
             self._sequence.ledger.open(loss, float(self.tracker.divisor) if scale_wrt_gas else 1.0)
 
     def _show_loss(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
-        """Let observers see the loss of a micro-batch; what the caller has divided by the accumulation steps, as it was before."""
+        """Let observers see the loss of a micro-batch; what the caller has divided by the
+        accumulation steps, as it was before.
+        """
         if self.timers.observers:
-            self.timers.saw_loss(loss.detach() if scale_wrt_gas else loss.detach() * self.tracker.divisor)
+            self.timers.saw_loss(
+                loss.detach() if scale_wrt_gas else loss.detach() * self.tracker.divisor
+            )
 
     def _divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         divisor = self.tracker.divisor if scale_wrt_gas else 1
@@ -414,7 +462,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         return self._with_loss_scale(self._divided(loss, scale_wrt_gas))
 
     def _enter_backward(self) -> None:
-        """A gradient flows. If nobody said so, this is a plain `loss.backward()`: run the epilogue when its task ends."""
+        """A gradient flows. If nobody said so, this is a plain `loss.backward()`: run the epilogue
+        when its task ends.
+        """
         state = self.tracker.state
         if state is BackwardState.RUNNING:
             return
@@ -431,31 +481,42 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
 
     def _on_parameter_gradient(self) -> None:
-        """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it off."""
+        """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it
+        off.
+        """
         self._enter_backward()
         if self._unscaled_plain:
             self._refuse_unscaled()
 
     def _finish_plain_backward(self) -> None:
-        if self._unscaled_plain and any(param.grad is not None for param in self.module.parameters()):
+        if self._unscaled_plain and any(
+            param.grad is not None for param in self.module.parameters()
+        ):
             self._refuse_unscaled()
         self._backward_epilogue()
 
     def _refuse_unscaled(self) -> None:
         self._abort_backward()
         raise RuntimeError(
-            "loss.backward() under fp16 loss scaling: gradients were computed without the loss scale and would underflow. "
-            "Call engine.backward(loss), or engine.scale(loss).backward()"
+            "loss.backward() under fp16 loss scaling: gradients were computed without the loss "
+            "scale and would underflow. Call engine.backward(loss), or "
+            "engine.scale(loss).backward()"
         )
 
     def _begin_window(self, plain: bool) -> None:
-        """Micro-batches of one step are divided at different places, so they must all be managed or all be plain."""
-        if self._window_is_plain is not None and self._window_is_plain != plain and self.tracker.divisor > 1:
+        """Micro-batches of one step are divided at different places, so they must all be managed or
+        all be plain.
+        """
+        if (
+            self._window_is_plain is not None
+            and self._window_is_plain != plain
+            and self.tracker.divisor > 1
+        ):
             self._abort_backward()
             raise RuntimeError(
-                "engine.backward(loss) and plain loss.backward() in one accumulation window: the first divides by "
-                f"gradient_accumulation_steps ({self.tracker.divisor}) before, the second after backward. Use one of them, "
-                "or engine.scale(loss).backward()"
+                "engine.backward(loss) and plain loss.backward() in one accumulation window: the "
+                f"first divides by gradient_accumulation_steps ({self.tracker.divisor}) before, "
+                "the second after backward. Use one of them, or engine.scale(loss).backward()"
             )
         self._window_is_plain = plain
         if self._background_save is not None:
@@ -469,8 +530,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     def _backward_epilogue(self) -> None:
         """After the last gradient of a backward.
 
-        [fix 4] The order is the fix: the micro-batch at hand joins the accumulator, *then* the accumulator is reduced. Reduced
-        first, the boundary micro-batch would be added to an already averaged sum and stay local to each rank.
+        [fix 4] The order is the fix: the micro-batch at hand joins the accumulator, *then* the
+        accumulator is reduced. Reduced first, the boundary micro-batch would be added to an already
+        averaged sum and stay local to each rank.
         """
         sequence = self._require_optimizer("backward")
         self.timers.start_reduce()
@@ -488,7 +550,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             sequence.ledger.close()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what this micro-batch has to reduce. The bucket size is the configuration's `reduce_bucket_size`."""
+        """Reduce what this micro-batch has to reduce. The bucket size is the configuration's
+        `reduce_bucket_size`.
+        """
         if bucket_size is not None and bucket_size != self.zero_reduce_bucket_size():
             raise ValueError(
                 f"allreduce_gradients(bucket_size={bucket_size}): buckets are planned once; set "
@@ -504,10 +568,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward adds to this rank's local gradients and nothing is communicated, on every stage.
+        """Within it, backward adds to this rank's local gradients and nothing is communicated, on
+        every stage.
 
-        The next backward outside reduces the sum. ZeRO-2 keeps whole gradients meanwhile, which costs the memory that it saves
-        otherwise. `step()` inside raises.
+        The next backward outside reduces the sum. ZeRO-2 keeps whole gradients meanwhile, which
+        costs the memory that it saves otherwise. `step()` inside raises.
         """
         with self.tracker.no_sync():
             yield
@@ -550,7 +615,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """
         self._require_optimizer("step")
         if self.inside_no_sync_ctxt:
-            raise RuntimeError("engine.step() inside no_sync(): leave the block before the boundary's backward")
+            raise RuntimeError(
+                "engine.step() inside no_sync(): leave the block before the boundary's backward"
+            )
         self._step_applied = False
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
@@ -566,7 +633,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if self._window_is_plain is None:
             self._adopt_unnoticed_gradients()
         if not self._reduced_at_boundary:
-            # The boundary was set after backward, or no gradient passed a hook on this rank: reduce now, as the others do.
+            # The boundary was set after backward, or no gradient passed a hook on this rank: reduce
+            # now, as the others do.
             sequence.backward_epilogue()
             self.allreduce_gradients()
             self._exit_backward(sequence)
@@ -587,17 +655,22 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             self._report_progress()
 
     def _adopt_unnoticed_gradients(self) -> None:
-        """No backward of this window was noticed: the model itself was called, not the engine, so nobody has divided or scaled."""
+        """No backward of this window was noticed: the model itself was called, not the engine, so
+        nobody has divided or scaled.
+        """
         sequence = self._require_optimizer("step")
         sequence.accumulation_divisor = float(self.tracker.divisor)
-        if sequence.needs_scaler() and any(param.grad is not None for param in self.module.parameters()):
+        if sequence.needs_scaler() and any(
+            param.grad is not None for param in self.module.parameters()
+        ):
             self._refuse_unscaled()
 
     def _report_progress(self) -> None:
         # Asked for by steps_per_print, so it is shown whatever the log level.
         print_dist(
-            f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}, "
-            f"grad_norm={self.get_global_grad_norm()}, {self.timers.summary()}",
+            f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+            f"mom={self.get_mom()}, grad_norm={self.get_global_grad_norm()}, "
+            f"{self.timers.summary()}",
             ranks=[0],
         )
 
@@ -613,13 +686,17 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._window_is_plain = None
 
     def get_global_grad_norm(self) -> float | torch.Tensor | None:
-        """Global gradient norm of the last step, unscaled and before clipping; None before the first."""
+        """Global gradient norm of the last step, unscaled and before clipping; None before the
+        first.
+        """
         return None if self._sequence is None else self._sequence.global_grad_norm
 
     def get_group_grad_norms(self) -> list[float] | None:
-        """`get_global_grad_norm` per parameter group, without communication; None before the first step.
+        """`get_global_grad_norm` per parameter group, without communication; None before the first
+        step.
 
-        Entry `i` is over the `i`-th parameter groups of all ranks, which stages of a pipeline may have different numbers of.
+        Entry `i` is over the `i`-th parameter groups of all ranks, which stages of a pipeline may
+        have different numbers of.
         """
         return None if self._sequence is None else self._sequence.group_grad_norms
 
@@ -650,10 +727,15 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
         """
         if schedule is not None or compiled_autograd_enabled:
-            raise NotImplementedError("compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both out")
+            raise NotImplementedError(
+                "compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both "
+                "out"
+            )
         if self._is_compiled:
             return
-        self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
+        self.module.compile(
+            backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {})
+        )
         self._is_compiled = True
 
     @property
@@ -676,9 +758,12 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.optimizer = None
         self.basic_optimizer = None
         self.lr_scheduler = None
-        # The next engine may have other groups, or none: a data-parallel one would train over the ranks of a stage.
+        # The next engine may have other groups, or none: a data-parallel one would train over the
+        # ranks of a stage.
         if groups.mesh_device is self._mesh_device:
             groups.mesh_device = None
-        if groups.mpu is self.mpu and not any(other.mpu is self.mpu for other in verification.engines):
+        if groups.mpu is self.mpu and not any(
+            other.mpu is self.mpu for other in verification.engines
+        ):
             groups.mpu = None
         logger.debug("engine destroyed")

@@ -37,7 +37,11 @@ class EngineSettings:
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -60,8 +64,9 @@ class EngineSettings:
         unit = self.train_micro_batch_size_per_gpu() * self._config.world_size
         if train_batch_size <= 0 or train_batch_size % unit:
             raise DeepSpeedConfigError(
-                f"train_batch_size: {train_batch_size} is no positive multiple of train_micro_batch_size_per_gpu "
-                f"({self.train_micro_batch_size_per_gpu()}) x data-parallel ranks ({self._config.world_size})"
+                f"train_batch_size: {train_batch_size} is no positive multiple of "
+                f"train_micro_batch_size_per_gpu ({self.train_micro_batch_size_per_gpu()}) x "
+                f"data-parallel ranks ({self._config.world_size})"
             )
         self._config.train_batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // unit
@@ -70,7 +75,9 @@ class EngineSettings:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch; the accumulation steps stay, the global batch follows."""
         if micro_batch_size < 1:
-            raise DeepSpeedConfigError(f"train_micro_batch_size_per_gpu: {micro_batch_size} is not positive")
+            raise DeepSpeedConfigError(
+                f"train_micro_batch_size_per_gpu: {micro_batch_size} is not positive"
+            )
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         steps = self.gradient_accumulation_steps()
         self._config.train_batch_size = micro_batch_size * steps * self._config.world_size

@@ -1,7 +1,8 @@
-"""The engine's phases: timed (`wall_clock_breakdown`, the throughput line), and told to whoever observes them.
+"""The engine's phases: timed (`wall_clock_breakdown`, the throughput line), and told to whoever
+observes them.
 
-Attached to the engine by calls that do nothing when timing is off and nobody observes. What observers do with them is theirs
-(`step_observer`).
+Attached to the engine by calls that do nothing when timing is off and nobody observes. What
+observers do with them is theirs (`step_observer`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from deepspeed.utils.timer import (
 
 FORWARD = FORWARD_GLOBAL_TIMER
 BACKWARD = BACKWARD_GLOBAL_TIMER
-INNER = BACKWARD_INNER_GLOBAL_TIMER  # autograd's part of backward, with the reductions that overlap it
+# autograd's part of backward, with the reductions that overlap it
+INNER = BACKWARD_INNER_GLOBAL_TIMER
 REDUCE = BACKWARD_REDUCE_GLOBAL_TIMER
 STEP = STEP_GLOBAL_TIMER
 
@@ -40,14 +42,17 @@ class EngineTimers:
 
     Attributes:
         observers: Who is told of phases, in this order.
-        logged_phases: Milliseconds by phase since the last log, if the step that just ended logged them; empty otherwise.
+        logged_phases: Milliseconds by phase since the last log, if the step that just ended logged
+            them; empty otherwise.
     """
 
     def __init__(self, config: DeepSpeedConfig, batch_size: int) -> None:
         self._enabled = config.tree.wall_clock_breakdown
         self._steps_per_print = config.tree.steps_per_print
         self._timers: Any = SynchronizedWallClockTimer() if self._enabled else NoopTimer()
-        self.throughput = ThroughputTimer(config.timers_config, batch_size=batch_size, steps_per_output=None)
+        self.throughput = ThroughputTimer(
+            config.timers_config, batch_size=batch_size, steps_per_output=None
+        )
         self.observers: Sequence[StepObserver] = ()
         self.logged_phases: dict[str, float] = {}
         self._in_step = False
@@ -97,7 +102,9 @@ class EngineTimers:
             self._timers(REDUCE).start()
 
     def stop_backward(self) -> None:
-        """Backward and its reductions ended; or the reductions alone, which a pipeline does after its last backward."""
+        """Backward and its reductions ended; or the reductions alone, which a pipeline does after
+        its last backward.
+        """
         if self._enabled:
             self._timers(REDUCE).stop()
             if self._timers(BACKWARD).started_:
@@ -129,7 +136,9 @@ class EngineTimers:
         timers = self._timers
         # Read only when it is time: reading waits for the device.
         self.logged_phases = (
-            {name: timers(name).elapsed(reset=False) for name in phases if timers.has_timer(name)} if is_due else {}
+            {name: timers(name).elapsed(reset=False) for name in phases if timers.has_timer(name)}
+            if is_due
+            else {}
         )
         if is_due:
             timers.log(phases, ranks=[0])

@@ -1,8 +1,9 @@
 """Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
-Each schedule is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the first) that
-``step()`` writes into the optimizer's parameter groups. State is that one number, so resuming is exact. The engine
-calls ``step()`` after each optimizer step. Command-line helpers for tuning stand in ``lr_tuning`` and are re-exported.
+Each schedule is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the
+first) that ``step()`` writes into the optimizer's parameter groups. State is that one number, so
+resuming is exact. The engine calls ``step()`` after each optimizer step. Command-line helpers for
+tuning stand in ``lr_tuning`` and are re-exported.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def get_torch_optimizer(optimizer: Any) -> Any:
     """Return the object whose parameter groups a schedule writes.
 
     Args:
-        optimizer: a torch optimizer, a wrapper with one as ``.optimizer``, or anything with ``param_groups``.
+        optimizer: a torch optimizer, a wrapper with one as ``.optimizer``, or anything with
+            ``param_groups``.
 
     Raises:
         TypeError: none of these.
@@ -94,14 +96,18 @@ def get_torch_optimizer(optimizer: Any) -> Any:
         return inner
     if hasattr(optimizer, "param_groups"):
         return optimizer
-    raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer and has no param_groups")
+    raise TypeError(
+        f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer and has no "
+        "param_groups"
+    )
 
 
 def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
     """Write one learning rate into each group and return them."""
     written = []
     for group, lr in zip(param_groups, lrs, strict=True):
-        # A capturable optimizer keeps its rate in a tensor that a recorded graph reads; replacing it would be unseen.
+        # A capturable optimizer keeps its rate in a tensor that a recorded graph reads; replacing
+        # it would be unseen.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
         else:
@@ -111,7 +117,9 @@ def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> l
 
 
 def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> list[float]:
-    """Return ``value`` once per parameter group, or the given sequence after a check of its length."""
+    """Return ``value`` once per parameter group, or the given sequence after a check of its
+    length.
+    """
     count = len(optimizer.param_groups)
     if isinstance(value, (list, tuple)):
         if len(value) != count:
@@ -123,8 +131,8 @@ def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> lis
 class _Schedule:
     """What the schedules share: the counter, and writing rates into the parameter groups.
 
-    Call order, on every rank: construction sets the rate of the first optimizer step; then ``step()`` after each
-    optimizer step. Subclasses say what the rate is (``get_lr``).
+    Call order, on every rank: construction sets the rate of the first optimizer step; then
+    ``step()`` after each optimizer step. Subclasses say what the rate is (``get_lr``).
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -132,7 +140,9 @@ class _Schedule:
         self.last_batch_iteration = last_batch_iteration
 
     def _start(self) -> None:
-        """Write the first rate, unless this is a resumed schedule: then the optimizer's state holds it."""
+        """Write the first rate, unless this is a resumed schedule: then the optimizer's state holds
+        it.
+        """
         if self.last_batch_iteration == -1:
             update_lr(self.optimizer.param_groups, self.get_lr())
 
@@ -141,11 +151,15 @@ class _Schedule:
         raise NotImplementedError(f"{type(self).__name__} must define get_lr()")
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate each group has now; before the first ``step()`` too (clients log it then)."""
+        """Return the rate each group has now; before the first ``step()`` too (clients log it
+        then).
+        """
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _advance(self, iteration: int | None) -> None:
-        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if iteration is None else iteration
+        )
         update_lr(self.optimizer.param_groups, self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,8 +174,8 @@ class _Schedule:
 class LRRangeTest(_Schedule):
     """Grow the rate linearly (or in stairs) without bound, to find the largest one that trains.
 
-    With ``t = last_batch_iteration + 1`` the rate is ``min_lr * (1 + step_rate * t / step_size)``; the fraction is
-    rounded down for stairs.
+    With ``t = last_batch_iteration + 1`` the rate is ``min_lr * (1 + step_rate * t / step_size)``;
+    the fraction is rounded down for stairs.
 
     Args:
         optimizer: whose groups are written.
@@ -172,7 +186,8 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: counter to start at.
 
     Raises:
-        ValueError: as many rates as there are groups were expected, or the step size is not positive.
+        ValueError: as many rates as there are groups were expected, or the step size is not
+            positive.
     """
 
     def __init__(
@@ -186,7 +201,9 @@ class LRRangeTest(_Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if lr_range_test_step_size < 1:
-            raise ValueError(f"lr_range_test_step_size must be a positive integer, got {lr_range_test_step_size}")
+            raise ValueError(
+                f"lr_range_test_step_size must be a positive integer, got {lr_range_test_step_size}"
+            )
         self.min_lr = _per_group(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = lr_range_test_step_size
         self.step_rate = lr_range_test_step_rate
@@ -208,24 +225,28 @@ class LRRangeTest(_Schedule):
 class OneCycle(_Schedule):
     """Raise the rate to a maximum, lower it again, then decay it; momentum goes the other way.
 
-    With ``t = last_batch_iteration + 1``, a height ``h`` rises from 0 to 1 over the first steps, falls to 0 over the
-    second, in stairs if asked (rounded down); ``lr = min + (max - min) * h``, ``momentum = max - (max - min) * h``.
-    After the cycle, with ``d`` further steps, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and
-    ``momentum = max * (1 + decay_mom_rate * d / decay_step_size)``; nothing decays when ``decay_step_size`` is 0.
+    With ``t = last_batch_iteration + 1``, a height ``h`` rises from 0 to 1 over the first steps,
+    falls to 0 over the second, in stairs if asked (rounded down); ``lr = min + (max - min) * h``,
+    ``momentum = max - (max - min) * h``. After the cycle, with ``d`` further steps, ``lr = min / (1
+    + decay_lr_rate * d / decay_step_size)`` and ``momentum = max * (1 + decay_mom_rate * d /
+    decay_step_size)``; nothing decays when ``decay_step_size`` is 0.
 
     Args:
         optimizer: whose groups are written.
         cycle_min_lr, cycle_max_lr: lowest and highest rate, or one per group.
         decay_lr_rate: decay of the rate after the cycle.
-        cycle_first_step_size, cycle_second_step_size: steps up and down; the second defaults to the first.
+        cycle_first_step_size, cycle_second_step_size: steps up and down; the second defaults to the
+            first.
         cycle_first_stair_count, cycle_second_stair_count: stairs up and down, 0 for none; as above.
         decay_step_size: steps of one decay.
-        cycle_momentum: cycle the first beta of the optimizer too; switched off, with a warning, when it has none.
+        cycle_momentum: cycle the first beta of the optimizer too; switched off, with a warning,
+            when it has none.
         cycle_min_mom, cycle_max_mom, decay_mom_rate: as for the rate.
         last_batch_iteration: counter to start at.
 
     Raises:
-        ValueError: as many rates as there are groups were expected, or the first step size is not positive.
+        ValueError: as many rates as there are groups were expected, or the first step size is not
+            positive.
     """
 
     def __init__(
@@ -247,7 +268,9 @@ class OneCycle(_Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if cycle_first_step_size < 1:
-            raise ValueError(f"cycle_first_step_size must be a positive integer, got {cycle_first_step_size}")
+            raise ValueError(
+                f"cycle_first_step_size must be a positive integer, got {cycle_first_step_size}"
+            )
         self.first_size = cycle_first_step_size
         self.second_size = _second(cycle_second_step_size, cycle_first_step_size)
         self.first_stairs = max(0, cycle_first_stair_count)
@@ -259,7 +282,9 @@ class OneCycle(_Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.cycle_momentum = cycle_momentum
         if cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
-            logger.warning("cycle_momentum is disabled: %s has no betas", type(self.optimizer).__name__)
+            logger.warning(
+                "cycle_momentum is disabled: %s has no betas", type(self.optimizer).__name__
+            )
             self.cycle_momentum = False
         self.min_moms = _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom")
         self.max_moms = _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom")
@@ -283,14 +308,20 @@ class OneCycle(_Schedule):
     def get_lr(self) -> list[float]:
         """Return the rate of each group."""
         height, divisor = self._height(), 1 + self.decay_lr_rate * self._decay()
-        return [(low + (high - low) * height) / divisor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            (low + (high - low) * height) / divisor
+            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each group, None when momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         height, factor = self._height(), 1 + self.decay_mom_rate * self._decay()
-        firsts = [(high - (high - low) * height) * factor for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        firsts = [
+            (high - (high - low) * height) * factor
+            for low, high in zip(self.min_moms, self.max_moms, strict=True)
+        ]
         groups = self.optimizer.param_groups
         return [(first, group["betas"][1]) for first, group in zip(firsts, groups, strict=True)]
 
@@ -305,12 +336,16 @@ class OneCycle(_Schedule):
 
 
 def _second(value: int | None, first: int) -> int:
-    """Return a setting of the second half; None and negative (the command line's default) mean as in the first."""
+    """Return a setting of the second half; None and negative (the command line's default) mean as
+    in the first.
+    """
     return first if value is None or value < 0 else value
 
 
 def _stairs(position: int, size: int, stairs: int) -> float:
-    """Return ``position / size``, rounded down to a multiple of ``1 / stairs`` if there are stairs."""
+    """Return ``position / size``, rounded down to a multiple of ``1 / stairs`` if there are
+    stairs.
+    """
     if size == 0:
         return 0.0
     # In integers, so that a stair is never missed by a rounding error.
@@ -320,16 +355,17 @@ def _stairs(position: int, size: int, stairs: int) -> float:
 class WarmupLR(_Schedule):
     """Raise the rate from a minimum to a maximum, then keep it.
 
-    With ``i = last_batch_iteration`` and ``n = max(2, warmup_num_steps)`` the rate is ``min + (max - min) * g`` where
-    ``g`` is ``log(i + 1) / log(n)`` or, linear, ``i / n``, and 1 from ``i = n`` on. Before the first step it is
-    ``min``.
+    With ``i = last_batch_iteration`` and ``n = max(2, warmup_num_steps)`` the rate is ``min + (max
+    - min) * g`` where ``g`` is ``log(i + 1) / log(n)`` or, linear, ``i / n``, and 1 from ``i = n``
+    on. Before the first step it is ``min``.
 
-    ``warmup_num_steps=0`` means no warmup: the maximum from the start. Upstream refuses it, but clients pass it
-    (accelerate's default), and what they mean is clear.
+    ``warmup_num_steps=0`` means no warmup: the maximum from the start. Upstream refuses it, but
+    clients pass it (accelerate's default), and what they mean is clear.
 
     Args:
         optimizer: whose groups are written.
-        warmup_min_lr, warmup_max_lr: rates, or one per group; a maximum of None is the rate the group has.
+        warmup_min_lr, warmup_max_lr: rates, or one per group; a maximum of None is the rate the
+            group has.
         warmup_num_steps: steps of warmup.
         warmup_type: ``"log"`` or ``"linear"``; anything else is read as ``"log"`` with a warning.
         last_batch_iteration: counter to start at.
@@ -359,7 +395,9 @@ class WarmupLR(_Schedule):
     def _gamma(self) -> float:
         """Return where between minimum (0) and maximum (1) the rate is."""
         if self.last_batch_iteration < self.warmup_num_steps:
-            return _warmup_fraction(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+            return _warmup_fraction(
+                self.last_batch_iteration, self.warmup_num_steps, self.warmup_type
+            )
         return self._after_warmup()
 
     def _after_warmup(self) -> float:
@@ -368,7 +406,9 @@ class WarmupLR(_Schedule):
     def get_lr(self) -> list[float]:
         """Return the rate of each group."""
         gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to ``last_batch_iteration``."""
@@ -376,9 +416,13 @@ class WarmupLR(_Schedule):
 
 
 def _warmup_steps(given: int) -> int:
-    """Return the number of warmup steps that is reckoned with; log(1) is 0, so one step counts as two."""
+    """Return the number of warmup steps that is reckoned with; log(1) is 0, so one step counts as
+    two.
+    """
     if given < 0:
-        raise ValueError(f"{WARMUP_NUM_STEPS} must not be negative, got {given}; use 0 for no warmup")
+        raise ValueError(
+            f"{WARMUP_NUM_STEPS} must not be negative, got {given}; use 0 for no warmup"
+        )
     # Iteration -1, before the first step, must count as warmed up when there is no warmup.
     return max(2, given) if given else -1
 
@@ -393,7 +437,9 @@ def _warmup_type(given: str) -> str:
 def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
     if iteration < 0:
         return 0.0
-    return math.log(iteration + 1) / math.log(steps) if kind == WARMUP_LOG_RATE else iteration / steps
+    return (
+        math.log(iteration + 1) / math.log(steps) if kind == WARMUP_LOG_RATE else iteration / steps
+    )
 
 
 class WarmupDecayLR(WarmupLR):
@@ -402,7 +448,8 @@ class WarmupDecayLR(WarmupLR):
     Args:
         optimizer: whose groups are written.
         total_num_steps: step at which the minimum is reached.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for ``WarmupLR``.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for
+            ``WarmupLR``.
 
     Raises:
         ValueError: as for ``WarmupLR``.
@@ -419,7 +466,14 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
         _warn_if_short(total_num_steps, warmup_num_steps)
 
     def _after_warmup(self) -> float:
@@ -429,12 +483,14 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Warm up to the rate each group was made with, then follow half a cosine down to a share of it.
+    """Warm up to the rate each group was made with, then follow half a cosine down to a share of
+    it.
 
-    With ``i = last_batch_iteration``, ``n = max(2, warmup_num_steps)`` and ``T = total_num_steps`` the ratio to the
-    group's rate is ``min_ratio + (1 - min_ratio) * g`` during warmup (``g`` as in ``WarmupLR``), then
-    ``c + (1 - c) * (1 + cos(pi * (i - n + 1) / (T - n))) / 2`` with ``c = cos_min_ratio``, and ``c`` from the end on.
-    It is 0 before the first step. ``warmup_num_steps=0`` means no warmup, as in ``WarmupLR``.
+    With ``i = last_batch_iteration``, ``n = max(2, warmup_num_steps)`` and ``T = total_num_steps``
+    the ratio to the group's rate is ``min_ratio + (1 - min_ratio) * g`` during warmup (``g`` as in
+    ``WarmupLR``), then ``c + (1 - c) * (1 + cos(pi * (i - n + 1) / (T - n))) / 2`` with ``c =
+    cos_min_ratio``, and ``c`` from the end on. It is 0 before the first step.
+    ``warmup_num_steps=0`` means no warmup, as in ``WarmupLR``.
 
     Args:
         optimizer: whose groups are written.
@@ -480,7 +536,11 @@ class WarmupCosineLR(_Schedule):
         steps = max(0, steps)
         length = self.total_num_steps - steps
         progress = min(1.0, (iteration - steps + 1) / length) if length > 0 else 1.0
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+        return max(
+            0.0,
+            self.cos_min_ratio
+            + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2,
+        )
 
     def get_lr(self) -> list[float]:
         """Return the rate of each group."""

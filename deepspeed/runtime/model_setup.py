@@ -1,4 +1,6 @@
-"""What the engine does to a model before training: cast it, make all ranks start alike, mark what its parameters need."""
+"""What the engine does to a model before training: cast it, make all ranks start alike, mark what
+its parameters need.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-# Modules whose parameters may travel in the autocast dtype when the configuration does not name any.
+# Modules whose parameters may travel in the autocast dtype when the configuration does not name
+# any.
 LOWER_PRECISION_SAFE_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Elements broadcast at once when ranks are made alike.
 BROADCAST_NUMEL = 64 * 1024 * 1024
@@ -30,14 +33,18 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
     """Cast floating parameters and buffers to the configured dtype, in place.
 
     Raises:
-        ValueError: If neither fp16 nor bf16 is enabled and a trainable parameter is in half precision: it would be trained without
-            master weights.
+        ValueError: If neither fp16 nor bf16 is enabled and a trainable parameter is in half
+            precision: it would be trained without master weights.
     """
     dtype = model_dtype(config)
     if dtype != torch.float32:
         model.to(dtype=dtype)
         return
-    halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    halves = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
+    ]
     if halves:
         raise ValueError(
             f"neither bf16 nor fp16 is enabled, but {len(halves)} trainable parameters are in half precision ({halves[0]}, ...): "
@@ -46,7 +53,9 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
 
 
 def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
-    """Have the modules that spread their work over ranks (experts, say) make their groups. Collective over the world."""
+    """Have the modules that spread their work over ranks (experts, say) make their groups.
+    Collective over the world.
+    """
     for module in model.modules():
         make = getattr(module, "set_deepspeed_parallelism", None)
         if make is not None:
@@ -55,7 +64,9 @@ def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
-    """Give all ranks that hold a parameter or buffer the value of the first of them, in flat pieces per dtype."""
+    """Give all ranks that hold a parameter or buffer the value of the first of them, in flat pieces
+    per dtype.
+    """
     families: dict[tuple[Any, torch.dtype], list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and tensor.device.type != "meta":
@@ -65,7 +76,9 @@ def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
         for piece in _pieces(tensors) if dist.get_world_size(group=group) > 1 else ():
             flat = torch.cat([tensor.reshape(-1) for tensor in piece])
             dist.broadcast(flat, src=source, group=group)
-            for tensor, value in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+            for tensor, value in zip(
+                piece, flat.split([tensor.numel() for tensor in piece]), strict=True
+            ):
                 tensor.copy_(value.view(tensor.shape))
 
 
@@ -82,35 +95,50 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def sum_sequence_parallel_gradients(model: nn.Module, group: Any) -> list[Any]:
-    """Sum the gradients of parameters marked `sequence_parallel` over the tensor-parallel ranks, as they arise.
+    """Sum the gradients of parameters marked `sequence_parallel` over the tensor-parallel ranks, as
+    they arise.
 
-    Under Megatron's sequence parallelism the tensor-parallel ranks hold the same layer norms (and biases of row-parallel layers)
-    but each sees its part of the sequence, so each has a part of the gradient. Megatron's own trainer sums `param.grad` after
-    backward, which is too late here: buckets may have left by then, and a sum over several micro-batches that was averaged before
-    would be summed twice. Summed where it arises, each contribution is whole for whoever comes next (buckets, accumulators,
-    no_sync, the ledger), and the parameter is an ordinary replica of the tensor-parallel ranks.
+    Under Megatron's sequence parallelism the tensor-parallel ranks hold the same layer norms (and
+    biases of row-parallel layers) but each sees its part of the sequence, so each has a part of the
+    gradient. Megatron's own trainer sums `param.grad` after backward, which is too late here:
+    buckets may have left by then, and a sum over several micro-batches that was averaged before
+    would be summed twice. Summed where it arises, each contribution is whole for whoever comes next
+    (buckets, accumulators, no_sync, the ledger), and the parameter is an ordinary replica of the
+    tensor-parallel ranks.
 
     Args:
         model: Whose parameters.
-        group: The tensor-parallel ranks, which run the same backward and so sum in the same order; None: there is only this one.
+        group: The tensor-parallel ranks, which run the same backward and so sum in the same order;
+            None: there is only this one.
 
     Returns:
         Handles of the hooks.
     """
 
     def whole(grad: torch.Tensor) -> torch.Tensor:
-        total = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
+        # autograd may hand the same tensor to others
+        total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     if group is None:
         return []
-    marked = [param for param in model.parameters() if param.requires_grad and getattr(param, "sequence_parallel", False)]
-    return [param.register_hook(whole) for param in marked if not is_model_parallel_parameter(param)]
+    marked = [
+        param
+        for param in model.parameters()
+        if param.requires_grad and getattr(param, "sequence_parallel", False)
+    ]
+    return [
+        param.register_hook(whole) for param in marked if not is_model_parallel_parameter(param)
+    ]
 
 
-def comm_dtype_lookup(model: nn.Module, config: DeepSpeedConfig) -> Callable[[nn.Parameter], torch.dtype | None] | None:
-    """Under torch_autocast: gradients of precision-safe modules travel in the autocast dtype, all others in the model's."""
+def comm_dtype_lookup(
+    model: nn.Module, config: DeepSpeedConfig
+) -> Callable[[nn.Parameter], torch.dtype | None] | None:
+    """Under torch_autocast: gradients of precision-safe modules travel in the autocast dtype, all
+    others in the model's.
+    """
     if not config.torch_autocast_enabled or config.communication_data_type is not None:
         return None
     named = config.torch_autocast_lower_precision_safe_modules

@@ -1,6 +1,8 @@
-"""Builds the engine's optimizer: the torch optimizer named in the configuration, and the class that wraps it.
+"""Builds the engine's optimizer: the torch optimizer named in the configuration, and the class that
+wraps it.
 
-Which wrapper serves which (stage, model dtype, accumulation dtype) stands in `wrap_optimizer`, nowhere else.
+Which wrapper serves which (stage, model dtype, accumulation dtype) stands in `wrap_optimizer`,
+nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
-# Optimizers whose update of an element depends on that element alone: right on any shard of a flat buffer.
+# Optimizers whose update of an element depends on that element alone: right on any shard of a flat
+# buffer.
 ELEMENTWISE = (
     "Adam",
     "AdamW",
@@ -48,9 +51,11 @@ ELEMENTWISE = (
     "FusedLion",
     "DeepSpeedCPULion",
 )
-# Optimizers that look at whole parameters (norms, matrices, line searches): wrong on a shard, whatever the user allows.
+# Optimizers that look at whole parameters (norms, matrices, line searches): wrong on a shard,
+# whatever the user allows.
 WHOLE_PARAMETER = ("FusedLamb", "Muon", "MuonWithAuxAdam", "Adafactor", "LBFGS", "SparseAdam")
-# Written for flat buffers; everything else keeps one master per parameter without ZeRO, as upstream's files expect.
+# Written for flat buffers; everything else keeps one master per parameter without ZeRO, as
+# upstream's files expect.
 FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
 
 
@@ -84,7 +89,9 @@ class WrapContext:
 # The torch optimizer
 
 
-def build_basic_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+def build_basic_optimizer(
+    config: DeepSpeedConfig, parameters: Iterable[Any]
+) -> torch.optim.Optimizer:
     """The optimizer of the configuration's `optimizer` block.
 
     Raises:
@@ -92,25 +99,35 @@ def build_basic_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) ->
     """
     block = config.tree.optimizer
     if block is None:
-        raise DeepSpeedConfigError("no optimizer: give initialize(optimizer=...) or the key 'optimizer' in the configuration")
+        raise DeepSpeedConfigError(
+            "no optimizer: give initialize(optimizer=...) or the key 'optimizer' in the "
+            "configuration"
+        )
     params = dict(block.params)
     factory = _optimizer_class(block.type, params, _offloads(config))
     accepted = inspect.signature(factory).parameters
     unknown = sorted(set(params) - set(accepted))
     if unknown:
         raise DeepSpeedConfigError(
-            f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type {block.type!r}); "
-            f"it takes {', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
+            f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type "
+            f"{block.type!r}); it takes "
+            f"{', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
         )
     return factory(parameters, **params)
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
     offload = config.tree.zero_optimization.offload_optimizer
-    return offload is not None and offload.device.value != "none" and config.tree.zero_optimization.stage > 0
+    return (
+        offload is not None
+        and offload.device.value != "none"
+        and config.tree.zero_optimization.stage > 0
+    )
 
 
-def _optimizer_class(name: str, params: dict[str, Any], offload: bool) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer_class(
+    name: str, params: dict[str, Any], offload: bool
+) -> Callable[..., torch.optim.Optimizer]:
     key = name.lower()
     if key in ("adam", "adamw", "fusedadam"):
         return _adam_class(key, params, offload)
@@ -118,11 +135,15 @@ def _optimizer_class(name: str, params: dict[str, Any], offload: bool) -> Callab
     if key in own:
         return own[key]
     for candidate, cls in vars(torch.optim).items():
-        if candidate.lower() == key and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        if (
+            candidate.lower() == key
+            and isinstance(cls, type)
+            and issubclass(cls, torch.optim.Optimizer)
+        ):
             return cls
     raise DeepSpeedConfigError(
-        f"optimizer.type: {name!r} is unknown; use Adam, AdamW, {', '.join(sorted(n.title() for n in own))} "
-        "or a class of torch.optim"
+        f"optimizer.type: {name!r} is unknown; use Adam, AdamW, "
+        f"{', '.join(sorted(n.title() for n in own))} or a class of torch.optim"
     )
 
 
@@ -140,8 +161,12 @@ def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimi
     }
 
 
-def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[..., torch.optim.Optimizer]:
-    """Upstream's rule: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks for torch's default kernel."""
+def _adam_class(
+    key: str, params: dict[str, Any], offload: bool
+) -> Callable[..., torch.optim.Optimizer]:
+    """Upstream's rule: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks for
+    torch's default kernel.
+    """
     from deepspeed.ops.adam import (  # startup: only what is named is needed
         DeepSpeedCPUAdam,
         FusedAdam,
@@ -151,7 +176,10 @@ def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[...
     if params.pop("torch_adam", False):
         for argument in ("bias_correction", "set_grad_none"):
             if params.pop(argument, True) is False:
-                raise DeepSpeedConfigError(f"optimizer.params.{argument}: false is not supported with torch_adam; remove the key")
+                raise DeepSpeedConfigError(
+                    f"optimizer.params.{argument}: false is not supported with torch_adam; remove "
+                    "the key"
+                )
         return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
@@ -159,7 +187,8 @@ def _adam_class(key: str, params: dict[str, Any], offload: bool) -> Callable[...
         params.pop("set_grad_none", None)
         params["adamw_mode"] = adam_w_mode
         return DeepSpeedCPUAdam
-    # Honoured either way: what FusedAdam steps here is fp32 (parameters, or masters of others), and moments have its dtype.
+    # Honoured either way: what FusedAdam steps here is fp32 (parameters, or masters of others), and
+    # moments have its dtype.
     params.pop("fp32_optimizer_states", None)
     params["adam_w_mode"] = adam_w_mode
     return FusedAdam
@@ -183,12 +212,18 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     _check_accumulation(stage, model_dtype, accumulation)
     if stage > 0:
         _check_shardable(basic, context.config)
-    if stage < 2 and accumulation is not None and not tree.zero_optimization.ignore_unused_parameters:
+    if (
+        stage < 2
+        and accumulation is not None
+        and not tree.zero_optimization.ignore_unused_parameters
+    ):
         raise DeepSpeedConfigError(
-            "zero_optimization.ignore_unused_parameters: false with data_types.grad_accum_dtype at stage 0 or 1 is not supported: "
-            "the accumulator does not tell an unused parameter from a zero gradient; use true, or stage 2"
+            "zero_optimization.ignore_unused_parameters: false with data_types.grad_accum_dtype at "
+            "stage 0 or 1 is not supported: the accumulator does not tell an unused parameter from "
+            "a zero gradient; use true, or stage 2"
         )
-    # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot take.
+    # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot
+    # take.
     shards = stage == 1 or (stage == 0 and type(basic).__name__ in ELEMENTWISE)
     if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:
         return _bf16(basic, context, accumulation)
@@ -198,15 +233,27 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         return ReplicatedOptimizer(basic, **_replicated(context), **_sequence(context))
     flat = type(basic).__name__ in FLAT_WITHOUT_ZERO
     cls = FP16_Optimizer if flat else FP16_UnfusedOptimizer
-    return cls(basic, context.param_names, local_accumulation_dtype=accumulation, **_replicated(context), **_sequence(context))
+    return cls(
+        basic,
+        context.param_names,
+        local_accumulation_dtype=accumulation,
+        **_replicated(context),
+        **_sequence(context),
+    )
 
 
-def _check_accumulation(stage: int, model_dtype: torch.dtype, accumulation: torch.dtype | None) -> None:
-    if accumulation is None or accumulation == torch.float32 or (stage == 2 and accumulation == model_dtype):
+def _check_accumulation(
+    stage: int, model_dtype: torch.dtype, accumulation: torch.dtype | None
+) -> None:
+    if (
+        accumulation is None
+        or accumulation == torch.float32
+        or (stage == 2 and accumulation == model_dtype)
+    ):
         return
     raise DeepSpeedConfigError(
-        f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage {stage} is not supported; "
-        "use fp32, or leave it out to accumulate in the model's dtype"
+        f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage "
+        f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's dtype"
     )
 
 
@@ -214,7 +261,8 @@ def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
     name = type(basic).__name__
     if name in WHOLE_PARAMETER:
         raise DeepSpeedConfigError(
-            f"{name} updates a parameter from the whole of it, and ZeRO gives each rank a shard: use zero_optimization.stage 0"
+            f"{name} updates a parameter from the whole of it, and ZeRO gives each rank a shard: "
+            "use zero_optimization.stage 0"
         )
     if name not in ELEMENTWISE and not config.tree.zero_allow_untested_optimizer:
         raise DeepSpeedConfigError(
@@ -262,7 +310,9 @@ def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
 
 
 def _replicated(context: WrapContext) -> dict[str, Any]:
-    """Every rank has its parameters' gradients whole: what no other rank has parts of, nobody sums."""
+    """Every rank has its parameters' gradients whole: what no other rank has parts of, nobody
+    sums.
+    """
     tree, ranks = context.config.tree, context.ranks
     return {
         "norm_group": None if ranks.is_whole else ranks.norm_group,
@@ -289,7 +339,9 @@ def _sharded(context: WrapContext) -> dict[str, Any]:
     }
 
 
-def _bf16(basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype) -> MasterWeightOptimizer:
+def _bf16(
+    basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype
+) -> MasterWeightOptimizer:
     immediate = context.config.tree.bf16.immediate_grad_update
     return BF16_Optimizer(
         basic,

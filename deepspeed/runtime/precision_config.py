@@ -1,6 +1,7 @@
 """The fp16 and bf16 blocks.
 
-The models stand in ``deepspeed.runtime.config_models.precision``; the names here are upstream's import paths.
+The models stand in ``deepspeed.runtime.config_models.precision``; the names here are upstream's
+import paths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`StepObserver`: how monitors and profilers attach to the engine.
 
-The engine says when a phase begins and ends (`engine_timing.EngineTimers`); it does not know who listens. `observers_of` reads the
-configuration and makes those that it asks for. An observer must not communicate: ranks may have different ones.
+The engine says when a phase begins and ends (`engine_timing.EngineTimers`); it does not know who
+listens. `observers_of` reads the configuration and makes those that it asks for. An observer must
+not communicate: ranks may have different ones.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class StepObserver:
-    """Call order, per micro-batch: forward starts, forward ended, loss, backward starts, backward ended; then, at the boundary:
-    step starts, step ended, and in pipelines the batch's loss. Evaluation has only forwards. Every method may be left out.
+    """Call order, per micro-batch: forward starts, forward ended, loss, backward starts, backward
+    ended; then, at the boundary:
+    step starts, step ended, and in pipelines the batch's loss. Evaluation has only forwards. Every
+    method may be left out.
     """
 
     def forward_starts(self, training: bool) -> None:
@@ -26,7 +29,8 @@ class StepObserver:
         """It ended; not called for one that raised."""
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """Of a micro-batch, before it is divided and scaled; not called for plain `loss.backward()`, which the engine does not see.
+        """Of a micro-batch, before it is divided and scaled; not called for plain
+        `loss.backward()`, which the engine does not see.
 
         Args:
             loss: 0-dim or one element, with its graph: whoever keeps it must detach it.

@@ -1,12 +1,13 @@
 """Side streams, events and buffers kept alive across them: the only place that creates a stream.
 
-[Note: lifetimes across streams]
-A buffer written on one stream and read on another needs two things: the reader's stream waits for the writer's, and the memory
-isn't handed out again before the reader is done. The first is `CommContext.wait_for`; the second is a Python reference held in a
-keep-alive pair `(tensors, event)` until the event, recorded on the reader's stream after its last use, has passed.
-`record_stream` is not used: it defers reuse by an amount that nobody can predict.
+[Note: lifetimes across streams] A buffer written on one stream and read on another needs two
+things: the reader's stream waits for the writer's, and the memory isn't handed out again before the
+reader is done. The first is `CommContext.wait_for`; the second is a Python reference held in a
+keep-alive pair `(tensors, event)` until the event, recorded on the reader's stream after its last
+use, has passed. `record_stream` is not used: it defers reuse by an amount that nobody can predict.
 
-On devices without streams (CPU) the same code runs: entering the stream is a no-op and overlap comes from asynchronous handles.
+On devices without streams (CPU) the same code runs: entering the stream is a no-op and overlap
+comes from asynchronous handles.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from deepspeed.accelerator import get_accelerator
 class CommContext:
     """The reduction stream of one optimizer and what must outlive the work on it.
 
-    Without overlap the same stream is used, and the current one waits for it after every reduction: gradients come from several
-    streams and bucket buffers are reused either way, so one stream that owns the buffers is what keeps both cases right.
+    Without overlap the same stream is used, and the current one waits for it after every reduction:
+    gradients come from several streams and bucket buffers are reused either way, so one stream that
+    owns the buffers is what keeps both cases right.
 
     Args:
         overlap: Communicate beside backward.
@@ -51,7 +53,9 @@ class CommContext:
         return self.overlap and not self.has_streams
 
     def current_stream(self) -> Any:
-        """The stream current here and now; inside a hook, the one that its gradient was produced on."""
+        """The stream current here and now; inside a hook, the one that its gradient was produced
+        on.
+        """
         return get_accelerator().current_stream()
 
     def wait_for(self, producers: Iterable[Any]) -> None:
@@ -63,7 +67,11 @@ class CommContext:
     @contextmanager
     def on_reduction_stream(self) -> Iterator[None]:
         """Issue work on the reduction stream, if the device has streams."""
-        context = nullcontext() if self.reduction_stream is None else get_accelerator().stream(self.reduction_stream)
+        context = (
+            nullcontext()
+            if self.reduction_stream is None
+            else get_accelerator().stream(self.reduction_stream)
+        )
         with context:
             yield
 
@@ -85,7 +93,8 @@ class CommContext:
     def join(self) -> None:
         """Let the current stream wait for the reduction stream; what was kept alive may go.
 
-        Dropping the references is safe here: memory freed now is reused by work on the current stream, which waits.
+        Dropping the references is safe here: memory freed now is reused by work on the current
+        stream, which waits.
         """
         if self.reduction_stream is not None:
             get_accelerator().current_stream().wait_stream(self.reduction_stream)
@@ -99,10 +108,12 @@ class CommContext:
 
 
 class StagingBuffers:
-    """Page-locked host memory between the host and a device, used again and again: locking pages takes longer than copying them.
+    """Page-locked host memory between the host and a device, used again and again: locking pages
+    takes longer than copying them.
 
     Args:
-        count: How many buffers that are still being copied there may be before `take` waits for the oldest.
+        count: How many buffers that are still being copied there may be before `take` waits for the
+            oldest.
         pin: Whether to lock the pages; otherwise copies are synchronous, and need no events.
     """
 
@@ -112,7 +123,9 @@ class StagingBuffers:
         self._free: deque[tuple[torch.Tensor, Any]] = deque()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of at least `numel` elements that no copy uses any more; its content is undefined."""
+        """A flat tensor of at least `numel` elements that no copy uses any more; its content is
+        undefined.
+        """
         if self._free and (self._free[0][1] is None or len(self._free) >= self._count):
             memory, event = self._free.popleft()
             if event is not None:

@@ -17,7 +17,9 @@ from deepspeed.utils.comms_logging import print_rank_0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like objects without nesting."""
+    """All tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like
+    objects without nesting.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -32,7 +34,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield from tensors_in(item)
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
     """Nested lists, tuples and dicts with every tensor on `device`.
 
     Args:
@@ -59,9 +63,13 @@ def set_random_seed(seed: int) -> None:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+    mpu: Any = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, with the norm taken over model-parallel ranks if `mpu` is given.
+    """`torch.nn.utils.clip_grad_norm_`, with the norm taken over model-parallel ranks if `mpu` is
+    given.
 
     Returns:
         The norm before clipping, 0-d.
@@ -69,7 +77,10 @@ def clip_grad_norm_(
     if mpu is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     if norm_type != 2:
-        raise ValueError(f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across ranks")
+        raise ValueError(
+            f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across "
+            "ranks"
+        )
     # cycle: both use this module
     from deepspeed.runtime.gradients.norm import (
         clip_factor,
@@ -82,7 +93,11 @@ def clip_grad_norm_(
     counts = norm_selection(bwc_tensor_model_parallel_rank(mpu))
     owned = [p.grad for p in params if p.grad is not None and counts(p)]
     device = params[0].device
-    norm = reduce_squared_norm(local_squared_norm(owned, device), mpu.get_model_parallel_group()).sqrt_().squeeze()
+    norm = (
+        reduce_squared_norm(local_squared_norm(owned, device), mpu.get_model_parallel_group())
+        .sqrt_()
+        .squeeze()
+    )
     factor = clip_factor(norm.item(), max_norm)
     for param in params:
         if param.grad is not None:
@@ -91,10 +106,11 @@ def clip_grad_norm_(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`, so that calls can stay in a script.
+    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`, so that
+    calls can stay in a script.
 
-    MA is allocated by tensors, CA what the allocator holds; each with its largest value since the last call, which starts anew.
-    The host's line is the machine's, not this process's.
+    MA is allocated by tensors, CA what the allocator holds; each with its largest value since the
+    last call, which starts anew. The host's line is the machine's, not this process's.
 
     Args:
         message: What has just happened.
@@ -134,7 +150,8 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Boundaries of `num_parts` consecutive parts with equal numbers of items; the first parts get the remainder.
+    """Boundaries of `num_parts` consecutive parts with equal numbers of items; the first parts get
+    the remainder.
 
     Returns:
         num_parts + 1 boundaries; with fewer items than parts, the last parts are empty.
@@ -146,21 +163,24 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Boundaries of `num_parts` consecutive, non-empty parts whose weights differ least.
 
-    Found part by part: of all places for the last boundary, the one with the smallest difference between heaviest and lightest
-    part so far; of equal ones the last. Checkpoints depend on this rule: another one would move layers between ranks.
+    Found part by part: of all places for the last boundary, the one with the smallest difference
+    between heaviest and lightest part so far; of equal ones the last. Checkpoints depend on this
+    rule: another one would move layers between ranks.
 
     Args:
         weights: Weight of each item.
         num_parts: How many parts.
 
     Returns:
-        num_parts + 1 boundaries; with no more items than parts, one item each and empty parts after them.
+        num_parts + 1 boundaries; with no more items than parts, one item each and empty parts after
+        them.
     """
     num_items = len(weights)
     if num_items <= num_parts:
         return partition_uniform(num_items, num_parts)
     sums = [0.0, *prefix_sum_inc(weights)]
-    # best[i]: (difference, heaviest, lightest, boundaries) of the first i items in as many parts as the round
+    # best[i]: (difference, heaviest, lightest, boundaries) of the first i items in as many parts as
+    # the round
     best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, -math.inf, math.inf, [0])}
     for part in range(1, num_parts + 1):
         ends = range(part, num_items - (num_parts - part) + 1)

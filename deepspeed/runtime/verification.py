@@ -1,8 +1,9 @@
 """Which checks of gradient synchronization an engine trains under, and how they are switched on.
 
-Read by the engine when it is made: the configuration's `verify` block, the environment variable DS_VERIFY (a comma-separated list
-of "ledger", "collectives" and "streams"), and whoever watches for new engines (`deepspeed.verify.ledger()`). The checks themselves
-are imported only when they are wanted.
+Read by the engine when it is made: the configuration's `verify` block, the environment variable
+DS_VERIFY (a comma-separated list of "ledger", "collectives" and "streams"), and whoever watches for
+new engines (`deepspeed.verify.ledger()`). The checks themselves are imported only when they are
+wanted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def wanted_checks(block: VerifyConfig) -> set[str]:
     unknown = sorted(words - set(CHECKS))
     if unknown:
         raise DeepSpeedConfigError(
-            f"{VARIABLE}: {', '.join(unknown)!r} is unknown; use a comma-separated list of {', '.join(CHECKS)}"
+            f"{VARIABLE}: {', '.join(unknown)!r} is unknown; use a comma-separated list of "
+            f"{', '.join(CHECKS)}"
         )
     return words | {check for check in CHECKS if getattr(block, check)}
 
@@ -70,7 +72,8 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
 
 
 def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedger | None:
-    """Give the engine a ledger from now on; None if it has no optimizer. An accumulation that has begun is not checked.
+    """Give the engine a ledger from now on; None if it has no optimizer. An accumulation that has
+    begun is not checked.
 
     Args:
         engine: Whose gradients.

@@ -1,7 +1,8 @@
 """Cross entropy over a sequence that is split over ranks.
 
-Every rank has the logits of its own positions and learns the losses of all. The backward is the adjoint of that: where several
-ranks use a loss, their gradients are added up (see [Note: one divisor] in `deepspeed.sequence`).
+Every rank has the logits of its own positions and learns the losses of all. The backward is the
+adjoint of that: where several ranks use a loss, their gradients are added up (see [Note: one
+divisor] in `deepspeed.sequence`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
     """See `vocab_sequence_parallel_cross_entropy`."""
 
     @staticmethod
-    def forward(ctx: Any, vocab_seq_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, vocab_seq_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any
+    ) -> torch.Tensor:
         """Losses of all positions, in fp32."""
         taking_part = target != IGNORE_INDEX
         target = target.masked_fill(~taking_part, 0)
@@ -36,7 +39,9 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Every rank's gradient of this rank's losses, added up, times that of the losses by the logits."""
+        """Every rank's gradient of this rank's losses, added up, times that of the losses by the
+        logits.
+        """
         log_probabilities, target, taking_part = ctx.saved_tensors
         grad = grad_output.new_empty(target.shape)
         dist.reduce_scatter_tensor(grad, grad_output.contiguous(), group=ctx.group)
@@ -46,7 +51,9 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
         return logits_grad.to(ctx.dtype), None, None
 
 
-def vocab_sequence_parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any
+) -> torch.Tensor:
     """Losses of all positions of a sequence whose positions are split over `sp_group`.
 
     Args:
@@ -55,13 +62,19 @@ def vocab_sequence_parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, t
         sp_group: The P ranks that share the sequence; None: all.
 
     Returns:
-        [s, b] in fp32, the same on all ranks of the group; zero at ignored positions. Take its mean (or any other function) on
-        every rank: the engine's gradient is that of one process with the whole sequence.
+        [s, b] in fp32, the same on all ranks of the group; zero at ignored positions. Take its mean
+        (or any other function) on every rank: the engine's gradient is that of one process with the
+        whole sequence.
 
     Raises:
         ValueError: For shapes that do not belong together.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape or target.dim() < 1:
-        raise ValueError(f"logits of shape {tuple(vocab_parallel_logits.shape)} do not fit targets of shape {tuple(target.shape)}")
-    losses: torch.Tensor = _VocabSequenceParallelCrossEntropy.apply(vocab_parallel_logits, target, sp_group)
+        raise ValueError(
+            f"logits of shape {tuple(vocab_parallel_logits.shape)} do not fit targets of shape "
+            f"{tuple(target.shape)}"
+        )
+    losses: torch.Tensor = _VocabSequenceParallelCrossEntropy.apply(
+        vocab_parallel_logits, target, sp_group
+    )
     return losses

@@ -1,7 +1,9 @@
-"""The exchange under Ulysses attention: every rank's pieces along one dimension for all ranks' pieces along another.
+"""The exchange under Ulysses attention: every rank's pieces along one dimension for all ranks'
+pieces along another.
 
-Owns the buffers and the one collective of an exchange, in any layout: several tensors travel together. Knows nothing of heads or
-of attention. Its gradient is the exchange back, so that the two dimensions swap their roles.
+Owns the buffers and the one collective of an exchange, in any layout: several tensors travel
+together. Knows nothing of heads or of attention. Its gradient is the exchange back, so that the two
+dimensions swap their roles.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ class Cut(NamedTuple):
         Raises:
             ValueError: Naming the sizes.
         """
-        if tensor.shape[self.scatter] != sum(self.scatter_sizes) or tensor.shape[self.gather] != self.gather_sizes[rank]:
+        if (
+            tensor.shape[self.scatter] != sum(self.scatter_sizes)
+            or tensor.shape[self.gather] != self.gather_sizes[rank]
+        ):
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension {self.scatter} into {self.scatter_sizes} "
-                f"and hold piece {rank} of {self.gather_sizes} along dimension {self.gather}"
+                f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dimension "
+                f"{self.scatter} into {self.scatter_sizes} and hold piece {rank} of "
+                f"{self.gather_sizes} along dimension {self.gather}"
             )
 
 
@@ -57,14 +63,22 @@ class Pending:
         group: The ranks.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, async_op: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, async_op: bool
+    ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self._outgoing, sent = _pack(tensors, cuts, world)
-        self._shapes = [_arriving_shapes(t.shape, cut, rank) for t, cut in zip(tensors, cuts, strict=True)]
+        self._shapes = [
+            _arriving_shapes(t.shape, cut, rank) for t, cut in zip(tensors, cuts, strict=True)
+        ]
         self._cuts = cuts
-        self._received = [sum(math.prod(shapes[source]) for shapes in self._shapes) for source in range(world)]
+        self._received = [
+            sum(math.prod(shapes[source]) for shapes in self._shapes) for source in range(world)
+        ]
         self._incoming = self._outgoing.new_empty(sum(self._received))
-        self._work = dist.all_to_all_single(self._incoming, self._outgoing, self._received, sent, group=group, async_op=async_op)
+        self._work = dist.all_to_all_single(
+            self._incoming, self._outgoing, self._received, sent, group=group, async_op=async_op
+        )
 
     def wait(self) -> list[torch.Tensor]:
         """What arrived, contiguous, in the order of the tensors."""
@@ -75,16 +89,24 @@ class Pending:
             sizes = [math.prod(shapes[source]) for shapes in self._shapes]
             for index, part in enumerate(message.split(sizes)):
                 pieces[index].append(part.view(self._shapes[index][source]))
-        return [torch.cat(parts, dim=cut.gather) for parts, cut in zip(pieces, self._cuts, strict=True)]
+        return [
+            torch.cat(parts, dim=cut.gather) for parts, cut in zip(pieces, self._cuts, strict=True)
+        ]
 
 
-def _pack(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int) -> tuple[torch.Tensor, list[int]]:
+def _pack(
+    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
+) -> tuple[torch.Tensor, list[int]]:
     """All pieces in one buffer, those for one rank together; and the elements for each rank.
 
-    Copied straight from the strided tensors: the layout changes on the way into the buffer, so nothing is permuted before.
+    Copied straight from the strided tensors: the layout changes on the way into the buffer, so
+    nothing is permuted before.
     """
     outgoing = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    parts = [tensor.split(cut.scatter_sizes, dim=cut.scatter) for tensor, cut in zip(tensors, cuts, strict=True)]
+    parts = [
+        tensor.split(cut.scatter_sizes, dim=cut.scatter)
+        for tensor, cut in zip(tensors, cuts, strict=True)
+    ]
     sent = []
     end = 0
     for destination in range(world):
@@ -107,14 +129,17 @@ def _arriving_shapes(shape: Sequence[int], cut: Cut, rank: int) -> list[tuple[in
     return shapes
 
 
-def exchange(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any = None) -> list[torch.Tensor]:
+def exchange(
+    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any = None
+) -> list[torch.Tensor]:
     """Exchange tensors of one dtype in one collective, without autograd.
 
     Args:
         tensors: What leaves this rank.
         cuts: How, one for each tensor.
         group: The ranks.
-        stream: Accelerator stream to run on; the current one waits for it before this returns. None: the current one.
+        stream: Accelerator stream to run on; the current one waits for it before this returns.
+            None: the current one.
 
     Raises:
         ValueError: A tensor does not fit its cut.
@@ -129,10 +154,13 @@ def exchange(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, s
     return _on_stream(tensors, cuts, group, stream)
 
 
-def _on_stream(tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any) -> list[torch.Tensor]:
+def _on_stream(
+    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any
+) -> list[torch.Tensor]:
     current = get_accelerator().current_stream()
-    # Both waits are needed: the tensors are written on the current stream, and their memory, as well as that of the results, may be
-    # given to others by either stream's allocator as soon as Python drops them.
+    # Both waits are needed: the tensors are written on the current stream, and their memory, as
+    # well as that of the results, may be given to others by either stream's allocator as soon as
+    # Python drops them.
     stream.wait_stream(current)
     with get_accelerator().stream(stream):
         arrived = Pending(tensors, cuts, group, async_op=False).wait()
@@ -144,12 +172,21 @@ class Exchange(torch.autograd.Function):
     """`exchange` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, cuts: Sequence[Cut], stream: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, group: Any, cuts: Sequence[Cut], stream: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Exchange `tensors`."""
         ctx.group, ctx.cuts, ctx.stream = group, cuts, stream
         return tuple(exchange(tensors, cuts, group, stream))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Exchange the gradients back. All of them, zeros included: every rank has to send the same messages."""
-        return (None, None, None, *exchange(grads, [cut.back() for cut in ctx.cuts], ctx.group, ctx.stream))
+        """Exchange the gradients back. All of them, zeros included: every rank has to send the same
+        messages.
+        """
+        return (
+            None,
+            None,
+            None,
+            *exchange(grads, [cut.back() for cut in ctx.cuts], ctx.group, ctx.stream),
+        )

@@ -1,8 +1,9 @@
 """Attention over sequences that are split over ranks, by exchanging positions for heads (Ulysses).
 
-Every rank projects queries, keys and values of its own positions. `DistributedAttention` gives each rank all positions of a few
-heads, runs any attention on them and brings the result back to positions. Owns who gets which heads: evenly or not, also with
-fewer key/value heads than query heads or than ranks. How pieces travel is `exchange`'s, who shares a sequence `utils.groups`'s.
+Every rank projects queries, keys and values of its own positions. `DistributedAttention` gives each
+rank all positions of a few heads, runs any attention on them and brings the result back to
+positions. Owns who gets which heads: evenly or not, also with fewer key/value heads than query
+heads or than ranks. How pieces travel is `exchange`'s, who shares a sequence `utils.groups`'s.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from deepspeed.sequence.exchange import Cut, Exchange, Pending, exchange
 
 
 def shares(total: int, ranks: int) -> tuple[int, ...]:
-    """`total` things dealt to `ranks`, the first ranks get one more where it doesn't come out even."""
+    """`total` things dealt to `ranks`, the first ranks get one more where it doesn't come out
+    even.
+    """
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
 
 
-def _make_cut(shape: Sequence[int], scatter: int, gather: int, group: Any, gather_total: int | None = None) -> Cut:
+def _make_cut(
+    shape: Sequence[int], scatter: int, gather: int, group: Any, gather_total: int | None = None
+) -> Cut:
     """The cut that scatters one dimension as evenly as it goes, and gathers another.
 
     Args:
@@ -31,7 +36,8 @@ def _make_cut(shape: Sequence[int], scatter: int, gather: int, group: Any, gathe
         scatter: Dimension that is cut.
         gather: Dimension that is joined.
         group: The ranks.
-        gather_total: Size of the joined dimension, dealt by `shares`; None: every rank has as much as this one.
+        gather_total: Size of the joined dimension, dealt by `shares`; None: every rank has as much
+            as this one.
     """
     world = dist.get_world_size(group)
     gather_sizes = (shape[gather],) * world if gather_total is None else shares(gather_total, world)
@@ -51,15 +57,19 @@ def single_all_to_all(
     handle: dict[str, Any] | None = None,
     type: str | None = None,
 ) -> torch.Tensor | None:
-    """Cut `input` along one dimension for the ranks of `group` and join what they send along another; without autograd.
+    """Cut `input` along one dimension for the ranks of `group` and join what they send along
+    another; without autograd.
 
     Args:
-        input: Of any layout, e.g. [s / P, b, h, d]; the other dimensions have the same sizes on all ranks.
-        scatter_idx: Dimension to cut, e.g. heads (2). The one with the lower index of the two counts positions and has to divide.
+        input: Of any layout, e.g. [s / P, b, h, d]; the other dimensions have the same sizes on all
+            ranks.
+        scatter_idx: Dimension to cut, e.g. heads (2). The one with the lower index of the two
+            counts positions and has to divide.
         gather_idx: Dimension to join, e.g. positions (0).
         batch_dim_idx: Dimension of the batch, which stays as it is.
         group: The P ranks that share the sequence.
-        async_op: Start only: `handle[type]` is what has been started, its `wait()` returns a list with the result.
+        async_op: Start only: `handle[type]` is what has been started, its `wait()` returns a list
+            with the result.
         handle: Where `async_op` leaves it.
         type: Its name there.
 
@@ -67,38 +77,55 @@ def single_all_to_all(
         The result, contiguous, e.g. [s, b, h / P, d]; None with `async_op`.
 
     Raises:
-        ValueError: For dimensions that are no such three, positions that the ranks do not divide, or fewer heads than ranks.
+        ValueError: For dimensions that are no such three, positions that the ranks do not divide,
+            or fewer heads than ranks.
     """
     cut = _checked_cut(input, scatter_idx, gather_idx, batch_dim_idx, group)
     if not async_op:
         return exchange([input], [cut], group)[0]
     if handle is None or type is None:
-        raise ValueError(f"single_all_to_all: async_op=True needs handle (a dict) and type (its key), got {handle!r} and {type!r}")
+        raise ValueError(
+            "single_all_to_all: async_op=True needs handle (a dict) and type (its key), got "
+            f"{handle!r} and {type!r}"
+        )
     handle[type] = Pending([input], [cut], group, async_op=True)
     return None
 
 
-def uneven_heads_all2all(input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any) -> torch.Tensor:
+def uneven_heads_all2all(
+    input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any
+) -> torch.Tensor:
     """`single_all_to_all` whose heads need not divide in either direction; without autograd.
 
-    On the way back no rank can tell from its own heads how many the others hold, so they tell each other: one small collective
-    more and a wait of the host. `DistributedAttention` knows, and needs neither.
+    On the way back no rank can tell from its own heads how many the others hold, so they tell each
+    other: one small collective more and a wait of the host. `DistributedAttention` knows, and needs
+    neither.
     """
     total = None
     if scatter_idx < gather_idx:
         own = torch.tensor([input.shape[gather_idx]], device=input.device)
         dist.all_reduce(own, group=group)
         total = int(own.item())
-    return exchange([input], [_checked_cut(input, scatter_idx, gather_idx, batch_dim_idx, group, total)], group)[0]
+    return exchange(
+        [input], [_checked_cut(input, scatter_idx, gather_idx, batch_dim_idx, group, total)], group
+    )[0]
 
 
-def _checked_cut(tensor: torch.Tensor, scatter: int, gather: int, batch: int, group: Any, gather_total: int | None = None) -> Cut:
+def _checked_cut(
+    tensor: torch.Tensor,
+    scatter: int,
+    gather: int,
+    batch: int,
+    group: Any,
+    gather_total: int | None = None,
+) -> Cut:
     _check_dims(tensor, scatter, gather, batch)
     world, size = dist.get_world_size(group), tensor.shape[scatter]
     if scatter < gather and size % world:
         raise ValueError(
-            f"a sequence of {size} positions (dimension {scatter} of {tuple(tensor.shape)}) cannot be split over {world} "
-            f"sequence-parallel ranks: pad it to a multiple of {world}, or use a degree that divides {size}"
+            f"a sequence of {size} positions (dimension {scatter} of {tuple(tensor.shape)}) cannot "
+            f"be split over {world} sequence-parallel ranks: pad it to a multiple of {world}, or "
+            f"use a degree that divides {size}"
         )
     if scatter > gather:
         _check_heads(size, world)
@@ -106,16 +133,20 @@ def _checked_cut(tensor: torch.Tensor, scatter: int, gather: int, batch: int, gr
 
 
 def _check_dims(tensor: torch.Tensor, scatter: int, gather: int, batch: int) -> None:
-    if len({scatter, gather, batch}) != 3 or not all(0 <= dim < tensor.dim() for dim in (scatter, gather, batch)):
+    if len({scatter, gather, batch}) != 3 or not all(
+        0 <= dim < tensor.dim() for dim in (scatter, gather, batch)
+    ):
         raise ValueError(
-            f"scatter_idx {scatter}, gather_idx {gather}, batch_dim_idx {batch} must be three dimensions of {tuple(tensor.shape)}"
+            f"scatter_idx {scatter}, gather_idx {gather}, batch_dim_idx {batch} must be three "
+            f"dimensions of {tuple(tensor.shape)}"
         )
 
 
 def _check_heads(heads: int, ranks: int) -> None:
     if heads < ranks:
         raise ValueError(
-            f"{heads} attention heads cannot be split over {ranks} sequence-parallel ranks: use a degree of at most {heads}"
+            f"{heads} attention heads cannot be split over {ranks} sequence-parallel ranks: use a "
+            f"degree of at most {heads}"
         )
 
 
@@ -138,12 +169,14 @@ class _SeqAllToAll(torch.autograd.Function):
         """Exchange; on `stream`, if given.
 
         Raises:
-            ValueError: For `handle`, `type` or `is_fwd`, which steered when upstream waits; here the result is always complete.
+            ValueError: For `handle`, `type` or `is_fwd`, which steered when upstream waits; here
+                the result is always complete.
         """
         if handle is not None or type is not None or not is_fwd:
             raise ValueError(
-                f"_SeqAllToAll: handle={handle!r}, type={type!r}, is_fwd={is_fwd!r} are not supported, the result is complete when "
-                "apply() returns: leave them out, or use single_all_to_all(async_op=True, handle=..., type=...)"
+                f"_SeqAllToAll: handle={handle!r}, type={type!r}, is_fwd={is_fwd!r} are not "
+                "supported, the result is complete when apply() returns: leave them out, or use "
+                "single_all_to_all(async_op=True, handle=..., type=...)"
             )
         ctx.group, ctx.stream = group, stream
         ctx.cut = _checked_cut(input, scatter_idx, gather_idx, batch_dim_idx, group)
@@ -168,7 +201,9 @@ class _DimZeroAllToAll(torch.autograd.Function):
         """
         world = dist.get_world_size(group)
         if input.shape[0] % world:
-            raise ValueError(f"dimension 0 of {tuple(input.shape)} cannot be split evenly over {world} ranks")
+            raise ValueError(
+                f"dimension 0 of {tuple(input.shape)} cannot be split evenly over {world} ranks"
+            )
         ctx.group = group
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
         dist.all_to_all_single(output, input.contiguous(), group=group)
@@ -180,17 +215,25 @@ class _DimZeroAllToAll(torch.autograd.Function):
         return None, _DimZeroAllToAll.apply(ctx.group, *grad_output)
 
 
-def pre_all2all_fun(permute_idx: Sequence[int], inp_shape: Sequence[int], input: torch.Tensor) -> torch.Tensor:
+def pre_all2all_fun(
+    permute_idx: Sequence[int], inp_shape: Sequence[int], input: torch.Tensor
+) -> torch.Tensor:
     """`input` viewed as `inp_shape`, with its dimensions in the order `permute_idx`, contiguous."""
     return input.reshape(tuple(inp_shape)).permute(tuple(permute_idx)).contiguous()
 
 
-def post_all2all(permute_idx: Sequence[int], res_shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that puts dimensions in the order `permute_idx` and shapes the result as `res_shape`, contiguous."""
+def post_all2all(
+    permute_idx: Sequence[int], res_shape: Sequence[int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that puts dimensions in the order `permute_idx` and shapes the result as
+    `res_shape`, contiguous.
+    """
     return lambda input: input.permute(tuple(permute_idx)).reshape(tuple(res_shape)).contiguous()
 
 
-def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_pos_emb(
+    t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor
+) -> torch.Tensor:
     """Turn the first `r` features of each head by angles, halves paired; the other features pass.
 
     Args:
@@ -205,11 +248,16 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: to
 
 
 def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
-    """`angles` with its positions in dimension `dim`: upstream takes them the other way round than queries."""
+    """`angles` with its positions in dimension `dim`: upstream takes them the other way round than
+    queries.
+    """
     if angles.shape[dim] != positions:
         angles = angles.transpose(0, 1)
     if angles.shape[dim] != positions:
-        raise ValueError(f"rotary_pos_emb: {tuple(angles.shape)} has not the {positions} positions of the whole sequence")
+        raise ValueError(
+            f"rotary_pos_emb: {tuple(angles.shape)} has not the {positions} positions of the whole "
+            "sequence"
+        )
     return angles
 
 
@@ -222,7 +270,8 @@ class HeadPlan(NamedTuple):
     Attributes:
         query: Query heads of each rank.
         key: Key and value heads of each rank.
-        key_order: Key heads in the order in which they leave, some of them repeated; None: as they are.
+        key_order: Key heads in the order in which they leave, some of them repeated; None: as they
+            are.
     """
 
     query: tuple[int, ...]
@@ -231,7 +280,8 @@ class HeadPlan(NamedTuple):
 
 
 def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
-    """Deal heads so that each rank's query heads find theirs among its key heads, with one ratio on the rank.
+    """Deal heads so that each rank's query heads find theirs among its key heads, with one ratio on
+    the rank.
 
     Query head i belongs to key head i // (query / key), as in every grouped-query attention.
 
@@ -241,7 +291,8 @@ def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
     _check_heads(query, ranks)
     if key < 1 or query % key:
         raise ValueError(
-            f"{query} query heads cannot share {key} key heads evenly: give a number of key heads that divides {query}"
+            f"{query} query heads cannot share {key} key heads evenly: give a number of key heads "
+            f"that divides {query}"
         )
     ratio = query // key
     if key >= ranks:
@@ -249,7 +300,8 @@ def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
         return HeadPlan(tuple(count * ratio for count in keys), keys, None)
     queries = shares(query, ranks)
     if ranks % key == 0 and query % ranks == 0:
-        # Every rank's query heads belong to one key head: it alone is sent, to each rank that needs it.
+        # Every rank's query heads belong to one key head: it alone is sent, to each rank that needs
+        # it.
         return HeadPlan(queries, (1,) * ranks, tuple(rank * key // ranks for rank in range(ranks)))
     # The border between two ranks lies inside a group: one key head per query head has no borders.
     return HeadPlan(queries, queries, tuple(head // ratio for head in range(query)))
@@ -258,13 +310,15 @@ def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
 class DistributedAttention(nn.Module):
     """Attention on whole sequences whose positions are split over the ranks of a group.
 
-    `local_attention` sees all positions of this rank's heads. Query, key and value travel together in one all-to-all, the result in
-    another; the same again in backward. Heads need not divide evenly, and there may be fewer key/value heads than query heads (and
-    than ranks). Every rank has the same number of positions.
+    `local_attention` sees all positions of this rank's heads. Query, key and value travel together
+    in one all-to-all, the result in another; the same again in backward. Heads need not divide
+    evenly, and there may be fewer key/value heads than query heads (and than ranks). Every rank has
+    the same number of positions.
 
     Args:
-        local_attention: Module called as `local_attention(query, key, value, *args, **kwargs)`, each [s, b, heads of this rank, d]
-            (or in the caller's layout). It returns the context in the same layout; heads and features may be one dimension.
+        local_attention: Module called as `local_attention(query, key, value, *args, **kwargs)`,
+            each [s, b, heads of this rank, d] (or in the caller's layout). It returns the context
+            in the same layout; heads and features may be one dimension.
         sequence_process_group: The P ranks that share a sequence.
         scatter_idx: Dimension of the heads.
         gather_idx: Dimension of the positions.
@@ -287,7 +341,9 @@ class DistributedAttention(nn.Module):
         self.sp_stream = sp_stream
 
     def layer_sync(self, layer: Any) -> None:
-        """Let the current stream wait for `layer.done_event`, which a layer that computes on a stream of its own leaves."""
+        """Let the current stream wait for `layer.done_event`, which a layer that computes on a
+        stream of its own leaves.
+        """
         event = getattr(layer, "done_event", None)
         if event is not None:
             get_accelerator().current_stream().wait_event(event)
@@ -305,10 +361,12 @@ class DistributedAttention(nn.Module):
         """Attend over the whole sequence.
 
         Args:
-            query: [s / P, b, h, d] or [b, s / P, h, d], or any layout that the constructor's dimensions describe.
+            query: [s / P, b, h, d] or [b, s / P, h, d], or any layout that the constructor's
+                dimensions describe.
             key, value: The same with as many heads or a divisor of them.
             batch_dim_idx: Dimension of the batch.
-            rotary_pos_emb: Cosines and sines for query and key at all s positions, [s, 1, 1, r] or [1, s, 1, r].
+            rotary_pos_emb: Cosines and sines for query and key at all s positions, [s, 1, 1, r] or
+                [1, s, 1, r].
             args, kwargs: Handed to the local attention.
 
         Returns:
@@ -328,18 +386,29 @@ class DistributedAttention(nn.Module):
         context = self.local_attn(query, key, value, *args, **kwargs)
         return self._to_positions(context, plan)
 
-    def _to_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: HeadPlan) -> tuple[torch.Tensor, ...]:
+    def _to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: HeadPlan
+    ) -> tuple[torch.Tensor, ...]:
         if plan.key_order is not None:
             # Differentiable: gradients of a repeated head add up.
             order = torch.tensor(plan.key_order, device=key.device)
-            key, value = key.index_select(self.scatter_idx, order), value.index_select(self.scatter_idx, order)
+            key, value = (
+                key.index_select(self.scatter_idx, order),
+                value.index_select(self.scatter_idx, order),
+            )
         positions = (query.shape[self.gather_idx],) * len(plan.query)
-        query_cut, key_cut = (Cut(self.scatter_idx, self.gather_idx, heads, positions) for heads in (plan.query, plan.key))
+        query_cut, key_cut = (
+            Cut(self.scatter_idx, self.gather_idx, heads, positions)
+            for heads in (plan.query, plan.key)
+        )
         tensors, cuts = (query, key, value), (query_cut, key_cut, key_cut)
         if query.dtype == key.dtype == value.dtype:
             return Exchange.apply(self.spg, cuts, self.sp_stream, *tensors)
         # One buffer has one dtype.
-        return tuple(Exchange.apply(self.spg, (cut,), self.sp_stream, t)[0] for t, cut in zip(tensors, cuts, strict=True))
+        return tuple(
+            Exchange.apply(self.spg, (cut,), self.sp_stream, t)[0]
+            for t, cut in zip(tensors, cuts, strict=True)
+        )
 
     def _to_positions(self, context: torch.Tensor, plan: HeadPlan) -> torch.Tensor:
         rank, ranks = dist.get_rank(self.spg), len(plan.query)
@@ -347,10 +416,16 @@ class DistributedAttention(nn.Module):
         width, uneven = divmod(context.shape[self.scatter_idx], plan.query[rank])
         if uneven or context.shape[self.gather_idx] % ranks:
             raise ValueError(
-                f"the local attention returned {tuple(context.shape)}; expected {plan.query[rank]} heads (times features) in "
-                f"dimension {self.scatter_idx} and a multiple of {ranks} positions in dimension {self.gather_idx}"
+                f"the local attention returned {tuple(context.shape)}; expected {plan.query[rank]} "
+                f"heads (times features) in dimension {self.scatter_idx} and a multiple of {ranks} "
+                f"positions in dimension {self.gather_idx}"
             )
         positions = (context.shape[self.gather_idx] // ranks,) * ranks
-        cut = Cut(self.gather_idx, self.scatter_idx, positions, tuple(heads * width for heads in plan.query))
+        cut = Cut(
+            self.gather_idx,
+            self.scatter_idx,
+            positions,
+            tuple(heads * width for heads in plan.query),
+        )
         (result,) = Exchange.apply(self.spg, (cut,), self.sp_stream, context)
         return result

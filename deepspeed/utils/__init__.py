@@ -33,7 +33,12 @@ _NAMES = {
     "instrument_w_nvtx": "deepspeed.utils.nvtx",
     "get_accelerator": "deepspeed.accelerator",
     **dict.fromkeys(
-        ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size", "initialize"),
+        (
+            "get_data_parallel_group",
+            "get_data_parallel_rank",
+            "get_data_parallel_world_size",
+            "initialize",
+        ),
         "deepspeed.utils.groups",
     ),
 }
@@ -41,5 +46,7 @@ _NAMES = {
 __all__ = ["log_dist", "logger"]
 
 __getattr__ = lazy_attributes(
-    __name__, _NAMES, ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging", "zero_to_fp32")
+    __name__,
+    _NAMES,
+    ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging", "zero_to_fp32"),
 )

@@ -1,6 +1,7 @@
 """Questions to an external `mpu` whose method names changed over Megatron's versions.
 
-An mpu ("model parallel unit") is any object or module with Megatron's getters. Each question tries the newer name first.
+An mpu ("model parallel unit") is any object or module with Megatron's getters. Each question tries
+the newer name first.
 """
 
 from typing import Any
@@ -17,7 +18,11 @@ def _ask(mpu: Any, names: tuple[str, ...], default: Any) -> Any:
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
     """The tensor-parallel size; 1 without an mpu or when it knows no model parallelism."""
-    names = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size")
+    names = (
+        "get_tensor_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_model_parallel_world_size",
+    )
     return int(_ask(mpu, names, 1))
 
 
@@ -29,7 +34,11 @@ def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
 
 def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
     """The tensor-parallel group; None without an mpu or when it knows no model parallelism."""
-    names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+    names = (
+        "get_tensor_model_parallel_group",
+        "get_slice_parallel_group",
+        "get_model_parallel_group",
+    )
     return _ask(mpu, names, None)
 
 

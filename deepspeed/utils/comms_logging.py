@@ -1,6 +1,7 @@
 """Statistics of collectives: counts, bytes, latencies and bandwidths.
 
-`CommsLogger` only keeps and formats numbers; `deepspeed.comm` decides what is timed and calls `append`.
+`CommsLogger` only keeps and formats numbers; `deepspeed.comm` decides what is timed and calls
+`append`.
 """
 
 import math
@@ -10,11 +11,13 @@ from typing import Any
 
 from deepspeed.utils.logging import log_dist
 
-# Share of the algorithm bandwidth that crosses each link, with n ranks (the formulas of nccl-tests):
+# Share of the algorithm bandwidth that crosses each link, with n ranks (the formulas of
+# nccl-tests):
 #   all_reduce       2 (n - 1) / n   every byte is sent once to be reduced and once to be distributed
 #   gather, scatter, all_gather, reduce_scatter, all_to_all   (n - 1) / n   a rank's own share does not travel
 #   broadcast, reduce, send, recv   1
-# The size is that of the whole result (all_gather) or of the whole input (reduce_scatter, all_to_all).
+# The size is that of the whole result (all_gather) or of the whole input (reduce_scatter,
+# all_to_all).
 _TWO_WAY_OPS = ("all_reduce",)
 _SHARED_OPS = ("all_gather", "allgather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
@@ -43,12 +46,15 @@ def convert_size(size_bytes: int) -> str:
     return f"{round(size_bytes / 1024**power, 2)} {units[power]}"
 
 
-def calc_bw_log(comm_op: str, size: int, duration: float, num_ranks: int | None = None) -> tuple[float, float]:
+def calc_bw_log(
+    comm_op: str, size: int, duration: float, num_ranks: int | None = None
+) -> tuple[float, float]:
     """Algorithm and bus bandwidth of one operation.
 
     Args:
         comm_op: the operation's name.
-        size: its message in bytes: the whole result of a gather, the whole input of a scatter, the tensor otherwise.
+        size: its message in bytes: the whole result of a gather, the whole input of a scatter, the
+            tensor otherwise.
         duration: its latency in milliseconds.
         num_ranks: the ranks that took part; None means the whole world.
 
@@ -79,7 +85,8 @@ class CommsLogger:
     """Keeps latencies and bandwidths of operations by name and message size.
 
     Attributes:
-        comms_dict: ``{record name: {message bytes: [count, latencies in ms, algorithm Gbps, bus Gbps]}}``.
+        comms_dict: ``{record name: {message bytes: [count, latencies in ms, algorithm Gbps, bus
+            Gbps]}}``.
         enabled: whether anything is timed.
         verbose: whether each operation is logged as it is recorded.
         debug: whether record names carry the calling function.
@@ -96,7 +103,9 @@ class CommsLogger:
         self.prof_ops: list[str] = []
 
     def configure(self, comms_config: Any) -> None:
-        """Take the ``comms_logger`` section: from the section itself or from an object that has it under that name."""
+        """Take the ``comms_logger`` section: from the section itself or from an object that has it
+        under that name.
+        """
         section = getattr(comms_config, "comms_logger", comms_config)
         self.enabled = bool(section.enabled)
         self.verbose = bool(section.verbose)
@@ -125,7 +134,14 @@ class CommsLogger:
         """Stop timing these operations by name (``prof_all`` still times them)."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
-    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int, num_ranks: int | None = None) -> None:
+    def append(
+        self,
+        raw_name: str,
+        record_name: str,
+        latency: float,
+        msg_size: int,
+        num_ranks: int | None = None,
+    ) -> None:
         """Record one finished operation.
 
         Args:
@@ -142,15 +158,19 @@ class CommsLogger:
             values.append(value)
         if self.verbose:
             log_dist(
-                f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {convert_size(msg_size)} | "
-                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
+                f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: "
+                f"{convert_size(msg_size)} | algbw (Gbps): {algorithm:.2f} | busbw (Gbps): "
+                f"{bus:.2f}",
                 ranks=[0],
             )
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """A copy of `comms_dict`."""
         return {
-            name: {size: [entry[0], *(list(values) for values in entry[1:])] for size, entry in by_size.items()}
+            name: {
+                size: [entry[0], *(list(values) for values in entry[1:])]
+                for size, entry in by_size.items()
+            }
             for name, by_size in self.comms_dict.items()
         }
 
@@ -182,16 +202,20 @@ class CommsLogger:
                 "msg_size_bytes": size,
                 "msg_size_str": convert_size(size),
             }
-            for size, (count, latencies, algorithm, bus) in self.comms_dict.get(operation_name, {}).items()
+            for size, (count, latencies, algorithm, bus) in self.comms_dict.get(
+                operation_name, {}
+            ).items()
         }
 
-    def log_all(self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
         """Print the statistics on rank 0 and return them if asked to.
 
         Args:
             print_log: whether to print.
-            show_straggler: also split each latency into communication (the shortest over the ranks) and waiting for
-                the slowest rank. Collective: all ranks must call.
+            show_straggler: also split each latency into communication (the shortest over the ranks)
+                and waiting for the slowest rank. Collective: all ranks must call.
             return_dict: return ``summary``, ``straggler_analysis`` and ``metadata``.
         """
         # cycle: deepspeed.comm imports this module.
@@ -217,22 +241,35 @@ class CommsLogger:
         # cycle: deepspeed.comm imports this module.
         from deepspeed import comm
 
-        mine = {name: {size: entry[1] for size, entry in sizes.items()} for name, sizes in self.comms_dict.items()}
+        mine = {
+            name: {size: entry[1] for size, entry in sizes.items()}
+            for name, sizes in self.comms_dict.items()
+        }
         everyone: list[Any] = [mine]
         if comm.is_initialized():
             everyone = [None] * comm.get_world_size()
-            # One exchange of everything: ranks need not have recorded the same operations, so a collective per
-            # operation could not be matched.
+            # One exchange of everything: ranks need not have recorded the same operations, so a
+            # collective per operation could not be matched.
             comm.all_gather_object(everyone, mine)
         return {
-            name: {size: self._straggler_entry(name, size, own, everyone) for size, own in sizes.items()}
+            name: {
+                size: self._straggler_entry(name, size, own, everyone)
+                for size, own in sizes.items()
+            }
             for name, sizes in mine.items()
         }
 
     @staticmethod
-    def _straggler_entry(name: str, size: int, own: list[float], everyone: list[Any]) -> dict[str, Any]:
-        # A rank with another count took part in other calls: its i-th latency is not the i-th of ours.
-        peers = [other[name][size] for other in everyone if len(other.get(name, {}).get(size, ())) == len(own)]
+    def _straggler_entry(
+        name: str, size: int, own: list[float], everyone: list[Any]
+    ) -> dict[str, Any]:
+        # A rank with another count took part in other calls: its i-th latency is not the i-th of
+        # ours.
+        peers = [
+            other[name][size]
+            for other in everyone
+            if len(other.get(name, {}).get(size, ())) == len(own)
+        ]
         communication = sum(min(latencies) for latencies in zip(*peers, strict=True))
         waiting = sum(own) - communication
         return {
@@ -264,7 +301,9 @@ class CommsLogger:
         lines = [
             "Breakdown with straggler effect",
             _row("Comm. Op", "Message Size", "Count")
-            + _row("Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)"),
+            + _row(
+                "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)"
+            ),
         ]
         columns = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
         for name, by_size in stragglers.items():

@@ -1,11 +1,13 @@
 """Which ranks share what: data-, tensor-, model-, sequence- and expert-parallel groups.
 
-The answers come, first match, from an external `mpu` with Megatron's getters (`deepspeed.initialize(mpu=...)` stores it in
-``groups.mpu``), from a torch DeviceMesh with axes ``data_parallel`` and ``sequence_parallel`` (``groups.mesh_device``), or are
-those of plain data parallelism: one data group of all ranks, everything else of size 1.
+The answers come, first match, from an external `mpu` with Megatron's getters
+(`deepspeed.initialize(mpu=...)` stores it in ``groups.mpu``), from a torch DeviceMesh with axes
+``data_parallel`` and ``sequence_parallel`` (``groups.mesh_device``), or are those of plain data
+parallelism: one data group of all ranks, everything else of size 1.
 
-Groups of our own are made once and kept; they are forgotten with the process group they were made in. Making one is
-collective over the world, so the first question for a tensor- or model-parallel group must be asked on all ranks.
+Groups of our own are made once and kept; they are forgotten with the process group they were made
+in. Making one is collective over the world, so the first question for a tensor- or model-parallel
+group must be asked on all ranks.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,7 +40,8 @@ _MPU_TENSOR_MODEL_PARALLEL_RANK: int | None = None
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Use ``mpu`` for all questions from now on, and make the expert groups of an ``ep_size`` above 1 (collective over the world).
+    """Use ``mpu`` for all questions from now on, and make the expert groups of an ``ep_size`` above
+    1 (collective over the world).
 
     Raises:
         ValueError: ``ep_size`` does not divide the ranks that can share experts.
@@ -50,7 +53,12 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 def reset() -> None:
     """Forget the mpu, the mesh, the pretended ranks and all groups."""
-    global mpu, mesh_device, _cache_world, _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE, _MPU_TENSOR_MODEL_PARALLEL_RANK
+    global \
+        mpu, \
+        mesh_device, \
+        _cache_world, \
+        _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE, \
+        _MPU_TENSOR_MODEL_PARALLEL_RANK
     mpu = None
     mesh_device = None
     _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = None
@@ -60,7 +68,8 @@ def reset() -> None:
 
 
 def _make_mesh(data: int, sequence: int) -> Any:
-    """All ranks as `data` rows of `sequence` ranks that share sequences. Collective over the world when first asked.
+    """All ranks as `data` rows of `sequence` ranks that share sequences. Collective over the world
+    when first asked.
 
     Raises:
         ValueError: They are not all ranks.
@@ -68,21 +77,28 @@ def _make_mesh(data: int, sequence: int) -> Any:
     world = dist.get_world_size()
     if data * sequence != world:
         raise ValueError(
-            f"{data} data-parallel times {sequence} sequence-parallel ranks are {data * sequence}, but there are {world} ranks: "
-            "make mesh_param=(data parallel, sequence parallel), or the keys data_parallel_size and sequence_parallel_size, match"
+            f"{data} data-parallel times {sequence} sequence-parallel ranks are {data * sequence}, "
+            f"but there are {world} ranks: make mesh_param=(data parallel, sequence parallel), or "
+            "the keys data_parallel_size and sequence_parallel_size, match"
         )
     axes = (DATA_AXIS, SEQUENCE_AXIS)
-    return _made_once(("mesh", data, sequence), lambda: dist.initialize_mesh_device((data, sequence), axes))
+    return _made_once(
+        ("mesh", data, sequence), lambda: dist.initialize_mesh_device((data, sequence), axes)
+    )
 
 
 def _use_mesh(mesh: Any) -> None:
     """Take the data- and sequence-parallel groups of ``mesh`` from now on.
 
     Raises:
-        ValueError: There is an mpu already, which would be asked first, or the mesh has not both axes.
+        ValueError: There is an mpu already, which would be asked first, or the mesh has not both
+            axes.
     """
     if mpu is not None:
-        raise ValueError("a sequence-parallel mesh beside an mpu: the mpu says which ranks share what; give one of them")
+        raise ValueError(
+            "a sequence-parallel mesh beside an mpu: the mpu says which ranks share what; give one "
+            "of them"
+        )
     missing = {DATA_AXIS, SEQUENCE_AXIS} - set(mesh.mesh_dim_names or ())
     if missing:
         raise ValueError(f"the mesh has axes {mesh.mesh_dim_names}; {sorted(missing)} missing")
@@ -117,7 +133,8 @@ def _made_once(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def _own_group(rank_lists: list[list[int]]) -> Any:
-    """Make a group of each list and return this rank's; every rank passes the same lists, in which each rank occurs once.
+    """Make a group of each list and return this rank's; every rank passes the same lists, in which
+    each rank occurs once.
 
     new_group is collective over the world: every rank makes every group, in the same order.
     """
@@ -136,7 +153,7 @@ def _clone_world_group() -> Any:
     return dist.get_world_group()
 
 
-# -- data parallel ----------------------------------------------------------------------------------------------------
+# -- data parallel ---------------------------------------------------------------------------------
 
 
 def _get_data_parallel_group() -> Any:
@@ -174,16 +191,18 @@ def _get_broadcast_src_rank() -> int:
     return dist.get_global_rank(_get_sequence_data_parallel_group(), 0)
 
 
-# -- optimizer instances: replicas of the sharded optimizer state inside the data-parallel group ---------------------
+# -- optimizer instances: replicas of the sharded optimizer state inside the data-parallel group ---
 
 
 @dataclass(frozen=True)
 class OptimizerInstances:
-    """This rank's place in a data-parallel group of D ranks that is split into `count` instances of D / count consecutive ranks.
+    """This rank's place in a data-parallel group of D ranks that is split into `count` instances of
+    D / count consecutive ranks.
 
     Attributes:
         inside: The ranks of this instance; each owns one shard.
-        across: The ranks that own the same shard, one of each instance; None if there is one instance.
+        across: The ranks that own the same shard, one of each instance; None if there is one
+            instance.
         index: Which instance this rank is in.
         count: How many there are.
     """
@@ -195,7 +214,8 @@ class OptimizerInstances:
 
 
 def _get_optimizer_instances(count: int) -> OptimizerInstances:
-    """The ranks that share dense parameters as `count` instances. Collective over the world when first asked.
+    """The ranks that share dense parameters as `count` instances. Collective over the world when
+    first asked.
 
     Raises:
         ValueError: The group cannot be split evenly.
@@ -205,7 +225,10 @@ def _get_optimizer_instances(count: int) -> OptimizerInstances:
         return OptimizerInstances(whole)
     own = tuple(sorted(dist.get_all_ranks_from_group(whole)))  # as new_group will number them
     if count < 1 or len(own) % count:
-        raise ValueError(f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances of equal size")
+        raise ValueError(
+            f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances of "
+            "equal size"
+        )
     return _made_once(("instances", own, count), lambda: _make_instances(own, count))
 
 
@@ -215,7 +238,9 @@ def _make_instances(own: tuple[int, ...], count: int) -> OptimizerInstances:
     for ranks in _all_rank_tuples(own):
         inside += [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
         across += [list(ranks[position::size]) for position in range(size)]
-    return OptimizerInstances(_own_group(inside), _own_group(across), own.index(dist.get_rank()) // size, count)
+    return OptimizerInstances(
+        _own_group(inside), _own_group(across), own.index(dist.get_rank()) // size, count
+    )
 
 
 def _all_rank_tuples(own: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -228,7 +253,7 @@ def _all_rank_tuples(own: tuple[int, ...]) -> list[tuple[int, ...]]:
     return sorted({tuple(ranks) for ranks in everywhere})
 
 
-# -- sequence parallel ------------------------------------------------------------------------------------------------
+# -- sequence parallel -----------------------------------------------------------------------------
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -260,19 +285,23 @@ def _get_sequence_parallel_group() -> Any:
     if _mesh_has(SEQUENCE_AXIS):
         return mesh_device.get_group(mesh_dim=SEQUENCE_AXIS)
     raise KeyError(
-        "No sequence parallel group found: pass deepspeed.initialize(mpu=...) with get_sequence_parallel_group(), "
-        f"or mesh_param with an axis {SEQUENCE_AXIS!r}"
+        "No sequence parallel group found: pass deepspeed.initialize(mpu=...) with "
+        f"get_sequence_parallel_group(), or mesh_param with an axis {SEQUENCE_AXIS!r}"
     )
 
 
 def _knows_sequences_only() -> bool:
-    """Whether the mpu has sequence groups and no data groups, as that of `UlyssesSPAttentionHF.register_with_transformers`."""
+    """Whether the mpu has sequence groups and no data groups, as that of
+    `UlyssesSPAttentionHF.register_with_transformers`.
+    """
     known = _has("get_sequence_parallel_group") and not _has("get_data_parallel_group")
     return known and _get_model_parallel_world_size() == 1
 
 
 def _data_group_beside_sequences() -> Any:
-    """The ranks at this rank's place of their sequence groups. Collective over the world when first asked."""
+    """The ranks at this rank's place of their sequence groups. Collective over the world when first
+    asked.
+    """
     own = tuple(dist.get_all_ranks_from_group(_get_sequence_parallel_group()))
     return _made_once(("beside", own), lambda: _own_group(_data_ranks_beside(own)))
 
@@ -281,7 +310,10 @@ def _data_ranks_beside(own: tuple[int, ...]) -> list[list[int]]:
     sequences = _all_rank_tuples(own)
     sizes = {len(ranks) for ranks in sequences}
     if len(sizes) != 1:
-        raise ValueError(f"the mpu's sequence-parallel groups have different sizes, {sorted(sizes)}; give them all the same size")
+        raise ValueError(
+            f"the mpu's sequence-parallel groups have different sizes, {sorted(sizes)}; give them "
+            "all the same size"
+        )
     return [list(ranks) for ranks in zip(*sequences, strict=True)]
 
 
@@ -311,20 +343,21 @@ def _get_sequence_data_parallel_rank() -> int:
     return dist.get_rank(_get_sequence_data_parallel_group())
 
 
-# -- expert parallel: who holds different experts, and who holds the same ones -----------------------------------------
+# -- expert parallel: who holds different experts, and who holds the same ones ---------------------
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
     """This rank's two groups for experts that are spread over `ep_size` ranks.
 
-    Together they cover the ranks whose tokens an expert's gradient sums over: exactly those over which dense gradients are
-    reduced, times the tensor-parallel ranks where these hold different tokens of one batch (experts that are not themselves
-    tensor parallel).
+    Together they cover the ranks whose tokens an expert's gradient sums over: exactly those over
+    which dense gradients are reduced, times the tensor-parallel ranks where these hold different
+    tokens of one batch (experts that are not themselves tensor parallel).
 
     Attributes:
         expert: Ranks that hold different experts and exchange tokens; `ep_size` of them.
-        data: Ranks that hold the same experts; their gradients are reduced and their optimizer state is sharded here.
+        data: Ranks that hold the same experts; their gradients are reduced and their optimizer
+            state is sharded here.
         data_first: Neighbouring ranks hold the same experts (else: different ones).
         sharded: The experts are tensor parallel.
     """
@@ -349,18 +382,23 @@ def _expert_groups(group_name: str) -> ExpertGroups:
     made = _all_expert_groups()
     if group_name not in made:
         raise KeyError(
-            f"no expert groups {group_name!r} (made: {sorted(made) or 'none'}): deepspeed.initialize makes them for the MoE layers "
-            "of the model; without an engine call set_deepspeed_parallelism() of the layer on all ranks"
+            f"no expert groups {group_name!r} (made: {sorted(made) or 'none'}): "
+            "deepspeed.initialize makes them for the MoE layers of the model; without an engine "
+            "call set_deepspeed_parallelism() of the layer on all ranks"
         )
     return made[group_name]
 
 
-def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
-    """Make the groups "ep_size_N" of experts that are not tensor parallel, once. Collective over the world.
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups "ep_size_N" of experts that are not tensor parallel, once. Collective over
+    the world.
 
     Args:
         expert_parallel_size_: Number of ranks over which one set of experts is spread.
-        use_data_before_expert_parallel_: Neighbouring ranks hold the same experts; by default they hold different ones.
+        use_data_before_expert_parallel_: Neighbouring ranks hold the same experts; by default they
+            hold different ones.
 
     Raises:
         ValueError: The ranks cannot be split so, or were split otherwise under this name.
@@ -371,7 +409,9 @@ def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before
 def _create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """`_create_expert_and_data_parallel` for experts that are tensor parallel as ``mpu`` says; ``mpu`` is used from now on."""
+    """`_create_expert_and_data_parallel` for experts that are tensor parallel as ``mpu`` says;
+    ``mpu`` is used from now on.
+    """
     globals()["mpu"] = mpu
     _create_expert_groups(expert_parallel_size_, use_data_before_expert_parallel_, sharded=True)
 
@@ -380,17 +420,23 @@ def _create_expert_groups(ep_size: int, data_first: bool, sharded: bool) -> None
     name, made = f"ep_size_{ep_size}", _all_expert_groups()
     if name not in made:
         expert_lists, data_lists = _expert_rank_lists(_expert_blocks(sharded), ep_size, data_first)
-        made[name] = ExpertGroups(_shared_group(expert_lists), _shared_group(data_lists), data_first, sharded)
+        made[name] = ExpertGroups(
+            _shared_group(expert_lists), _shared_group(data_lists), data_first, sharded
+        )
     present = made[name]
     if (present.data_first, present.sharded) != (data_first, sharded):
         raise ValueError(
-            f"expert groups {name!r} were made with use_data_before_expert_parallel_={present.data_first} and tensor-parallel "
-            f"experts={present.sharded}, now asked for with {data_first} and {sharded}: all layers of this ep_size need one setting"
+            f"expert groups {name!r} were made with "
+            f"use_data_before_expert_parallel_={present.data_first} and tensor-parallel "
+            f"experts={present.sharded}, now asked for with {data_first} and {sharded}: all layers "
+            "of this ep_size need one setting"
         )
 
 
 def _expert_blocks(sharded: bool) -> list[tuple[int, ...]]:
-    """The sets of ranks that can share one set of experts, in one order on all ranks; they partition the world."""
+    """The sets of ranks that can share one set of experts, in one order on all ranks; they
+    partition the world.
+    """
     own = tuple(sorted(dist.get_all_ranks_from_group(_get_sequence_data_parallel_group())))
     world = dist.get_world_size()
     if len(own) == world:
@@ -400,11 +446,19 @@ def _expert_blocks(sharded: bool) -> list[tuple[int, ...]]:
     dist.all_gather_object(everywhere, (own, tensor))
     if sharded:
         return sorted({ranks for ranks, _ in everywhere})
-    # Tensor ranks see the same tokens and each sends its part of them, so their experts' gradients are parts of one sum.
-    return sorted({tuple(sorted(rank for peer in peers for rank in everywhere[peer][0])) for _, peers in everywhere})
+    # Tensor ranks see the same tokens and each sends its part of them, so their experts' gradients
+    # are parts of one sum.
+    return sorted(
+        {
+            tuple(sorted(rank for peer in peers for rank in everywhere[peer][0]))
+            for _, peers in everywhere
+        }
+    )
 
 
-def _expert_rank_lists(blocks: list[tuple[int, ...]], ep_size: int, data_first: bool) -> tuple[list[list[int]], list[list[int]]]:
+def _expert_rank_lists(
+    blocks: list[tuple[int, ...]], ep_size: int, data_first: bool
+) -> tuple[list[list[int]], list[list[int]]]:
     """The ranks of all expert groups and of all expert-data groups.
 
     Raises:
@@ -414,7 +468,10 @@ def _expert_rank_lists(blocks: list[tuple[int, ...]], ep_size: int, data_first: 
     strides: list[list[int]] = []
     for block in blocks:
         if ep_size < 1 or len(block) % ep_size:
-            raise ValueError(f"ep_size={ep_size} does not divide the {len(block)} ranks that can share experts; choose a divisor")
+            raise ValueError(
+                f"ep_size={ep_size} does not divide the {len(block)} ranks that can share experts; "
+                "choose a divisor"
+            )
         step = len(block) // ep_size if data_first else ep_size
         runs += [list(block[start : start + step]) for start in range(0, len(block), step)]
         strides += [list(block[start::step]) for start in range(step)]
@@ -498,7 +555,10 @@ def _get_max_expert_size() -> int:
     """
     sizes = [dist.get_world_size(made.expert) for made in _all_expert_groups().values()]
     if not sizes:
-        raise KeyError("no expert groups are made: the model has no MoE layer, or deepspeed.initialize has not run yet")
+        raise KeyError(
+            "no expert groups are made: the model has no MoE layer, or deepspeed.initialize has "
+            "not run yet"
+        )
     return max(sizes)
 
 
@@ -512,7 +572,7 @@ def _get_max_expert_parallel_group() -> Any:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-# -- tensor and model parallel ----------------------------------------------------------------------------------------
+# -- tensor and model parallel ---------------------------------------------------------------------
 
 
 def get_tensor_model_parallel_group() -> Any:
@@ -554,7 +614,11 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 
 def _get_model_parallel_group() -> Any:
     """The ranks that hold pieces of one model: tensor times pipeline parallel."""
-    return mpu.get_model_parallel_group() if _has("get_model_parallel_group") else get_tensor_model_parallel_group()
+    return (
+        mpu.get_model_parallel_group()
+        if _has("get_model_parallel_group")
+        else get_tensor_model_parallel_group()
+    )
 
 
 def _get_model_parallel_world_size() -> int:
@@ -571,7 +635,7 @@ def _get_model_parallel_rank() -> int:
     return get_tensor_model_parallel_rank()
 
 
-# -- public names -----------------------------------------------------------------------------------------------------
+# -- public names ----------------------------------------------------------------------------------
 
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Functions that make a tensor out of nothing: these alone take the dtype, and the device when they name none.
+# Functions that make a tensor out of nothing: these alone take the dtype, and the device when they
+# name none.
 _FACTORIES = frozenset(
     {
         torch.empty,
@@ -26,13 +27,17 @@ _FACTORIES = frozenset(
     }
 )
 # Of these, the ones that make floating-point numbers whatever their arguments are.
-_ALWAYS_FLOATING = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.eye})
+_ALWAYS_FLOATING = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.eye}
+)
 
 
 class OnDevice(TorchFunctionMode):
-    """Context manager under which factory functions make tensors on ``device`` and floating-point ones in ``dtype``.
+    """Context manager under which factory functions make tensors on ``device`` and floating-point
+    ones in ``dtype``.
 
-    An explicit ``device=`` or ``dtype=`` of a call wins. With ``device="meta"`` modules get shapes without memory.
+    An explicit ``device=`` or ``dtype=`` of a call wins. With ``device="meta"`` modules get shapes
+    without memory.
 
     Example::
 
@@ -40,7 +45,9 @@ class OnDevice(TorchFunctionMode):
             model = Model()
     """
 
-    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
         super().__init__()
         self.dtype = dtype
         self.device = device
@@ -60,7 +67,13 @@ class OnDevice(TorchFunctionMode):
         if self.enabled:
             super().__exit__(exc_type, exc, traceback)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func not in _FACTORIES:
             return func(*args, **kwargs)

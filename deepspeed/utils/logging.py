@@ -1,8 +1,9 @@
 """The project's logger and the rank-aware ways to write to it.
 
-Owns the logger named ``DeepSpeed``, its level (``DS_LOG_LEVEL``) and the helpers that print on chosen ranks only.
-It does not own process groups: the rank is read from a live process group when there is one and from the
-launcher's environment otherwise, so that messages written before initialization are filtered too.
+Owns the logger named ``DeepSpeed``, its level (``DS_LOG_LEVEL``) and the helpers that print on
+chosen ranks only. It does not own process groups: the rank is read from a live process group when
+there is one and from the launcher's environment otherwise, so that messages written before
+initialization are filtered too.
 """
 
 import functools
@@ -28,8 +29,8 @@ log_levels: dict[str, int] = {
 class _StdoutHandler(logging.StreamHandler):
     """Writes to whatever ``sys.stdout`` is at the time of the message.
 
-    A handler that keeps the stream object it saw at import writes to a closed file once somebody has replaced
-    ``sys.stdout`` (test capture, notebooks, redirections).
+    A handler that keeps the stream object it saw at import writes to a closed file once somebody
+    has replaced ``sys.stdout`` (test capture, notebooks, redirections).
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,9 @@ class _StdoutHandler(logging.StreamHandler):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        raise AttributeError(f"this handler follows sys.stdout; {value!r} cannot be set as its stream")
+        raise AttributeError(
+            f"this handler follows sys.stdout; {value!r} cannot be set as its stream"
+        )
 
 
 class LoggerFactory:
@@ -59,7 +62,9 @@ class LoggerFactory:
             ValueError: no name was given.
         """
         if name is None:
-            raise ValueError("create_logger needs a name: got None; pass the name of the logger to make")
+            raise ValueError(
+                "create_logger needs a name: got None; pass the name of the logger to make"
+            )
         made = logging.getLogger(name)
         made.setLevel(level)
         made.propagate = False
@@ -78,7 +83,9 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """
     level = log_levels.get(str(log_level_str).lower())
     if level is None:
-        raise ValueError(f"log level {log_level_str!r} is unknown; use one of {', '.join(log_levels)}")
+        raise ValueError(
+            f"log level {log_level_str!r} is unknown; use one of {', '.join(log_levels)}"
+        )
     return level
 
 
@@ -92,11 +99,17 @@ def _level_from_environment() -> int:
         raise ValueError(f"{LOG_LEVEL_ENV}={text}: {error}") from error
 
 
-logger: logging.Logger = LoggerFactory.create_logger(name="DeepSpeed", level=_level_from_environment())
+logger: logging.Logger = LoggerFactory.create_logger(
+    name="DeepSpeed", level=_level_from_environment()
+)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of ``custom_logger`` (default: the project's logger) by name; see `get_log_level_from_string`."""
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
+    """Set the level of ``custom_logger`` (default: the project's logger) by name; see
+    `get_log_level_from_string`.
+    """
     target = logger if custom_logger is None else custom_logger
     target.setLevel(get_log_level_from_string(log_level_str))
 
@@ -107,7 +120,8 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger's level is at or below the named one, so that messages of that level are written.
+    """Whether the logger's level is at or below the named one, so that messages of that level are
+    written.
 
     Raises:
         ValueError: the level is unknown.
@@ -117,10 +131,14 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 def _rank() -> int:
     """This process's global rank, or -1 outside of any distributed job."""
-    # cycle: deepspeed.comm logs through this module. It is consulted only when somebody has loaded it already;
-    # a process that has not loaded it cannot have a process group of ours.
+    # cycle: deepspeed.comm logs through this module. It is consulted only when somebody has loaded
+    # it already; a process that has not loaded it cannot have a process group of ours.
     comm = sys.modules.get("deepspeed.comm")
-    if comm is not None and getattr(comm, "is_initialized", None) is not None and comm.is_initialized():
+    if (
+        comm is not None
+        and getattr(comm, "is_initialized", None) is not None
+        and comm.is_initialized()
+    ):
         return int(comm.get_rank())
     return int(os.environ.get("RANK", "-1"))
 
@@ -159,7 +177,9 @@ def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> N
         logger.log(level, text, stacklevel=3)  # the caller of log_dist_once
 
 
-def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(
+    message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO
+) -> None:
     """`log_dist`, but each (message, ranks, level) once per process."""
     _log_dist_once(str(message), None if ranks is None else tuple(ranks), level)
 
@@ -180,7 +200,9 @@ def warning_once(message: Any) -> None:
 
 
 def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
-    """Print ``message`` to stdout on the given global ranks (None or -1: on all), whatever the log level."""
+    """Print ``message`` to stdout on the given global ranks (None or -1: on all), whatever the log
+    level.
+    """
     text = get_dist_msg(message, ranks)
     if text is not None:
         sys.stdout.write(text + "\n")
@@ -188,15 +210,20 @@ def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
 
 
 def print_json_dist(
-    message: Mapping[str, Any], ranks: Iterable[int] | None = None, path: str | os.PathLike[str] | None = None
+    message: Mapping[str, Any],
+    ranks: Iterable[int] | None = None,
+    path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write a mapping as JSON to ``path``, with the rank under ``"rank"``, on the given global ranks.
+    """Write a mapping as JSON to ``path``, with the rank under ``"rank"``, on the given global
+    ranks.
 
     Raises:
         ValueError: no path was given.
     """
     if path is None:
-        raise ValueError("print_json_dist needs a path: got None; pass the file to write the JSON to")
+        raise ValueError(
+            "print_json_dist needs a path: got None; pass the file to write the JSON to"
+        )
     rank = _rank()
     if not _selected(ranks, rank):
         return

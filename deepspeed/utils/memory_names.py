@@ -1,6 +1,7 @@
 """Names of memory for reports: which buffer, and which parameter in it, lies at an address.
 
-Owners of buffers register themselves, weakly; they are asked only when a report is written. Nothing is kept up to date meanwhile.
+Owners of buffers register themselves, weakly; they are asked only when a report is written. Nothing
+is kept up to date meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class MemoryOwner(Protocol):
     """Whoever can name its buffers."""
 
     def named_memory(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names and the tensors that they stand for. Where several cover an address, the first one names it."""
+        """Names and the tensors that they stand for. Where several cover an address, the first one
+        names it.
+        """
 
 
 _owners: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()
@@ -34,8 +37,12 @@ def describe(address: int) -> str | None:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         for owner in list(_owners):
             for name, tensor in owner.named_memory():
-                # Not Tensor.data_ptr(), which is the host's look at memory and synchronizes on a simulated device.
-                start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+                # Not Tensor.data_ptr(), which is the host's look at memory and synchronizes on a
+                # simulated device.
+                start = (
+                    tensor.untyped_storage().data_ptr()
+                    + tensor.storage_offset() * tensor.element_size()
+                )
                 if start <= address < start + tensor.numel() * tensor.element_size():
                     return name
     return None

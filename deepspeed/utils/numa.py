@@ -25,7 +25,9 @@ def parse_range(rng: str) -> range:
     """
     matched = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", rng)
     if matched is None:
-        raise ValueError(f"Bad range: {rng!r} is neither a number nor two numbers with a dash between them")
+        raise ValueError(
+            f"Bad range: {rng!r} is neither a number nor two numbers with a dash between them"
+        )
     start = int(matched.group(1))
     end = int(matched.group(2) or start)
     if end < start:
@@ -43,7 +45,10 @@ def parse_range_list(range_str: str) -> list[int]:
     for part in range_str.split(","):
         found = parse_range(part)
         if numbers and found.start <= numbers[-1]:
-            raise ValueError(f"Bad range: {range_str!r}, sub ranges must not overlap with each other and should be in ascend order")
+            raise ValueError(
+                f"Bad range: {range_str!r}, sub ranges must not overlap with each other and should "
+                "be in ascend order"
+            )
         numbers.extend(found)
     return numbers
 
@@ -61,36 +66,49 @@ def _cores_to_share(bind_core_list: str | None) -> list[int]:
     if bind_core_list is not None:
         return parse_range_list(bind_core_list)
     if hasattr(os, "sched_getaffinity"):
-        # What this process may use: fewer than the machine has inside of a container or a batch job.
+        # What this process may use: fewer than the machine has inside of a container or a batch
+        # job.
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def _memory_binding(cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[str]:
-    """numactl's option that keeps memory near ``cores``; none when there is one node or the cores span all."""
+    """numactl's option that keeps memory near ``cores``; none when there is one node or the cores
+    span all.
+    """
     touched = [number for number, node in enumerate(nodes) if set(cores) & set(node)]
     if not touched or len(nodes) < 2 or len(touched) == len(nodes):
         return []
     return ["-m", ",".join(str(number) for number in touched)]
 
 
-def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """The cores per rank and the command prefix that binds one rank to its equal, contiguous share of them.
+def get_numactl_cmd(
+    bind_core_list: str | None, num_local_procs: int, local_rank: int
+) -> tuple[int, list[str]]:
+    """The cores per rank and the command prefix that binds one rank to its equal, contiguous share
+    of them.
 
     Args:
-        bind_core_list: the cores to share, like ``0-3,7``; None means all that this process may use.
+        bind_core_list: the cores to share, like ``0-3,7``; None means all that this process may
+            use.
         num_local_procs: ranks on this machine.
         local_rank: which of them.
 
     Raises:
-        ValueError: there are fewer cores than ranks, or KMP_AFFINITY is set, which numactl would contradict.
+        ValueError: there are fewer cores than ranks, or KMP_AFFINITY is set, which numactl would
+            contradict.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise ValueError("KMP_AFFINITY is set and contradicts binding ranks to cores: unset one of the two")
+        raise ValueError(
+            "KMP_AFFINITY is set and contradicts binding ranks to cores: unset one of the two"
+        )
     cores = _cores_to_share(bind_core_list)
     per_rank = len(cores) // num_local_procs
     if per_rank < 1:
-        raise ValueError(f"{num_local_procs} ranks cannot share {len(cores)} cores: at least one core is needed for each")
+        raise ValueError(
+            f"{num_local_procs} ranks cannot share {len(cores)} cores: at least one core is needed "
+            "for each"
+        )
     own = cores[per_rank * local_rank : per_rank * (local_rank + 1)]
     command = ["numactl", "-C", ",".join(str(core) for core in own)]
     return per_rank, [*command, *_memory_binding(own, get_numa_cores())]

@@ -1,10 +1,12 @@
 """Access to a parameter's fp32 value, gradient and optimizer state, wherever its shards lie.
 
-Every `*_full_*` function is collective: all data-parallel ranks call it for the same parameters in the same order. The `*_local_*`
-functions touch only what this rank owns, as a 1-D fragment (of the parameter's elements in order), and communicate nothing.
+Every `*_full_*` function is collective: all data-parallel ranks call it for the same parameters in
+the same order. The `*_local_*` functions touch only what this rank owns, as a 1-D fragment (of the
+parameter's elements in order), and communicate nothing.
 
-Gradients are those that the next step will use, averaged over ranks and micro-batches so far, without the loss scale; they can be
-read between the boundary's backward and `engine.step()` (ZeRO-2: after any backward).
+Gradients are those that the next step will use, averaged over ranks and micro-batches so far,
+without the loss scale; they can be read between the boundary's backward and `engine.step()`
+(ZeRO-2: after any backward).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
 
 
 def _replicated_factor(param: nn.Parameter) -> float:
-    """What the step multiplies `param.grad` by where there are no masters: a plain backward leaves a division to it."""
+    """What the step multiplies `param.grad` by where there are no masters: a plain backward leaves
+    a division to it.
+    """
     link = getattr(param, "_ds_replicated_by", None)
     return 1.0 if link is None else float(link.optimizer.read_factor)
 
@@ -46,8 +50,9 @@ def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer
     link = _link(param)
     if link is None:
         raise ValueError(
-            f"{what}: this parameter (shape {tuple(param.shape)}) has no master weight. It is frozen, or the engine trains "
-            "it without one (stage 0 in fp32): read and write the parameter itself"
+            f"{what}: this parameter (shape {tuple(param.shape)}) has no master weight. It is "
+            "frozen, or the engine trains it without one (stage 0 in fp32): read and write the "
+            "parameter itself"
         )
     return link
 
@@ -86,7 +91,9 @@ def _grad_shards(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | None:
     return [group.grad if factor == 1.0 else group.grad * factor for group in optimizer.groups]
 
 
-def _full(params: Sequence[nn.Parameter], shards_of: Callable[[Any], list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
+def _full(
+    params: Sequence[nn.Parameter], shards_of: Callable[[Any], list[torch.Tensor] | None]
+) -> list[torch.Tensor] | None:
     links = [_require_link(param, "safe_get") for param in params]
     if not links:
         return []
@@ -108,28 +115,37 @@ def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | No
 def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor) -> None:
     optimizer, group, index = _require_link(param, "safe_set_full")
     if value.shape != param.shape:
-        raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+        raise ValueError(
+            f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        )
     flat = value.detach().reshape(-1)
     with torch.no_grad():
         for fragment in optimizer.groups[group].table.of_param(index):
             if fragment.shard == optimizer.groups[group].shard_rank:
                 piece = flat[fragment.param_start : fragment.param_start + fragment.numel]
-                shards[group][fragment.shard_start : fragment.shard_start + fragment.numel].copy_(piece)
+                shards[group][fragment.shard_start : fragment.shard_start + fragment.numel].copy_(
+                    piece
+                )
 
 
 # Full values
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 value of `param`, on every rank; None if it has no master (the parameter itself is the value then)."""
+    """The fp32 value of `param`, on every rank; None if it has no master (the parameter itself is
+    the value then).
+    """
     if _link(param) is None:
-        return param.detach().float() if param.requires_grad and param.dtype == torch.float32 else None
+        return (
+            param.detach().float() if param.requires_grad and param.dtype == torch.float32 else None
+        )
     values = _full([param], lambda optimizer: _shards(optimizer, None))
     return values[0] if values else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Optimizer state `optim_state_key` ("exp_avg", ...) of `param`, fp32 in its shape, on every rank.
+    """Optimizer state `optim_state_key` ("exp_avg", ...) of `param`, fp32 in its shape, on every
+    rank.
 
     Raises:
         KeyError: If the optimizer keeps no such state.
@@ -141,7 +157,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The averaged gradient of `param`, fp32 in its shape, on every rank; None if there is none now."""
+    """The averaged gradient of `param`, fp32 in its shape, on every rank; None if there is none
+    now.
+    """
     if _link(param) is None:
         factor = _replicated_factor(param)
         return param.grad if factor == 1.0 or param.grad is None else param.grad * factor
@@ -159,7 +177,9 @@ def safe_get_full_fp32_params(params: Sequence[nn.Parameter]) -> list[torch.Tens
     return _full(params, lambda optimizer: _shards(optimizer, None)) or []
 
 
-def safe_get_full_optimizer_states(params: Sequence[nn.Parameter], optim_state_key: str) -> list[torch.Tensor]:
+def safe_get_full_optimizer_states(
+    params: Sequence[nn.Parameter], optim_state_key: str
+) -> list[torch.Tensor]:
     """`safe_get_full_optimizer_state` of many parameters of one engine with one collective."""
     return _full(params, lambda optimizer: _shards(optimizer, optim_state_key)) or []
 
@@ -172,7 +192,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         param.copy_(value)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Set optimizer state of `param`; `value` is the same on all ranks."""
     optimizer, group_index, index = _require_link(param, "safe_set_full_optimizer_state")
     group = optimizer.groups[group_index]
@@ -199,13 +221,20 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     optimizer, _, _ = _require_link(param, "safe_set_full_grad")
     _prepare_to_replace(optimizer, param)
     factor = optimizer.read_factor
-    _assign(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)
+    _assign(
+        param,
+        [group.grad for group in optimizer.groups],
+        value / factor if factor != 1.0 else value,
+    )
 
 
 def safe_update_full_grad_vectorized(
-    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+    param_list: list[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace each gradient by `update_func(grad, param)`, gathering all of them with one collective."""
+    """Replace each gradient by `update_func(grad, param)`, gathering all of them with one
+    collective.
+    """
     grads = safe_get_full_grads(param_list)
     if grads is None:
         return
@@ -217,12 +246,16 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The owned fragment of the fp32 value, 1-D and writable; None if this rank owns nothing of it."""
+    """The owned fragment of the fp32 value, 1-D and writable; None if this rank owns nothing of
+    it.
+    """
     optimizer, _, _ = _require_link(param, "safe_get_local_fp32_param")
     return _owned(param, _shards(optimizer, None))
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_local_optimizer_state(
+    param: nn.Parameter, optim_state_key: str
+) -> torch.Tensor | None:
     """The owned fragment of an optimizer state."""
     optimizer, _, _ = _require_link(param, "safe_get_local_optimizer_state")
     return _owned(param, _shards(optimizer, optim_state_key))
@@ -239,7 +272,9 @@ def _set_local(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Ten
     owned = _owned(param, shards)
     held = 0 if owned is None else owned.numel()
     if value.numel() != held:
-        raise ValueError(f"value has {value.numel()} elements, this rank owns {held} of the parameter")
+        raise ValueError(
+            f"value has {value.numel()} elements, this rank owns {held} of the parameter"
+        )
     if owned is not None:
         with torch.no_grad():
             owned.copy_(value.reshape(-1))
@@ -250,9 +285,15 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     _set_local(param, _shards(_require_link(param, "safe_set_local_fp32_param")[0], None), value)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
     """Set the owned fragment of an optimizer state."""
-    _set_local(param, _shards(_require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key), value)
+    _set_local(
+        param,
+        _shards(_require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key),
+        value,
+    )
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -260,4 +301,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     optimizer, _, _ = _require_link(param, "safe_set_local_grad")
     _prepare_to_replace(optimizer, param)
     factor = optimizer.read_factor
-    _set_local(param, [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value)
+    _set_local(
+        param,
+        [group.grad for group in optimizer.groups],
+        value / factor if factor != 1.0 else value,
+    )

@@ -1,7 +1,8 @@
 """Timers: phases of a step on the device's own clock, and samples per second.
 
-All durations are milliseconds unless a name says otherwise. On devices with streams a phase is bracketed by events and read
-only when somebody asks, so that timing does not serialize what it measures.
+All durations are milliseconds unless a name says otherwise. On devices with streams a phase is
+bracketed by events and read only when somebody asks, so that timing does not serialize what it
+measures.
 """
 
 import time
@@ -26,7 +27,8 @@ BYTES_PER_GB = 1024**3
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the ``trim_percent`` smallest and the ``trim_percent`` largest values; 0 of no values.
+    """The mean without the ``trim_percent`` smallest and the ``trim_percent`` largest values; 0 of
+    no values.
 
     Args:
         data: the values; their number times ``trim_percent`` is rounded down.
@@ -36,7 +38,9 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
         ValueError: the share is outside of that range.
     """
     if not 0.0 <= trim_percent < 0.5:
-        raise ValueError(f"trim_percent={trim_percent} is not in 0..0.5; it is the share cut off at each end")
+        raise ValueError(
+            f"trim_percent={trim_percent} is not in 0..0.5; it is the share cut off at each end"
+        )
     cut = int(len(data) * trim_percent)
     kept = sorted(data)[cut : len(data) - cut]
     return sum(kept) / len(kept) if kept else 0.0
@@ -66,7 +70,9 @@ class _HostSpan:
 
 
 class SynchronizedWallClockTimer:
-    """Named timers: ``timers("fwd").start()`` ... ``timers("fwd").stop()`` ... ``timers.log(["fwd"])``."""
+    """Named timers: ``timers("fwd").start()`` ... ``timers("fwd").stop()`` ...
+    ``timers.log(["fwd"])``.
+    """
 
     class Timer:
         """One timer. Several start-stop pairs add up until `reset`."""
@@ -128,7 +134,8 @@ class SynchronizedWallClockTimer:
             self._records = []
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds of all finished runs since the last reset; a run in progress goes on and counts so far.
+            """Milliseconds of all finished runs since the last reset; a run in progress goes on and
+            counts so far.
 
             Args:
                 reset: start from zero afterwards.
@@ -176,7 +183,9 @@ class SynchronizedWallClockTimer:
             "cache_allocated": accelerator.memory_cached(),
             "max_cache_allocated": accelerator.max_memory_cached(),
         }
-        return "".join(f" | {name}: {value / BYTES_PER_GB:.4f} GB" for name, value in numbers.items())
+        return "".join(
+            f" | {name}: {value / BYTES_PER_GB:.4f} GB" for name, value in numbers.items()
+        )
 
     def log(
         self,
@@ -186,7 +195,8 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """Print the elapsed times of the named timers in one line; names that were never used are left out.
+        """Print the elapsed times of the named timers in one line; names that were never used are
+        left out.
 
         Args:
             names: which.
@@ -203,8 +213,12 @@ class SynchronizedWallClockTimer:
         memory = self.memory_usage() if memory_breakdown else ""
         print_dist(f"time (ms) | {parts}{memory}", ranks=[0] if ranks is None else ranks)
 
-    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The trimmed means in milliseconds of the named timers' recorded values, by name; see `log`."""
+    def get_mean(
+        self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
+        """The trimmed means in milliseconds of the named timers' recorded values, by name; see
+        `log`.
+        """
         means = self._normalized(names, normalizer, lambda timer: timer.mean())
         if reset:
             for name in means:
@@ -212,7 +226,10 @@ class SynchronizedWallClockTimer:
         return means
 
     def _normalized(
-        self, names: Iterable[str], normalizer: float, read: Callable[["SynchronizedWallClockTimer.Timer"], float]
+        self,
+        names: Iterable[str],
+        normalizer: float,
+        read: Callable[["SynchronizedWallClockTimer.Timer"], float],
     ) -> dict[str, float]:
         if normalizer <= 0:
             raise ValueError(f"normalizer={normalizer} is not positive; times are divided by it")
@@ -276,7 +293,8 @@ class ThroughputTimer:
     """Samples per second of a training loop.
 
     Args:
-        config: has ``enabled`` and ``synchronized`` (wait for the device before each reading of the clock).
+        config: has ``enabled`` and ``synchronized`` (wait for the device before each reading of the
+            clock).
         batch_size: samples per optimizer step; at least 1 is assumed.
         start_step: the first steps, which allocate and compile, that do not count.
         steps_per_output: report every so many steps; None means never.
@@ -346,13 +364,18 @@ class ThroughputTimer:
         if not global_step:
             return
         self.global_step_count += 1
-        due = bool(self.steps_per_output) and self.global_step_count % (self.steps_per_output or 1) == 0
+        due = (
+            bool(self.steps_per_output)
+            and self.global_step_count % (self.steps_per_output or 1) == 0
+        )
         if report_speed and due:
             self._report()
 
     def _report(self) -> None:
         steps = min(self.steps_per_output or 1, max(self.global_step_count - self.start_step, 0))
-        current = self.batch_size * steps / self.step_elapsed_time if self.step_elapsed_time > 0 else 0.0
+        current = (
+            self.batch_size * steps / self.step_elapsed_time if self.step_elapsed_time > 0 else 0.0
+        )
         text = (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={current}"

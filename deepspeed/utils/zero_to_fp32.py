@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""The fp32 weights of a checkpoint folder, put together without the run that wrote it: as functions and as a command.
+"""The fp32 weights of a checkpoint folder, put together without the run that wrote it: as functions
+and as a command.
 
     python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
 
-This file needs torch (and uses safetensors and xxhash where they are installed) and nothing of the package around it, because a
-copy lies beside every checkpoint and must work where the package is not installed; names that it shares with the format's
-definitions are therefore written out again. It reads ZeRO 0 to 3, pipelines and experts. Shards are mapped, so memory holds one
-output file at a time.
+This file needs torch (and uses safetensors and xxhash where they are installed) and nothing of the
+package around it, because a copy lies beside every checkpoint and must work where the package is
+not installed; names that it shares with the format's definitions are therefore written out again.
+It reads ZeRO 0 to 3, pipelines and experts. Shards are mapped, so memory holds one output file at a
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _STAGE3 = 3
 
 
 class _Data:
-    """Stands in for the classes whose instances are in checkpoint files: keeps their attributes, runs nothing of theirs."""
+    """Stands in for the classes whose instances are in checkpoint files: keeps their attributes,
+    runs nothing of theirs.
+    """
 
     numel: int
     start: int
@@ -64,17 +68,25 @@ _ALLOWED: list[Any] = [
 
 
 def _read(path: str) -> Any:
-    """The content of a file of `torch.save`; nothing but data is unpickled, and tensors stay in the file until they are used."""
+    """The content of a file of `torch.save`; nothing but data is unpickled, and tensors stay in the
+    file until they are used.
+    """
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             # Files of the format before zip archives can't be mapped.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged file
-        told = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
+        told = [
+            line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line
+        ]
         reason = (told or str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read: {reason}. It is damaged, or holds objects that are not data") from error
+        raise ValueError(
+            f"{path} cannot be read: {reason}. It is damaged, or holds objects that are not data"
+        ) from error
     if isinstance(content, dict) and _DCP_FOLDER in content:
         raise ValueError(
             f"{path} keeps its tensors in {content[_DCP_FOLDER]}, in the format of torch.distributed.checkpoint, which is not read "
@@ -101,17 +113,25 @@ def _check_manifest(folder: str) -> None:
     for name, record in records.items():
         file_path = os.path.join(folder, name)
         if name.endswith("_states.pt") and not _is_saved_file(file_path, *record):
-            raise ValueError(f"{file_path} is not the file that was saved: the size and checksum in {path} are others")
+            raise ValueError(
+                f"{file_path} is not the file that was saved: the size and checksum in {path} are "
+                "others"
+            )
 
 
 def _is_saved_file(path: str, size: int, checksum: str) -> bool:
-    """Whether a file has its size in the manifest, and its sum where the package for it is installed."""
+    """Whether a file has its size in the manifest, and its sum where the package for it is
+    installed.
+    """
     if not os.path.isfile(path) or os.path.getsize(path) != size:
         return False
     try:
         import xxhash  # optional: this file works without it
     except ImportError:
-        logger.warning("only the sizes of files are compared with the manifest: install xxhash to compare their sums")
+        logger.warning(
+            "only the sizes of files are compared with the manifest: install xxhash to compare "
+            "their sums"
+        )
         return True
     found = xxhash.xxh3_128()
     with open(path, "rb") as file:
@@ -131,15 +151,22 @@ def natural_keys(text: str) -> list[int | str]:
 
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
-    """Paths of the files in a folder whose names end as `glob_pattern` ("*_optim_states.pt") does, in the order of their numbers.
+    """Paths of the files in a folder whose names end as `glob_pattern` ("*_optim_states.pt") does,
+    in the order of their numbers.
 
     Raises:
         FileNotFoundError: There are none.
     """
     names = _listing(checkpoint_dir)
-    found = [os.path.join(checkpoint_dir, name) for name in names if name.endswith(glob_pattern.removeprefix("*"))]
+    found = [
+        os.path.join(checkpoint_dir, name)
+        for name in names
+        if name.endswith(glob_pattern.removeprefix("*"))
+    ]
     if not found:
-        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'; it holds {names}")
+        raise FileNotFoundError(
+            f"can't find {glob_pattern} files in directory '{checkpoint_dir}'; it holds {names}"
+        )
     return sorted(found, key=natural_keys)
 
 
@@ -160,7 +187,10 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
         FileNotFoundError: It does not exist.
     """
     _listing(checkpoint_dir)
-    path = os.path.join(checkpoint_dir, f"{'zero_pp_rank_0_' if zero_stage == _STAGE3 else ''}mp_rank_00_model_states.pt")
+    path = os.path.join(
+        checkpoint_dir,
+        f"{'zero_pp_rank_0_' if zero_stage == _STAGE3 else ''}mp_rank_00_model_states.pt",
+    )
     if not os.path.isfile(path):
         raise FileNotFoundError(f"can't find model states file at '{path}'")
     return path
@@ -173,7 +203,9 @@ def _listing(folder: str) -> list[str]:
 
 
 def _matching(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """(numbers in the name, path) of the files whose names match; a number that is not there is 0."""
+    """(numbers in the name, path) of the files whose names match; a number that is not there is
+    0.
+    """
     for name in _listing(folder):
         match = pattern.fullmatch(name)
         if match is not None:
@@ -195,10 +227,15 @@ class LazyTensor:
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> None:
-        self.pieces = [piece.detach() for piece in pieces]  # upstream's masters are saved as requiring a gradient
+        # upstream's masters are saved as requiring a gradient
+        self.pieces = [piece.detach() for piece in pieces]
         self.shape = torch.Size(shape)
         saved = pieces[0].dtype if pieces else torch.float32
-        self.dtype = torch.float32 if saved.is_floating_point and saved.itemsize < torch.float32.itemsize else saved
+        self.dtype = (
+            torch.float32
+            if saved.is_floating_point and saved.itemsize < torch.float32.itemsize
+            else saved
+        )
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +260,8 @@ class GatheredTensor(LazyTensor):
 
     Args:
         flat_groups: Per rank its 1-D buffers.
-        flat_groups_offset: Where each of them starts in the sequence of all; and where the last one ends.
+        flat_groups_offset: Where each of them starts in the sequence of all; and where the last one
+            ends.
         offset: Where every rank's part of the parameter starts in that sequence.
         partitioned_numel: Elements that every rank has, with padding.
         shape: The parameter's shape.
@@ -240,7 +278,10 @@ class GatheredTensor(LazyTensor):
         pieces = []
         for buffers in flat_groups:
             for start, buffer in zip(flat_groups_offset, buffers, strict=False):
-                first, end = max(0, offset - start), min(buffer.numel(), offset + partitioned_numel - start)
+                first, end = (
+                    max(0, offset - start),
+                    min(buffer.numel(), offset + partitioned_numel - start),
+                )
                 if first < end:
                     pieces.append(buffer[first:end])
         super().__init__(pieces, shape)
@@ -252,13 +293,18 @@ def to_torch_tensor(
     """Read tensors; names with one value go on sharing it.
 
     Args:
-        state_dict: What `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` returns, or some of it.
+        state_dict: What `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` returns, or
+            some of it.
         return_empty_tensor: Reserve memory only, without reading.
     """
     whole: dict[int, torch.Tensor] = {}
     for tensor in state_dict.values():
         if id(tensor) not in whole:
-            read = torch.empty(tensor.shape, dtype=tensor.dtype) if return_empty_tensor else tensor.contiguous()
+            read = (
+                torch.empty(tensor.shape, dtype=tensor.dtype)
+                if return_empty_tensor
+                else tensor.contiguous()
+            )
             whole[id(tensor)] = read
     return {name: whole[id(tensor)] for name, tensor in state_dict.items()}
 
@@ -267,7 +313,9 @@ def to_torch_tensor(
 
 
 class _Masters:
-    """Pieces of fp32 master weights by parameter name, as they are found in the optimizer files of one part of the model."""
+    """Pieces of fp32 master weights by parameter name, as they are found in the optimizer files of
+    one part of the model.
+    """
 
     def __init__(self) -> None:
         self.shapes: dict[str, torch.Size] = {}
@@ -290,12 +338,19 @@ class _Masters:
         """
         for name, shape in self.shapes.items():
             if name in self._pieces and self.covered(name) != shape.numel():
-                raise ValueError(f"{folder} holds {self.covered(name)} of the {shape.numel()} fp32 elements of {name}")
-        return {name: LazyTensor(pieces, self.shapes[name]) for name, pieces in self._pieces.items()}
+                raise ValueError(
+                    f"{folder} holds {self.covered(name)} of the {shape.numel()} fp32 elements of "
+                    f"{name}"
+                )
+        return {
+            name: LazyTensor(pieces, self.shapes[name]) for name, pieces in self._pieces.items()
+        }
 
 
 def _renumber(name: str, offsets: Mapping[str, int]) -> str:
-    """An expert's name, numbered over all ranks: `offsets` has by layer the number of the rank's first expert."""
+    """An expert's name, numbered over all ranks: `offsets` has by layer the number of the rank's
+    first expert.
+    """
     match = _EXPERT_NAME.match(name)
     return name if match is None else f"{match[1]}{int(match[2]) + offsets[match[1]]}{match[3]}"
 
@@ -309,8 +364,13 @@ def _experts_per_rank(names: Iterable[str]) -> dict[str, int]:
 
 def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str, Any]) -> None:
     """What a ZeRO rank has of a parameter comes after what the ranks before it have."""
-    count, shapes = len(files), {name: shape for group in model["param_shapes"] for name, shape in group.items()}
-    data_first = bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False))
+    count, shapes = (
+        len(files),
+        {name: shape for group in model["param_shapes"] for name, shape in group.items()},
+    )
+    data_first = bool(
+        (model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False)
+    )
     per_rank = _experts_per_rank(shapes)
     for rank, path in sorted(files.items()):
         state = _read(path)["optimizer_state_dict"]
@@ -320,7 +380,10 @@ def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str,
             owners = shards[index] if isinstance(shards, list) else shards
             expert_ranks = count // owners if any(map(_EXPERT_NAME.match, addresses)) else 1
             if rank >= count or (addresses and owners * expert_ranks != count):
-                raise ValueError(f"{path} is one of {owners} shards, the folder has {count}: some are missing or another run's")
+                raise ValueError(
+                    f"{path} is one of {owners} shards, the folder has {count}: some are missing "
+                    "or another run's"
+                )
             own = rank // owners if data_first else rank % expert_ranks
             offsets = {prefix: held * own for prefix, held in per_rank.items()}
             for name, (start, numel) in addresses.items():
@@ -328,11 +391,20 @@ def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str,
 
 
 def _addresses(
-    state: Mapping[str, Any], index: int, shapes: Sequence[Mapping[str, torch.Size]], masters: _Masters, room: int
+    state: Mapping[str, Any],
+    index: int,
+    shapes: Sequence[Mapping[str, torch.Size]],
+    masters: _Masters,
+    room: int,
 ) -> dict[str, tuple[int, int]]:
-    """(start, number of elements) of each parameter in a rank's buffer of group `index`; old files don't say, but have an order."""
+    """(start, number of elements) of each parameter in a rank's buffer of group `index`; old files
+    don't say, but have an order.
+    """
     if state.get("param_slice_mappings") is not None:
-        return {name: (found.start, found.numel) for name, found in state["param_slice_mappings"][index].items()}
+        return {
+            name: (found.start, found.numel)
+            for name, found in state["param_slice_mappings"][index].items()
+        }
     addresses, at = {}, 0
     for name, shape in shapes[index].items():
         count = min(shape.numel() - masters.covered(name), room - at)
@@ -343,7 +415,9 @@ def _addresses(
 
 
 def _add_whole(masters: _Masters, state: Mapping[str, Any], offsets: Mapping[str, int]) -> None:
-    """Masters of a run without ZeRO; in fp32 it has none, and the names tell which weights are trained."""
+    """Masters of a run without ZeRO; in fp32 it has none, and the names tell which weights are
+    trained.
+    """
     flat, separate = state.get("fp32_groups_flat"), state.get("fp32_groups")
     known = set(masters.shapes)
     for index, group in enumerate(state.get("param_shapes") or ()):
@@ -361,26 +435,50 @@ def _add_whole(masters: _Masters, state: Mapping[str, Any], offsets: Mapping[str
 
 
 def _add_expert_ranks(masters: _Masters, files: Mapping[int, str]) -> None:
-    """Without ZeRO the ranks of different experts keep whole state in files of their own, ordered by the largest expert group."""
+    """Without ZeRO the ranks of different experts keep whole state in files of their own, ordered
+    by the largest expert group.
+    """
     for rank, path in sorted(files.items()):
         state = _read(path)["optimizer"]
-        sizes, data_first = state.get("expert_group_sizes") or {}, state.get("use_data_before_expert_parallelism")
-        held = _experts_per_rank(name for group in state.get("param_shapes") or () for name in group)
-        own = {prefix: rank * size // len(files) if data_first else rank % size for prefix, size in sizes.items()}
+        sizes, data_first = (
+            state.get("expert_group_sizes") or {},
+            state.get("use_data_before_expert_parallelism"),
+        )
+        held = _experts_per_rank(
+            name for group in state.get("param_shapes") or () for name in group
+        )
+        own = {
+            prefix: rank * size // len(files) if data_first else rank % size
+            for prefix, size in sizes.items()
+        }
         _add_whole(masters, state, {prefix: count * own[prefix] for prefix, count in held.items()})
 
 
 def _masters_of_part(folder: str, part: int, model: Mapping[str, Any]) -> _Masters:
     masters = _Masters()
-    shards = {rank: path for (rank, of_part), path in _matching(folder, _SHARD_FILE) if of_part == part}
-    expert_ranks = {rank: path for (rank, of_part), path in _matching(folder, _EXPERT_OPTIMIZER_FILE) if of_part == part}
+    shards = {
+        rank: path for (rank, of_part), path in _matching(folder, _SHARD_FILE) if of_part == part
+    }
+    expert_ranks = {
+        rank: path
+        for (rank, of_part), path in _matching(folder, _EXPERT_OPTIMIZER_FILE)
+        if of_part == part
+    }
     if shards:
         _add_shards(masters, shards, model)
-        missing = [name for group in model["param_shapes"] for name in group if name not in masters.shapes and group[name].numel()]
+        missing = [
+            name
+            for group in model["param_shapes"]
+            for name in group
+            if name not in masters.shapes and group[name].numel()
+        ]
         if missing:
             raise ValueError(f"{folder} holds none of the fp32 elements of {missing[0]}")
     elif model.get("param_shapes"):
-        raise FileNotFoundError(f"{folder} holds no *_optim_states.pt of model-parallel rank {part}, where its fp32 weights are")
+        raise FileNotFoundError(
+            f"{folder} holds no *_optim_states.pt of model-parallel rank {part}, where its fp32 "
+            "weights are"
+        )
     elif expert_ranks:
         _add_expert_ranks(masters, expert_ranks)
     elif model.get("optimizer") is not None:
@@ -395,25 +493,36 @@ def _models(folder: str) -> dict[int, dict[str, Any]]:
     """Part of the model -> content of its model file."""
     models = {part: _read(path) for (part,), path in _matching(folder, _MODEL_FILE)}
     if not models:
-        raise FileNotFoundError(f"can't find mp_rank_*_model_states.pt in directory '{folder}'; it holds {_listing(folder)}")
+        raise FileNotFoundError(
+            f"can't find mp_rank_*_model_states.pt in directory '{folder}'; it holds "
+            f"{_listing(folder)}"
+        )
     first = next(iter(models.values()))
     parts = int(first.get("mp_world_size") or 1)
     if sorted(models) != list(range(parts)):
-        raise ValueError(f"{folder} was saved by {parts} model-parallel ranks, but holds the model files of ranks {sorted(models)}")
+        raise ValueError(
+            f"{folder} was saved by {parts} model-parallel ranks, but holds the model files of "
+            f"ranks {sorted(models)}"
+        )
     tensor_size = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
     slices = max((number for (_, number), _ in _matching(folder, _LAYER_FILE)), default=0) + 1
     if max(tensor_size, slices) > 1 or parts > 1 and first["module"] is not None:
         raise ValueError(
-            f"{folder} was saved with tensor parallelism, and only the model knows how its weights are sliced: "
-            "convert it with deepspeed.checkpoint.ds_to_universal"
+            f"{folder} was saved with tensor parallelism, and only the model knows how its weights "
+            "are sliced: convert it with deepspeed.checkpoint.ds_to_universal"
         )
     return models
 
 
 def _weights(
-    folder: str, models: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, torch.Size], masters: Mapping[str, LazyTensor]
+    folder: str,
+    models: Mapping[int, Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
+    masters: Mapping[str, LazyTensor],
 ) -> dict[str, torch.Tensor]:
-    """All weights and buffers in the model's own dtype; `shapes` are those of the trained parameters."""
+    """All weights and buffers in the model's own dtype; `shapes` are those of the trained
+    parameters.
+    """
     found: dict[str, Any] = {}
     for model in models.values():
         found.update(model["module"] or {})
@@ -441,14 +550,25 @@ def _buffer_names(models: Mapping[int, Mapping[str, Any]]) -> set[str]:
     return {name for model in models.values() for name in model.get("buffer_names") or ()}
 
 
-def _tied_module(content: Mapping[str, Any], shapes: Mapping[str, torch.Size], values: Mapping[str, Any]) -> str | None:
-    """The tied module of a pipeline that a layer's file holds: the one with these names, shapes and, where known, values."""
-    for prefix in dict.fromkeys(".".join(name.split(".")[:2]) for name in shapes if name.startswith("tied_modules.")):
-        trained = [name.removeprefix(f"{prefix}.") for name in shapes if name.startswith(f"{prefix}.")]
+def _tied_module(
+    content: Mapping[str, Any], shapes: Mapping[str, torch.Size], values: Mapping[str, Any]
+) -> str | None:
+    """The tied module of a pipeline that a layer's file holds: the one with these names, shapes
+    and, where known, values.
+    """
+    for prefix in dict.fromkeys(
+        ".".join(name.split(".")[:2]) for name in shapes if name.startswith("tied_modules.")
+    ):
+        trained = [
+            name.removeprefix(f"{prefix}.") for name in shapes if name.startswith(f"{prefix}.")
+        ]
         if all(
             name in content
             and content[name].shape == shapes[full]
-            and (full not in values or torch.equal(values[full].contiguous().to(content[name].dtype), content[name]))
+            and (
+                full not in values
+                or torch.equal(values[full].contiguous().to(content[name].dtype), content[name])
+            )
             for name, full in ((name, f"{prefix}.{name}") for name in trained)
         ):
             return prefix
@@ -456,10 +576,16 @@ def _tied_module(content: Mapping[str, Any], shapes: Mapping[str, torch.Size], v
 
 
 def _tied_names(
-    models: Mapping[int, Mapping[str, Any]], weights: Mapping[str, torch.Tensor], first: Iterable[str]
+    models: Mapping[int, Mapping[str, Any]],
+    weights: Mapping[str, torch.Tensor],
+    first: Iterable[str],
 ) -> dict[str, str]:
     """Name -> the name whose value it shares; those of `first` keep their own."""
-    ties = {name: other for model in models.values() for name, other in _pairs(model.get("shared_params"))}
+    ties = {
+        name: other
+        for model in models.values()
+        for name, other in _pairs(model.get("shared_params"))
+    }
     owners: dict[Any, str] = {}
     for name in [*(name for name in weights if name in set(first)), *weights]:
         value = weights[name]
@@ -481,12 +607,20 @@ def _read_below_stage3(folder: str, exclude_frozen: bool) -> dict[str, LazyTenso
     for part, model in models.items():
         of_part = _masters_of_part(folder, part, model)
         shapes = {**of_part.shapes, **shapes}
-        masters = {**of_part.tensors(folder), **masters}  # the first of several stages with one tied weight
+        # the first of several stages with one tied weight
+        masters = {**of_part.tensors(folder), **masters}
     weights = _weights(folder, models, shapes, masters)
-    if not masters and any(value.dtype in (torch.float16, torch.bfloat16) for value in weights.values()):
-        logger.warning("%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder)
+    if not masters and any(
+        value.dtype in (torch.float16, torch.bfloat16) for value in weights.values()
+    ):
+        logger.warning(
+            "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
+        )
     if exclude_frozen and not shapes:
-        raise ValueError(f"exclude_frozen_parameters: {folder} was saved without ZeRO and does not say what is trained")
+        raise ValueError(
+            f"exclude_frozen_parameters: {folder} was saved without ZeRO and does not say what is "
+            "trained"
+        )
     ties = _tied_names(models, weights, shapes)
     kept = {*shapes, *_buffer_names(models)} if exclude_frozen else {*weights, *shapes}
     state: dict[str, LazyTensor] = {}
@@ -494,7 +628,9 @@ def _read_below_stage3(folder: str, exclude_frozen: bool) -> dict[str, LazyTenso
         source = ties.get(name, name)
         if source in kept:
             known = state.get(source) or masters.get(source)
-            state[name] = known if known is not None else LazyTensor([weights[source]], weights[source].shape)
+            state[name] = (
+                known if known is not None else LazyTensor([weights[source]], weights[source].shape)
+            )
             state.setdefault(source, state[name])
     return state
 
@@ -508,7 +644,8 @@ class zero_model_state:  # upstream's name
 
     Attributes:
         buffers: By name.
-        param_shapes: Per parameter group the shapes of its parameters by name, in the order of the shards.
+        param_shapes: Per parameter group the shapes of its parameters by name, in the order of the
+            shards.
         shared_params: (name, name whose value it shares).
         ds_version: Which release wrote it.
         frozen_param_shapes: By name; None if the file does not say.
@@ -532,7 +669,11 @@ def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
     states = []
     for path in files:
         saved = _read(path)
-        if not isinstance(saved, Mapping) or saved.get("param_shapes") is None or "buffer_names" not in saved:
+        if (
+            not isinstance(saved, Mapping)
+            or saved.get("param_shapes") is None
+            or "buffer_names" not in saved
+        ):
             raise ValueError(f"{path} is not a model state checkpoint of ZeRO")
         module = saved["module"] or {}
         states.append(
@@ -548,7 +689,9 @@ def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
     return states
 
 
-def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[int, int, list[list[torch.Tensor]]]:
+def parse_optim_states(
+    files: Sequence[str], ds_checkpoint_dir: str
+) -> tuple[int, int, list[list[torch.Tensor]]]:
     """Read optimizer files of ZeRO.
 
     Args:
@@ -562,7 +705,9 @@ def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[in
         ValueError: They are not ZeRO's, damaged, or not all.
     """
     states = [_read(path).get("optimizer_state_dict") or {} for path in files]
-    key = "fp32_flat_groups" if "fp32_flat_groups" in states[0] else "single_partition_of_fp32_groups"
+    key = (
+        "fp32_flat_groups" if "fp32_flat_groups" in states[0] else "single_partition_of_fp32_groups"
+    )
     for path, state in zip(files, states, strict=True):
         if key not in state:
             raise ValueError(f"{path} is not a zero checkpoint")
@@ -570,21 +715,31 @@ def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[in
     count = states[0]["partition_count"]
     world_size = max(count) if isinstance(count, list) else count
     if world_size != len(files):
-        raise ValueError(f"expected {world_size} of '*_optim_states.pt' under '{ds_checkpoint_dir}' but found {len(files)} files")
+        raise ValueError(
+            f"expected {world_size} of '*_optim_states.pt' under '{ds_checkpoint_dir}' but found "
+            f"{len(files)} files"
+        )
     return stage, world_size, [list(state[key]) for state in states]
 
 
 def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
-    """Elements of a parameter that each ZeRO-3 rank has, and how many of all of them are padding."""
+    """Elements of a parameter that each ZeRO-3 rank has, and how many of all of them are
+    padding.
+    """
     partitioned = -(-unpartitioned_numel // world_size)
     return partitioned, partitioned * world_size - unpartitioned_numel
 
 
-def _read_stage3(folder: str, model_files: Sequence[str], exclude_frozen: bool) -> dict[str, LazyTensor]:
+def _read_stage3(
+    folder: str, model_files: Sequence[str], exclude_frozen: bool
+) -> dict[str, LazyTensor]:
     models = parse_model_states(model_files)
     _, world_size, flat_groups = parse_optim_states(get_optim_files(folder), folder)
     if len(models) != world_size:
-        raise ValueError(f"expected the model files of {world_size} ranks under '{folder}' but found {len(models)} files")
+        raise ValueError(
+            f"expected the model files of {world_size} ranks under '{folder}' but found "
+            f"{len(models)} files"
+        )
     first = models[0]
     state = {name: LazyTensor([value], value.shape) for name, value in first.buffers.items()}
     for name, shape in (first.frozen_param_shapes or {}).items() if not exclude_frozen else ():
@@ -597,9 +752,12 @@ def _read_stage3(folder: str, model_files: Sequence[str], exclude_frozen: bool) 
             partitioned, _ = zero3_partitioned_param_info(shape.numel(), world_size)
             state[name] = GatheredTensor(flat_groups, starts, offset, partitioned, shape)
             offset += partitioned
-    # Buffers may be padded so that ranks communicate in aligned pieces; more than that are elements of another model.
+    # Buffers may be padded so that ranks communicate in aligned pieces; more than that are elements
+    # of another model.
     if not 0 <= starts[-1] - offset < 2 * world_size * len(flat_groups[0]):
-        raise ValueError(f"{folder}: the shards have {starts[-1]} elements per rank, the parameters {offset}")
+        raise ValueError(
+            f"{folder}: the shards have {starts[-1]} elements per rank, the parameters {offset}"
+        )
     for name, source in first.shared_params:
         if source in state:
             state[name] = state[source]
@@ -613,7 +771,10 @@ def _folder_of(checkpoint_dir: str, tag: str | None) -> str:
     latest = os.path.join(checkpoint_dir, "latest")
     if tag is None:
         if not os.path.isfile(latest):
-            raise ValueError(f"Unable to find 'latest' file at {latest}: give the folder above those of the tags, or a tag")
+            raise ValueError(
+                f"Unable to find 'latest' file at {latest}: give the folder above those of the "
+                "tags, or a tag"
+            )
         with open(latest) as file:
             tag = file.read().strip()
     folder = os.path.join(checkpoint_dir, str(tag))
@@ -623,48 +784,71 @@ def _folder_of(checkpoint_dir: str, tag: str | None) -> str:
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: str,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The weights of a checkpoint in fp32, as one process would have them; tied names share one tensor.
+    """The weights of a checkpoint in fp32, as one process would have them; tied names share one
+    tensor.
 
     Args:
         checkpoint_dir: Folder with the tags' folders and the `latest` file.
         tag: Which; None: the one that `latest` names.
         exclude_frozen_parameters: Leave out parameters that were not trained.
-        lazy_mode: Return objects that read their tensor when `contiguous()` is called, for models larger than memory.
+        lazy_mode: Return objects that read their tensor when `contiguous()` is called, for models
+            larger than memory.
 
     Returns:
-        Name -> tensor on the CPU. Buffers that are integers or of higher precision keep their dtype.
+        Name -> tensor on the CPU. Buffers that are integers or of higher precision keep their
+        dtype.
 
     Raises:
         FileNotFoundError: There is no such folder, or files are missing.
-        ValueError: Files are damaged, of different checkpoints, hold objects that are not data, or can't be put together.
+        ValueError: Files are damaged, of different checkpoints, hold objects that are not data, or
+            can't be put together.
     """
     folder = _folder_of(checkpoint_dir, tag)
     _check_manifest(folder)
     stage3 = list(_matching(folder, _ZERO3_MODEL_FILE))
     if any(part for (_, part), _ in stage3):
-        raise ValueError(f"{folder} was saved with tensor parallelism, and only the model knows how its weights are sliced")
-    state = _read_stage3(folder, [path for _, path in stage3], exclude_frozen_parameters) if stage3 else None
+        raise ValueError(
+            f"{folder} was saved with tensor parallelism, and only the model knows how its weights "
+            "are sliced"
+        )
+    state = (
+        _read_stage3(folder, [path for _, path in stage3], exclude_frozen_parameters)
+        if stage3
+        else None
+    )
     state = _read_below_stage3(folder, exclude_frozen_parameters) if state is None else state
     return OrderedDict(state) if lazy_mode else to_torch_tensor(state)
 
 
-def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: str, tag: str | None = None) -> torch.nn.Module:
-    """Give a model, moved to the CPU, the fp32 weights of a checkpoint; names that differ are told in a warning.
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str, tag: str | None = None
+) -> torch.nn.Module:
+    """Give a model, moved to the CPU, the fp32 weights of a checkpoint; names that differ are told
+    in a warning.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: None of its names is in the checkpoint; and as `get_fp32_state_dict_from_zero_checkpoint`.
+        ValueError: None of its names is in the checkpoint; and as
+            `get_fp32_state_dict_from_zero_checkpoint`.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     own = model.state_dict()
     if own and not own.keys() & state.keys():
-        raise ValueError(f"{checkpoint_dir} is of another model: it has {[*state][:3]}, this one {[*own][:3]}")
+        raise ValueError(
+            f"{checkpoint_dir} is of another model: it has {[*state][:3]}, this one {[*own][:3]}"
+        )
     found = model.cpu().load_state_dict(state, strict=False)
-    for names, what in ((found.missing_keys, "not in the checkpoint"), (found.unexpected_keys, "not in the model")):
+    for names, what in (
+        (found.missing_keys, "not in the checkpoint"),
+        (found.unexpected_keys, "not in the model"),
+    ):
         if names:
             logger.warning("%d names are %s: %s", len(names), what, ", ".join(names[:5]))
     return model
@@ -678,16 +862,19 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights as `pytorch_model.bin` or `model.safetensors`; several of them and an index, if they are large.
+    """Write the fp32 weights as `pytorch_model.bin` or `model.safetensors`; several of them and an
+    index, if they are large.
 
-    Files appear under their names only when all are written; the index comes last, then those of an earlier conversion are removed.
+    Files appear under their names only when all are written; the index comes last, then those of an
+    earlier conversion are removed.
 
     Args:
         checkpoint_dir: As in `get_fp32_state_dict_from_zero_checkpoint`.
         output_dir: Made if it does not exist.
-        max_shard_size: Bytes, or a number and a unit ("500MB", "5GiB"); a larger tensor has a file of its own. None: one file.
-        safe_serialization: Write safetensors (package `safetensors`), where a tied weight is stored once, and the other names are
-            in the metadata.
+        max_shard_size: Bytes, or a number and a unit ("500MB", "5GiB"); a larger tensor has a file
+            of its own. None: one file.
+        safe_serialization: Write safetensors (package `safetensors`), where a tied weight is stored
+            once, and the other names are in the metadata.
         tag: Which checkpoint.
         exclude_frozen_parameters: Leave out parameters that were not trained.
 
@@ -698,10 +885,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     write = _safetensors_writer() if safe_serialization else _write_bin
     limit = _parse_size(max_shard_size)
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
+    state = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True
+    )
     shards = _plan(state, limit)
     os.makedirs(output_dir, exist_ok=True)
-    names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}{suffix}" for i in range(len(shards))] if len(shards) > 1 else [stem + suffix]
+    names = (
+        [f"{stem}-{i + 1:05d}-of-{len(shards):05d}{suffix}" for i in range(len(shards))]
+        if len(shards) > 1
+        else [stem + suffix]
+    )
     index_name = f"{stem}{suffix}.index.json"
     try:
         weight_map = {}
@@ -712,9 +905,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         if len(shards) > 1:
             total = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
             with open(_temporary(output_dir, index_name), "w") as file:
-                json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
+                json.dump(
+                    {"metadata": {"total_size": total}, "weight_map": weight_map},
+                    file,
+                    indent=2,
+                    sort_keys=True,
+                )
             names.append(index_name)
-        _publish(output_dir, names, re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"))
+        _publish(
+            output_dir,
+            names,
+            re.compile(
+                re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"
+            ),
+        )
     finally:
         for name in [*names, index_name]:
             if os.path.isfile(_temporary(output_dir, name)):
@@ -742,7 +946,10 @@ def _parse_size(size: str | int | None) -> float:
         return float("inf")
     match = re.fullmatch(r"\s*(\d+)\s*(?:([KMGT])(I?)B|B)?\s*", str(size).upper())
     if match is None or int(match[1]) == 0 or isinstance(size, bool):
-        raise ValueError(f"max_shard_size: {size!r} is no size; give bytes, or a number and a unit, like 500MB or 5GiB")
+        raise ValueError(
+            f"max_shard_size: {size!r} is no size; give bytes, or a number and a unit, like 500MB "
+            "or 5GiB"
+        )
     power = " KMGT".index(match[2] or " ")
     return int(match[1]) * float(1024 if match[3] else 1000) ** power
 
@@ -756,12 +963,23 @@ def _safetensors_writer() -> Callable[[Mapping[str, LazyTensor], str], list[str]
     try:
         from safetensors.torch import save_file  # optional: this format only
     except ImportError as error:
-        raise ImportError("safe_serialization needs the package safetensors: pip install safetensors, or leave it out") from error
+        raise ImportError(
+            "safe_serialization needs the package safetensors: pip install safetensors, or leave "
+            "it out"
+        ) from error
 
     def write(state: Mapping[str, LazyTensor], path: str) -> list[str]:
         first: dict[int, str] = {}
-        ties = {name: first[id(tensor)] for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
-        save_file(to_torch_tensor({name: state[name] for name in first.values()}), path, metadata={"format": "pt", **ties})
+        ties = {
+            name: first[id(tensor)]
+            for name, tensor in state.items()
+            if first.setdefault(id(tensor), name) != name
+        }
+        save_file(
+            to_torch_tensor({name: state[name] for name in first.values()}),
+            path,
+            metadata={"format": "pt", **ties},
+        )
         return list(first.values())
 
     return write
@@ -785,14 +1003,28 @@ def _publish(output_dir: str, names: Sequence[str], own: re.Pattern[str]) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="folder with the tags' folders and the `latest` file")
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint."
+    )
+    parser.add_argument(
+        "checkpoint_dir", help="folder with the tags' folders and the `latest` file"
+    )
     parser.add_argument("output_dir", help="folder for pytorch_model*.bin or model*.safetensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest size of one file, like 500MB or 5GiB")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="largest size of one file, like 500MB or 5GiB"
+    )
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", help="which checkpoint; the one that `latest` names if not given")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
-    parser.add_argument("-d", "--debug", action="store_true", help="tell with a traceback what went wrong")
+    parser.add_argument(
+        "-t", "--tag", help="which checkpoint; the one that `latest` names if not given"
+    )
+    parser.add_argument(
+        "--exclude_frozen_parameters",
+        action="store_true",
+        help="leave out parameters that were not trained",
+    )
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="tell with a traceback what went wrong"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:

@@ -1,13 +1,18 @@
-"""Tools that check gradient synchronization instead of trusting it. Nothing here is imported by training unless it is switched on.
+"""Tools that check gradient synchronization instead of trusting it. Nothing here is imported by
+training unless it is switched on.
 
-`check_streams()`: races and lifetime errors on streams. `ledger()`: every gradient contribution counted exactly once.
+`check_streams()`: races and lifetime errors on streams. `ledger()`: every gradient contribution
+counted exactly once.
 """
 
 from deepspeed._lazy import lazy_attributes
 
 _CHECK = "deepspeed.verify.streams"
 _NAMES = {
-    **dict.fromkeys(("check_streams", "enable_stream_checking", "disable_stream_checking", "raise_findings"), _CHECK),
+    **dict.fromkeys(
+        ("check_streams", "enable_stream_checking", "disable_stream_checking", "raise_findings"),
+        _CHECK,
+    ),
     "StreamChecker": "deepspeed.verify.streams.checker",
     "Finding": "deepspeed.verify.streams.findings",
     "StreamRaceError": "deepspeed.verify.streams.findings",

@@ -36,7 +36,9 @@ class LedgerBook:
 
     @property
     def zero_gradients(self) -> tuple[str, ...]:
-        """Parameters whose gradient was exactly zero on all ranks at the last step of their engine."""
+        """Parameters whose gradient was exactly zero on all ranks at the last step of their
+        engine.
+        """
         return tuple(name for ledger in self.ledgers for name in ledger.zero_gradients)
 
     def report(self) -> str:
@@ -46,11 +48,13 @@ class LedgerBook:
 
 @contextmanager
 def ledger(engine: DeepSpeedEngine | None = None, raises: bool = True) -> Iterator[LedgerBook]:
-    """Check within the block that every gradient contribution reaches the optimizer exactly once. All ranks enter it alike.
+    """Check within the block that every gradient contribution reaches the optimizer exactly once.
+    All ranks enter it alike.
 
     Args:
         engine: Whose gradients; None: of all engines there are, and of those made within the block.
-        raises: Raise `GradientLedgerError` at the step (on all ranks) when a gradient is not right; otherwise read the findings.
+        raises: Raise `GradientLedgerError` at the step (on all ranks) when a gradient is not right;
+            otherwise read the findings.
 
     Yields:
         The findings, and what else was seen.

@@ -1,9 +1,11 @@
-"""Do checkpoints go on in upstream, and upstream's here? Trains, saves, loads, compares, prints a table (docs/interoperation.md).
+"""Do checkpoints go on in upstream, and upstream's here? Trains, saves, loads, compares, prints a
+table (docs/interoperation.md).
 
     python tests/interop/compare.py --upstream /path/to/python [--cases zero2_fp32 ...]
 
-`--upstream` is an interpreter that has upstream's deepspeed. Each side trains 8 steps and saves after 4; each then loads what
-either side saved and trains the last 4 again. The jobs themselves are `worker.py`'s.
+`--upstream` is an interpreter that has upstream's deepspeed. Each side trains 8 steps and saves
+after 4; each then loads what either side saved and trains the last 4 again. The jobs themselves are
+`worker.py`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from deepspeed.checkpoint.files import read_file  # noqa: E402  the path above i
 SAVED_AFTER, TAG = 4, "step4"
 SIDES = ("here", "upstream")
 NAMES = [
-    *("zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero1_bf16_fp32acc", "zero1_fp16"),
+    *(
+        "zero0_fp32",
+        "zero0_bf16",
+        "zero0_fp16",
+        "zero1_fp32",
+        "zero1_bf16",
+        "zero1_bf16_fp32acc",
+        "zero1_fp16",
+    ),
     *("zero2_fp32", "zero2_bf16", "zero2_fp16", "pipe2_zero0_fp32", "pipe2_zero1_bf16"),
     *("experts_zero0_fp32", "experts_zero1_bf16", "experts_zero2_fp32"),
 ]
@@ -42,8 +52,9 @@ class Outcome:
         case: Which.
         saver, loader: Sides.
         problem: Why there are no figures; empty if there are.
-        equal_state: How many tensors (weights, masters, moments, steps) and values of the loss scaler in the saver's files are the
-            same, bit for bit, in the files that the loader saves right away,
+        equal_state: How many tensors (weights, masters, moments, steps) and values of the loss
+            scaler in the saver's files are the same, bit for bit, in the files that the loader
+            saves right away,
         all_state: of how many.
         loss, norm: Largest relative deviations of the 4 steps from the saver's own.
     """
@@ -61,7 +72,10 @@ class Outcome:
         if self.problem:
             return f"| {self.case} | {self.saver} -> {self.loader} | {self.problem} | | |"
         state = f"{self.equal_state} of {self.all_state}"
-        return f"| {self.case} | {self.saver} -> {self.loader} | {state} | {self.loss:.1e} | {self.norm:.1e} |"
+        return (
+            f"| {self.case} | {self.saver} -> {self.loader} | {state} | {self.loss:.1e} | "
+            f"{self.norm:.1e} |"
+        )
 
 
 class Interpreters:
@@ -84,7 +98,8 @@ class Interpreters:
         answer.unlink(missing_ok=True)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        # Upstream compiles an op at the first use, for a minute; a folder of its own, since an interrupted build leaves a lock.
+        # Upstream compiles an op at the first use, for a minute; a folder of its own, since an
+        # interrupted build leaves a lock.
         environment.setdefault("TORCH_EXTENSIONS_DIR", str(self.folder / f"{side}-ops"))
         environment["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
         if side == "here":
@@ -92,9 +107,19 @@ class Interpreters:
         log = self.folder / f"{side}.log"
         with log.open("a") as output:
             command = [self.interpreters[side], str(HERE / "worker.py"), str(asked), str(answer)]
-            subprocess.run(command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+            subprocess.run(
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
         if not answer.exists():
-            raise SystemExit(f"{self.interpreters[side]} failed; the end of its output:\n{log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"{self.interpreters[side]} failed; the end of its "
+                f"output:\n{log.read_text()[-4000:]}"
+            )
         found = json.loads(answer.read_text())
         self.versions[side] = f"deepspeed {found['version']}, torch {found['torch']}"
         problems: dict[str, str] = found["problems"]
@@ -112,19 +137,36 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _values(item, f"{path}/{index}")
     elif "loss_scaler" in path:
-        yield from ((f"{path}/{key}", torch.tensor(item)) for key, item in vars(value).items() if isinstance(item, (int, float)))
+        yield from (
+            (f"{path}/{key}", torch.tensor(item))
+            for key, item in vars(value).items()
+            if isinstance(item, (int, float))
+        )
 
 
 def _content(folder: str) -> dict[str, torch.Tensor]:
-    files = [path for path in sorted(Path(folder, TAG).glob("*.pt")) if not path.name.startswith("host_state")]
-    found = {name: value for path in files for name, value in _values(read_file(str(path)), path.name)}
+    files = [
+        path
+        for path in sorted(Path(folder, TAG).glob("*.pt"))
+        if not path.name.startswith("host_state")
+    ]
+    found = {
+        name: value for path in files for name, value in _values(read_file(str(path)), path.name)
+    }
     if any(path.name.startswith("expp_rank") for path in files):
-        # Upstream's model file has a copy of one rank's, which nobody reads and this project does not write.
-        found = {name: value for name, value in found.items() if "_model_states.pt/optimizer/" not in name}
+        # Upstream's model file has a copy of one rank's, which nobody reads and this project does
+        # not write.
+        found = {
+            name: value
+            for name, value in found.items()
+            if "_model_states.pt/optimizer/" not in name
+        }
     return found
 
 
-def _deviation(found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]], column: int) -> float:
+def _deviation(
+    found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]], column: int
+) -> float:
     pairs = [(a[column], b[column]) for a, b in zip(found, wanted, strict=True)]
     if not all(a and b for a, b in pairs):
         return float("nan")  # upstream reports no norm at stage 0
@@ -140,7 +182,9 @@ def compare(case: str, saver: str, loader: str, saved: str, went_on: str) -> Out
     return Outcome(case, saver, loader, "", equal, len(wanted), loss, norm)
 
 
-def measure(upstream: str, cases: Sequence[str], folder: Path) -> tuple[list[Outcome], dict[str, str]]:
+def measure(
+    upstream: str, cases: Sequence[str], folder: Path
+) -> tuple[list[Outcome], dict[str, str]]:
     """All outcomes, and the versions of both sides."""
     sides, problems = Interpreters(upstream, folder), {}
     for side in SIDES:
@@ -148,7 +192,11 @@ def measure(upstream: str, cases: Sequence[str], folder: Path) -> tuple[list[Out
         problems |= sides.run(side, jobs)
     for side in SIDES:
         jobs = [
-            {"case": case, "load": f"{folder}/{case}-{saver}", "save": f"{folder}/{case}-{saver}-{side}"}
+            {
+                "case": case,
+                "load": f"{folder}/{case}-{saver}",
+                "save": f"{folder}/{case}-{saver}-{side}",
+            }
             for case in cases
             for saver in SIDES
             if not problems[f"{folder}/{case}-{saver}"]
@@ -169,10 +217,16 @@ def _outcome(case: str, saver: str, loader: str, folder: Path, problems: dict[st
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream", required=True, help="interpreter that has upstream's deepspeed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--upstream", required=True, help="interpreter that has upstream's deepspeed"
+    )
     parser.add_argument("--cases", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--keep", type=Path, help="a folder to which checkpoints and logs are written and left")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder to which checkpoints and logs are written and left"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)).resolve()

@@ -1,7 +1,9 @@
-"""Trains the interoperation cases under one interpreter's deepspeed, this project's or upstream's; started by `compare.py`.
+"""Trains the interoperation cases under one interpreter's deepspeed, this project's or upstream's;
+started by `compare.py`.
 
-Reads jobs (JSON) from the file named first and runs them one after the other, each on two processes forked from this one, which
-has everything imported: ranks cost milliseconds, and no job finds another's process groups. Uses nothing but names that both have.
+Reads jobs (JSON) from the file named first and runs them one after the other, each on two processes
+forked from this one, which has everything imported: ranks cost milliseconds, and no job finds
+another's process groups. Uses nothing but names that both have.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # with the engine below: the first optimizer asks for it, and every forked rank would import both anew
+
+# with the engine below: the first optimizer asks for it, and every forked rank would import both
+# anew
+import torch._dynamo
 from torch import distributed, nn
 
 import deepspeed
@@ -40,12 +45,22 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
+        "params": {
+            "lr": 1e-2,
+            "betas": [0.9, 0.95],
+            "eps": 1e-8,
+            "weight_decay": 0.01,
+            "torch_adam": True,
+        },
     },
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+    },
 }
 BF16 = {"bf16": {"enabled": True}}
-# The scale does not grow: on the step where it does, upstream divides gradients by the grown scale, and the sides part.
+# The scale does not grow: on the step where it does, upstream divides gradients by the grown scale,
+# and the sides part.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -82,7 +97,9 @@ class Experts(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
         # No random choice of tokens: both sides must see the same routes.
-        self.moe = MoE(WIDTH, expert, num_experts=4, ep_size=WORLD, k=1, capacity_factor=2.0, use_rts=False)
+        self.moe = MoE(
+            WIDTH, expert, num_experts=4, ep_size=WORLD, k=1, capacity_factor=2.0, use_rts=False
+        )
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: (batch, WIDTH)
@@ -99,22 +116,35 @@ def build(case: str) -> Any:
     """An engine over a fresh model: the same weights under every interpreter."""
     kind, keys = CASES[case]
     torch.manual_seed(7)
-    # Upstream's accelerator says that the host has no fp16; torch computes in it, and files know no device.
+    # Upstream's accelerator says that the host has no fp16; torch computes in it, and files know no
+    # device.
     get_accelerator().is_fp16_supported = lambda: True
     config = {**CONFIG, **keys}
     if kind == "pipe":
-        layers = [LayerSpec(nn.Linear, WIDTH, 32), LayerSpec(nn.GELU), LayerSpec(nn.Linear, 32, WIDTH)]
+        layers = [
+            LayerSpec(nn.Linear, WIDTH, 32),
+            LayerSpec(nn.GELU),
+            LayerSpec(nn.Linear, 32, WIDTH),
+        ]
         module = PipelineModule(layers, num_stages=WORLD, loss_fn=squares)
-        return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+        return deepspeed.initialize(
+            model=module, model_parameters=list(module.parameters()), config=config
+        )[0]
     if kind == "experts":
         model: nn.Module = Experts()
-        groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
         return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
 
 
-def batches(step: int, rank: int, replicas: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    step: int, rank: int, replicas: int, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The micro-batches of a step of one data-parallel rank, as in the shared recordings."""
     generator = torch.Generator().manual_seed(1000 + step * replicas + rank)
     for _ in range(MICRO_BATCHES):
@@ -140,12 +170,21 @@ def train_step(engine: Any, step: int, is_pipeline: bool) -> tuple[float, float]
 
 
 def run(rank: int, job: dict[str, Any], store: str) -> None:
-    """One rank of a job: train from the start or from a checkpoint, save where told, write what was seen."""
+    """One rank of a job: train from the start or from a checkpoint, save where told, write what was
+    seen.
+    """
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # a rank that waits for ever says where
-    os.environ.update({key: str(rank) for key in ("RANK", "LOCAL_RANK")}, WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")  # asked for by upstream; the store is a file
-    deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    os.environ.update(
+        {key: str(rank) for key in ("RANK", "LOCAL_RANK")},
+        WORLD_SIZE=str(WORLD),
+        LOCAL_SIZE=str(WORLD),
+    )
+    # asked for by upstream; the store is a file
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
+    deepspeed.init_distributed(
+        dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+    )
     engine, is_pipeline = build(job["case"]), CASES[job["case"]][0] == "pipe"
     if "load" in job:
         path, _ = engine.load_checkpoint(job["load"])
@@ -188,15 +227,23 @@ def report(rank: int, job: dict[str, Any], folder: str) -> None:
     try:
         run(rank, job, f"{folder}/store")
     except BaseException as error:
-        Path(f"{folder}/problem.{rank}").write_text(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        Path(f"{folder}/problem.{rank}").write_text(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
         raise
 
 
 def main() -> None:
-    """Run the jobs; write problems by the folder that the job saves to into the file named second."""
+    """Run the jobs; write problems by the folder that the job saves to into the file named
+    second.
+    """
     jobs = json.loads(Path(sys.argv[1]).read_text())
     problems = {job["save"]: run_on_ranks(job) for job in jobs}
-    Path(sys.argv[2]).write_text(json.dumps({"version": deepspeed.__version__, "torch": torch.__version__, "problems": problems}))
+    Path(sys.argv[2]).write_text(
+        json.dumps(
+            {"version": deepspeed.__version__, "torch": torch.__version__, "problems": problems}
+        )
+    )
 
 
 if __name__ == "__main__":

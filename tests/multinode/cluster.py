@@ -1,7 +1,9 @@
-"""Hosts for tests of the launcher: network namespaces on one bridge, each with its own address, name and ssh server.
+"""Hosts for tests of the launcher: network namespaces on one bridge, each with its own address,
+name and ssh server.
 
-Owns: making and removing them, running commands on them, cutting them off, and finding what is left running on them.
-Everything lives in namespaces and in one temporary folder: keys, known hosts and servers are this cluster's own.
+Owns: making and removing them, running commands on them, cutting them off, and finding what is left
+running on them. Everything lives in namespaces and in one temporary folder: keys, known hosts and
+servers are this cluster's own.
 """
 
 import contextlib
@@ -27,7 +29,12 @@ def why_impossible() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
 
 
@@ -77,7 +84,18 @@ class Node:
             """
         log = open(folder / f"{self.name}.log", "wb")  # noqa: SIM115 the server writes on
         self.server = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "bash", "-c", textwrap.dedent(script)],
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.namespace,
+                "unshare",
+                "--uts",
+                "--mount",
+                "bash",
+                "-c",
+                textwrap.dedent(script),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -100,18 +118,23 @@ class Node:
         run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "up")
 
     def processes(self) -> dict[int, str]:
-        """What jobs run on this host, by process id: not the host's own daemons, nor the ssh server's sessions.
+        """What jobs run on this host, by process id: not the host's own daemons, nor the ssh
+        server's sessions.
 
         A session is ended by the server, which learns of a cut connection by settings of its own.
         """
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
+        ).stdout
         own = {*self._cluster.daemons, *([self.server.pid] if self.server else [])}
         found = {pid: command_line(pid) for pid in map(int, listed.split()) if pid not in own}
         return {pid: line for pid, line in found.items() if line and not line.startswith("sshd: ")}
 
     def shut_down(self) -> None:
         """End everything that runs on this host, and remove it."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
+        ).stdout
         for pid in map(int, listed.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -169,9 +192,12 @@ class Cluster:
         shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
         host_key = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
         names = [name for node in self.nodes for name in (node.name, node.address)]
-        (ssh / "known_hosts").write_text("".join(f"{self._known(name)} {host_key}\n" for name in names))
+        (ssh / "known_hosts").write_text(
+            "".join(f"{self._known(name)} {host_key}\n" for name in names)
+        )
         (self.folder / "hosts").write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in self.nodes)
+            "127.0.0.1 localhost\n"
+            + "".join(f"{node.address} {node.name}\n" for node in self.nodes)
         )
         (self.folder / "sshd_config").write_text(
             textwrap.dedent(f"""
@@ -217,6 +243,12 @@ def run(*command: str) -> None:
 def command_line(pid: int) -> str:
     """A process's command line; empty for one that has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""

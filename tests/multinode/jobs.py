@@ -1,6 +1,7 @@
 """Jobs of the `deepspeed` command on the hosts of a `cluster`.
 
-Owns: starting the command on a host, reading its output as it comes, and waiting until nothing of it is left anywhere.
+Owns: starting the command on a host, reading its output as it comes, and waiting until nothing of
+it is left anywhere.
 """
 
 import os
@@ -17,9 +18,13 @@ SLACK = 30.0
 
 
 class Job:
-    """The `deepspeed` command on a host, the first one if none is named, its output read as it comes."""
+    """The `deepspeed` command on a host, the first one if none is named, its output read as it
+    comes.
+    """
 
-    def __init__(self, cluster: hosts.Cluster, *flags: str, node: int = 0, **environment: str) -> None:
+    def __init__(
+        self, cluster: hosts.Cluster, *flags: str, node: int = 0, **environment: str
+    ) -> None:
         self.cluster = cluster
         settings = {
             "PYTHONPATH": str(hosts.ROOT),
@@ -59,14 +64,18 @@ class Job:
     def await_lines(self, word: str, count: int) -> None:
         """Wait until `count` lines hold `word`."""
         with self._changed:
-            came = self._changed.wait_for(lambda: self._count(word) >= count or "(end of output)" in self.lines, timeout=120)
+            came = self._changed.wait_for(
+                lambda: self._count(word) >= count or "(end of output)" in self.lines, timeout=120
+            )
         assert came and self._count(word) >= count, self.text
 
     def _count(self, word: str) -> int:
         return sum(word in line for line in self.lines)
 
     def end(self, timeout: float = 120.0) -> int:
-        """Wait for the exit code; nothing of the job may be left on any host that can be reached."""
+        """Wait for the exit code; nothing of the job may be left on any host that can be
+        reached.
+        """
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code

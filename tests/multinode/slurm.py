@@ -1,6 +1,7 @@
 """A real Slurm on a test cluster's hosts: munge and slurmd on each, slurmctld on the first.
 
-Owns: its configuration, keys and daemons, all in the cluster's folder. Does not own: the hosts (`cluster`).
+Owns: its configuration, keys and daemons, all in the cluster's folder. Does not own: the hosts
+(`cluster`).
 """
 
 import os
@@ -22,7 +23,9 @@ def why_impossible() -> str | None:
 
 
 class Slurm:
-    """Slurm's daemons on a cluster that is up; a context manager. The cluster's own end is theirs too."""
+    """Slurm's daemons on a cluster that is up; a context manager. The cluster's own end is theirs
+    too.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -30,12 +33,21 @@ class Slurm:
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> "Slurm":
-        for folder in (self.folder, *(self.folder / f"spool.{node.name}" for node in self._cluster.nodes)):
+        for folder in (
+            self.folder,
+            *(self.folder / f"spool.{node.name}" for node in self._cluster.nodes),
+        ):
             folder.mkdir()
         self._write_configuration()
         for node in self._cluster.nodes:
             # munge refuses a socket's folder that others can write to; /run is the host's own.
-            self._daemon(node, "munged", "bash", "-c", f"mkdir -p /run/munge && exec {' '.join(self._munged(node))}")
+            self._daemon(
+                node,
+                "munged",
+                "bash",
+                "-c",
+                f"mkdir -p /run/munge && exec {' '.join(self._munged(node))}",
+            )
         first = self._cluster.nodes[0]
         self._daemon(first, "slurmctld", "/usr/sbin/slurmctld", "-D", "-i")
         for node in self._cluster.nodes:
@@ -51,7 +63,12 @@ class Slurm:
         own.mkdir(mode=0o700)
         options = {"key-file": self.folder / "munge.key", "pid-file": "/run/munge/munged.pid"}
         options |= {"seed-file": own / "seed", "log-file": own / "munged.log"}
-        return ["/usr/sbin/munged", "--foreground", "--force", *(f"--{key}={value}" for key, value in options.items())]
+        return [
+            "/usr/sbin/munged",
+            "--foreground",
+            "--force",
+            *(f"--{key}={value}" for key, value in options.items()),
+        ]
 
     def _daemon(self, node: Node, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.{node.name}.log", "wb") as log:
@@ -69,7 +86,8 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         nodes = "\n".join(
-            f"NodeName={node.name} NodeAddr={node.address} NodeHostname={node.name} CPUs=2 State=UNKNOWN"
+            f"NodeName={node.name} NodeAddr={node.address} NodeHostname={node.name} CPUs=2 "
+            "State=UNKNOWN"
             for node in self._cluster.nodes
         )
         state = self.folder / "state"
@@ -110,9 +128,14 @@ class Slurm:
             if done.stdout.split() == [str(len(self._cluster.nodes)), "idle"]:
                 return
             if time.monotonic() > deadline:
-                raise AssertionError(f"Slurm did not come up: {done.stdout} {done.stderr}\n{self.logs()}")
+                raise AssertionError(
+                    f"Slurm did not come up: {done.stdout} {done.stderr}\n{self.logs()}"
+                )
             time.sleep(0.2)
 
     def logs(self) -> str:
         """What all daemons wrote."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(Path(self.folder).glob("*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-2000:]}"
+            for path in sorted(Path(self.folder).glob("*.log"))
+        )

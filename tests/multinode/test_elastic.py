@@ -1,7 +1,7 @@
 """Elastic training over real hosts: one is killed or cut off, the others go on, and it comes back.
 
-Each host is a network namespace and runs `deepspeed --elastic_training` for itself with two ranks of
-examples/elastic_train.py. Long: run by `make multinode`.
+Each host is a network namespace and runs `deepspeed --elastic_training` for itself with two ranks
+of examples/elastic_train.py. Long: run by `make multinode`.
 """
 
 import os
@@ -17,14 +17,20 @@ import pytest
 from jobs import NODE_TIMEOUT, SLACK, Job, await_empty
 from unit.elasticity.test_elastic_training import SCRIPT, Nodes, same, steps
 
-pytestmark = pytest.mark.skipif(hosts.why_impossible() is not None, reason=str(hosts.why_impossible()))
+pytestmark = pytest.mark.skipif(
+    hosts.why_impossible() is not None, reason=str(hosts.why_impossible())
+)
 BATCH = 48
 RESTART_SECONDS = 2 * NODE_TIMEOUT + 2 * SLACK
-"""From a loss to the next step: the timeout, torch's own 15 seconds, 5 for others to come, and slow interpreters."""
+"""From a loss to the next step: the timeout, torch's own 15 seconds, 5 for others to come, and slow
+interpreters.
+"""
 
 
 class ElasticJob:
-    """An elastic job on a cluster whose first host serves the meeting point; training stops at steps 3 and 6 until let go."""
+    """An elastic job on a cluster whose first host serves the meeting point; training stops at
+    steps 3 and 6 until let go.
+    """
 
     def __init__(self, cluster: hosts.Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -41,13 +47,24 @@ class ElasticJob:
         limits = ["--min_elastic_nodes", "1", "--max_elastic_nodes", str(len(self.cluster.nodes))]
         meeting = ["--master_addr", self.cluster.nodes[0].address]
         script = [str(SCRIPT), "--checkpoints", str(self.checkpoints)]
-        return Job(self.cluster, "--num_gpus", "2", "--elastic_training", *limits, *meeting, *script, node=index)
+        return Job(
+            self.cluster,
+            "--num_gpus",
+            "2",
+            "--elastic_training",
+            *limits,
+            *meeting,
+            *script,
+            node=index,
+        )
 
     def until(self, condition: Callable[[], bool], seconds: float) -> float:
         """Wait for a condition; returns the seconds that took."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < seconds, f"{self.seen.log()}\n" + "\n".join(job.text for job in self.jobs)
+            assert time.monotonic() - began < seconds, f"{self.seen.log()}\n" + "\n".join(
+                job.text for job in self.jobs
+            )
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -68,8 +85,20 @@ def cut(job: ElasticJob, lost: int) -> None:
 def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
     """Launch the same (world, last step) one by one, and compare the weights bit by bit."""
     for ranks, last in worlds:
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), str(SCRIPT)]
-        settings = {"PYTHONPATH": str(hosts.ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "STEPS": str(last)}
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            str(ranks),
+            str(SCRIPT),
+        ]
+        settings = {
+            "PYTHONPATH": str(hosts.ROOT),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "STEPS": str(last),
+        }
         done = subprocess.run(
             [*command, "--checkpoints", str(job.seen.folder / "replayed")],
             env={**os.environ, **settings},
@@ -84,11 +113,15 @@ def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "lose"), [(2, kill), (2, cut), (3, cut)], ids=["one of two killed", "one of two cut off", "one of three cut off"]
+    ("size", "lose"),
+    [(2, kill), (2, cut), (3, cut)],
+    ids=["one of two killed", "one of two cut off", "one of three cut off"],
 )
-def test_a_host_is_lost_and_comes_back(tmp_path: Path, size: int, lose: Callable[[ElasticJob, int], None]) -> None:
-    # Kills: peers that wait for a lost host as long as a collective may take; a host behind a cut that waits for ever;
-    # a batch that follows the number of ranks.
+def test_a_host_is_lost_and_comes_back(
+    tmp_path: Path, size: int, lose: Callable[[ElasticJob, int], None]
+) -> None:
+    # Kills: peers that wait for a lost host as long as a collective may take; a host behind a cut
+    # that waits for ever; a batch that follows the number of ranks.
     (tmp_path / "hosts").mkdir()
     with hosts.Cluster(size, tmp_path / "hosts", number=4) as cluster:
         job = ElasticJob(cluster, tmp_path)
@@ -110,11 +143,16 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, size: int, lose: Callable
         job.jobs[lost] = job.join(lost)
         growth = job.until(lambda: job.started(6, all_ranks), RESTART_SECONDS)
         job.holds[6].unlink()
-        assert [each.end() for each in job.jobs] == [0] * size, "\n".join(each.text for each in job.jobs)
+        assert [each.end() for each in job.jobs] == [0] * size, "\n".join(
+            each.text for each in job.jobs
+        )
         await_empty(cluster)
     print(
-        f"{size} hosts, {lose.__name__}: {restart:.0f} s from the loss to the next step, {growth:.0f} s from joining to the start"
+        f"{size} hosts, {lose.__name__}: {restart:.0f} s from the loss to the next step, "
+        f"{growth:.0f} s from joining to the start"
     )
-    assert steps(job.seen.log()) == [(step, fewer if step in (4, 5, 6) else all_ranks) for step in range(1, 9)]
+    assert steps(job.seen.log()) == [
+        (step, fewer if step in (4, 5, 6) else all_ranks) for step in range(1, 9)
+    ]
     assert {entry["batch"] for entry in job.seen.log() if "start" in entry} == {BATCH}
     replay(job, (all_ranks, 3), (fewer, 6), (all_ranks, 8))

@@ -1,6 +1,8 @@
-"""`deepspeed` over real hosts: two and three network namespaces, each engine, what is trained, and how a job ends.
+"""`deepspeed` over real hosts: two and three network namespaces, each engine, what is trained, and
+how a job ends.
 
-Long: run by `make multinode`, not with the suite. Skips, with the reason, where a tool or root is missing.
+Long: run by `make multinode`, not with the suite. Skips, with the reason, where a tool or root is
+missing.
 """
 
 import os
@@ -20,10 +22,15 @@ from jobs import NODE_TIMEOUT, SLACK, Job, await_empty
 SCRIPT = Path(__file__).with_name("train.py")
 TOOLS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 ENGINES = [
-    pytest.param(name, marks=pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed"))
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed"),
+    )
     for name, tool in TOOLS.items()
 ]
-pytestmark = pytest.mark.skipif(hosts.why_impossible() is not None, reason=str(hosts.why_impossible()))
+pytestmark = pytest.mark.skipif(
+    hosts.why_impossible() is not None, reason=str(hosts.why_impossible())
+)
 ARGUMENTS = ["two words", "$HOME `id` ;'\"&|*", "%n%h 100%", ""]
 
 
@@ -42,7 +49,11 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Cluster]:
 
 def engine_flags(cluster: hosts.Cluster, engine: str) -> list[str]:
     flags = ["--launcher", engine, "--hostfile", cluster.hostfile()]
-    return flags if engine == "slurm" or cluster.ssh_port == 22 else [*flags, "--ssh_port", str(cluster.ssh_port)]
+    return (
+        flags
+        if engine == "slurm" or cluster.ssh_port == 22
+        else [*flags, "--ssh_port", str(cluster.ssh_port)]
+    )
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -60,7 +71,9 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 def check_training(job: Job, weights: Path, ranks_per_node: int = 2) -> None:
-    """The job ended well, on all ranks of all hosts, with the weights of one process, and nothing is left."""
+    """The job ended well, on all ranks of all hosts, with the weights of one process, and nothing
+    is left.
+    """
     assert job.end() == 0, job.text
     started = sorted(line.split("starts ", 1)[1] for line in job.lines if ": starts " in line)
     expected = [
@@ -78,22 +91,45 @@ def check_training(job: Job, weights: Path, ranks_per_node: int = 2) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_nodes_train_as_one_process(two: hosts.Cluster, tmp_path: Path, engine: str) -> None:
-    # Kills: ranks counted per node, arguments split or expanded by a shell, a store that other nodes cannot reach.
+    # Kills: ranks counted per node, arguments split or expanded by a shell, a store that other
+    # nodes cannot reach.
     weights = tmp_path / "weights.pt"
-    job = Job(two, "-q", *engine_flags(two, engine), str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS)
+    job = Job(
+        two, "-q", *engine_flags(two, engine), str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS
+    )
     check_training(job, weights)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_three_nodes_train_as_one_process(three: hosts.Cluster, tmp_path: Path, engine: str) -> None:
+def test_three_nodes_train_as_one_process(
+    three: hosts.Cluster, tmp_path: Path, engine: str
+) -> None:
     weights = tmp_path / "weights.pt"
-    job = Job(three, "-q", *engine_flags(three, engine), str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS)
+    job = Job(
+        three,
+        "-q",
+        *engine_flags(three, engine),
+        str(SCRIPT),
+        "--save",
+        str(weights),
+        "--",
+        *ARGUMENTS,
+    )
     check_training(job, weights)
 
 
 def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
-    flags = ["-q", "--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--master_addr", two.nodes[0].address]
+    flags = [
+        "-q",
+        "--no_ssh",
+        "--num_nodes",
+        "2",
+        "--num_gpus",
+        "2",
+        "--master_addr",
+        two.nodes[0].address,
+    ]
     script = [str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS]
     jobs = [Job(two, *flags, "--node_rank", str(index), *script, node=index) for index in (0, 1)]
     codes = [job.end() for job in jobs]
@@ -106,7 +142,16 @@ def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path
 
 def test_nodes_started_by_hand_fail_together(two: hosts.Cluster, tmp_path: Path) -> None:
     # Kills: a node that waits for ranks of another one, which has failed.
-    flags = ["-q", "--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--master_addr", two.nodes[0].address]
+    flags = [
+        "-q",
+        "--no_ssh",
+        "--num_nodes",
+        "2",
+        "--num_gpus",
+        "2",
+        "--master_addr",
+        two.nodes[0].address,
+    ]
     script = [str(SCRIPT), "--save", str(tmp_path / "none"), "--stay", "--fail_rank", "3"]
     jobs = [Job(two, *flags, "--node_rank", str(index), *script, node=index) for index in (0, 1)]
     for job in jobs:
@@ -116,7 +161,9 @@ def test_nodes_started_by_hand_fail_together(two: hosts.Cluster, tmp_path: Path)
     await_empty(two)
 
 
-def staying_job(cluster: hosts.Cluster, engine: str, folder: Path, *flags: str, **environment: str) -> Job:
+def staying_job(
+    cluster: hosts.Cluster, engine: str, folder: Path, *flags: str, **environment: str
+) -> Job:
     """A job that trains for ever, once all its ranks have done two steps."""
     script = [str(SCRIPT), "--save", str(folder / "none"), "--stay", *flags]
     job = Job(cluster, "-q", *engine_flags(cluster, engine), *script, **environment)
@@ -125,8 +172,11 @@ def staying_job(cluster: hosts.Cluster, engine: str, folder: Path, *flags: str, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_rank_that_raises_on_the_second_node_is_what_is_reported(two: hosts.Cluster, tmp_path: Path, engine: str) -> None:
-    # Kills: peers that only noticed the loss being blamed; the engine's exit code in place of the rank's.
+def test_a_rank_that_raises_on_the_second_node_is_what_is_reported(
+    two: hosts.Cluster, tmp_path: Path, engine: str
+) -> None:
+    # Kills: peers that only noticed the loss being blamed; the engine's exit code in place of the
+    # rank's.
     job = staying_job(two, engine, tmp_path, "--fail_rank", "2")
     assert job.end() == train.FAILURE_CODE, job.text
     assert "rank 2 (process" in job.text and "failed first, with exit code 13" in job.text
@@ -146,8 +196,11 @@ def test_a_killed_launcher_ends_the_job(two: hosts.Cluster, tmp_path: Path, engi
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_node_that_is_cut_off_ends_the_job_on_all_nodes(two: hosts.Cluster, tmp_path: Path, engine: str) -> None:
-    # Kills: waiting for the network's own timeouts, which take a quarter of an hour; ranks that train on behind the cut.
+def test_a_node_that_is_cut_off_ends_the_job_on_all_nodes(
+    two: hosts.Cluster, tmp_path: Path, engine: str
+) -> None:
+    # Kills: waiting for the network's own timeouts, which take a quarter of an hour; ranks that
+    # train on behind the cut.
     job = staying_job(two, engine, tmp_path)
     node = two.nodes[1]
     node.cut()
@@ -155,7 +208,9 @@ def test_a_node_that_is_cut_off_ends_the_job_on_all_nodes(two: hosts.Cluster, tm
         began = time.monotonic()
         assert job.end(2 * NODE_TIMEOUT + SLACK) != 0
         assert time.monotonic() - began >= NODE_TIMEOUT / 2, "the cut was not what ended the job"
-        assert f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds" in job.text
+        assert (
+            f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds" in job.text
+        )
         await_empty(two)
     finally:
         node.mend()
@@ -176,7 +231,9 @@ def test_a_killed_command_leaves_nothing_on_any_node(three: hosts.Cluster, tmp_p
     await_empty(three, NODE_TIMEOUT + SLACK)
 
 
-def test_the_node_of_the_command_cut_off_ends_the_others(three: hosts.Cluster, tmp_path: Path) -> None:
+def test_the_node_of_the_command_cut_off_ends_the_others(
+    three: hosts.Cluster, tmp_path: Path
+) -> None:
     job = staying_job(three, "ssh", tmp_path)
     three.nodes[0].cut()
     try:
@@ -198,15 +255,22 @@ def test_a_host_that_refuses_ssh_is_named(two: hosts.Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[hosts.Cluster, dict[str, str]]]:
+def slurm_cluster(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[hosts.Cluster, dict[str, str]]]:
     if slurm.why_impossible() is not None:
         pytest.skip(str(slurm.why_impossible()))
-    with hosts.Cluster(2, tmp_path_factory.mktemp("slurm"), number=3) as made, slurm.Slurm(made) as running:
+    with (
+        hosts.Cluster(2, tmp_path_factory.mktemp("slurm"), number=3) as made,
+        slurm.Slurm(made) as running,
+    ):
         made.daemons = {pid for node in made.nodes for pid in node.processes()}
         yield made, running.environment
 
 
-def test_slurm_trains_as_one_process(slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path) -> None:
+def test_slurm_trains_as_one_process(
+    slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path
+) -> None:
     cluster, environment = slurm_cluster
     weights = tmp_path / "weights.pt"
     flags = ["-q", *engine_flags(cluster, "slurm")]
@@ -214,7 +278,9 @@ def test_slurm_trains_as_one_process(slurm_cluster: tuple[hosts.Cluster, dict[st
     check_training(job, weights)
 
 
-def test_slurm_reports_the_first_failure(slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path) -> None:
+def test_slurm_reports_the_first_failure(
+    slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path
+) -> None:
     cluster, environment = slurm_cluster
     job = staying_job(cluster, "slurm", tmp_path, "--fail_rank", "2", **environment)
     assert job.end() == train.FAILURE_CODE, job.text
@@ -223,7 +289,9 @@ def test_slurm_reports_the_first_failure(slurm_cluster: tuple[hosts.Cluster, dic
     await_empty(cluster)
 
 
-def test_slurm_job_ends_when_interrupted(slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path) -> None:
+def test_slurm_job_ends_when_interrupted(
+    slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path
+) -> None:
     cluster, environment = slurm_cluster
     job = staying_job(cluster, "slurm", tmp_path, **environment)
     job.signal(signal.SIGINT)
@@ -231,13 +299,17 @@ def test_slurm_job_ends_when_interrupted(slurm_cluster: tuple[hosts.Cluster, dic
     await_empty(cluster)
 
 
-def test_slurm_job_ends_when_a_node_is_cut_off(slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path) -> None:
+def test_slurm_job_ends_when_a_node_is_cut_off(
+    slurm_cluster: tuple[hosts.Cluster, dict[str, str]], tmp_path: Path
+) -> None:
     cluster, environment = slurm_cluster
     job = staying_job(cluster, "slurm", tmp_path, **environment)
     cluster.nodes[1].cut()
     try:
         assert job.end(2 * NODE_TIMEOUT + SLACK) != 0
-        assert f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds" in job.text
+        assert (
+            f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds" in job.text
+        )
     finally:
         cluster.nodes[1].mend()
     await_empty(cluster, NODE_TIMEOUT + SLACK)

@@ -1,4 +1,6 @@
-"""A few real steps of ZeRO on whatever ranks there are; rank 0 saves the weights. Called by the tests on each node."""
+"""A few real steps of ZeRO on whatever ranks there are; rank 0 saves the weights. Called by the
+tests on each node.
+"""
 
 import argparse
 import os
@@ -30,7 +32,11 @@ def batches() -> Iterator[torch.Tensor]:
 
 def fail(rank: int) -> None:
     """Raise, and end with a code that no launcher gives by itself."""
-    sys.excepthook = lambda *info: (sys.__excepthook__(*info), sys.stderr.flush(), os._exit(FAILURE_CODE))
+    sys.excepthook = lambda *info: (
+        sys.__excepthook__(*info),
+        sys.stderr.flush(),
+        os._exit(FAILURE_CODE),
+    )
     raise ValueError(f"rank {rank} fails on purpose")
 
 
@@ -38,7 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--save", required=True)
-    parser.add_argument("--fail_rank", type=int, default=-1, help="this rank raises after two steps")
+    parser.add_argument(
+        "--fail_rank", type=int, default=-1, help="this rank raises after two steps"
+    )
     parser.add_argument("--stay", action="store_true", help="train on for ever")
     parser.add_argument("text", nargs="*", help="printed by each rank")
     args = parser.parse_args()
@@ -51,10 +59,20 @@ def main() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {"stage": 1},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     share = GLOBAL_BATCH // world
     host = os.uname().nodename
-    print("starts", rank, host, os.environ["CROSS_RANK"], os.environ["LOCAL_RANK"], args.text, flush=True)
+    print(
+        "starts",
+        rank,
+        host,
+        os.environ["CROSS_RANK"],
+        os.environ["LOCAL_RANK"],
+        args.text,
+        flush=True,
+    )
     step, data_of_all = 0, batches()
     while step < STEPS or args.stay:
         data = next(data_of_all)[rank * share : (rank + 1) * share]

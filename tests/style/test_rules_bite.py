@@ -1,4 +1,6 @@
-"""Each style rule fails on a file that breaks it: a rule that finds nothing anywhere would look just as green."""
+"""Each style rule fails on a file that breaks it: a rule that finds nothing anywhere would look
+just as green.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,36 +14,75 @@ import test_style as style  # noqa: E402 tests/ is no package, so the neighbour 
 GOOD = '"""Docstring."""\n'
 CASES: list[tuple[Callable[[], None], str, str]] = [
     (style.test_every_module_has_a_docstring, "a.py", "x = 1\n"),
-    (style.test_every_public_function_and_class_has_a_docstring, "a.py", GOOD + "def f() -> None:\n    pass\n"),
+    (
+        style.test_every_public_function_and_class_has_a_docstring,
+        "a.py",
+        GOOD + "def f() -> None:\n    pass\n",
+    ),
     (style.test_every_function_is_annotated, "a.py", GOOD + "def f(x) -> None:\n    pass\n"),
     (style.test_no_assert_without_a_message, "a.py", GOOD + "assert True\n"),
     (style.test_no_bare_except, "a.py", GOOD + "try:\n    pass\nexcept:\n    pass\n"),
     (style.test_library_does_not_print_or_exit, "a.py", GOOD + "print(1)\n"),
     (style.test_library_does_not_print_or_exit, "a.py", GOOD + "import sys\nsys.exit(1)\n"),
-    (style.test_only_comm_reaches_torch_distributed, "a.py", GOOD + "import torch.distributed as dist\n"),
-    (style.test_only_comm_reaches_torch_distributed, "a.py", GOOD + "from torch import distributed\n"),
-    (style.test_only_comm_reaches_torch_distributed, "a.py", GOOD + "import torch\ntorch.distributed.barrier()\n"),
+    (
+        style.test_only_comm_reaches_torch_distributed,
+        "a.py",
+        GOOD + "import torch.distributed as dist\n",
+    ),
+    (
+        style.test_only_comm_reaches_torch_distributed,
+        "a.py",
+        GOOD + "from torch import distributed\n",
+    ),
+    (
+        style.test_only_comm_reaches_torch_distributed,
+        "a.py",
+        GOOD + "import torch\ntorch.distributed.barrier()\n",
+    ),
     (
         style.test_launcher_uses_only_the_launching_half_of_torch_distributed,
         "launcher/a.py",
         GOOD + "from torch.distributed import all_reduce\n",
     ),
-    (style.test_only_accelerators_reach_torch_cuda, "a.py", GOOD + "import torch\ntorch.cuda.synchronize()\n"),
+    (
+        style.test_only_accelerators_reach_torch_cuda,
+        "a.py",
+        GOOD + "import torch\ntorch.cuda.synchronize()\n",
+    ),
     (style.test_streams_are_made_in_one_place, "a.py", GOOD + "s = get_accelerator().Stream()\n"),
     (style.test_no_record_stream, "a.py", GOOD + "t.record_stream(s)\n"),
-    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n")
-    (style.test_imports_go_down_only, "runtime/zero/a.py", GOOD + "from ..engine import DeepSpeedEngine\n"),
-    (style.test_imports_inside_functions_say_why, "a.py", GOOD + "def f() -> None:\n    import os\n"),
+    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n")(
+        style.test_imports_go_down_only,
+        "runtime/zero/a.py",
+        GOOD + "from ..engine import DeepSpeedEngine\n",
+    ),
+    (
+        style.test_imports_inside_functions_say_why,
+        "a.py",
+        GOOD + "def f() -> None:\n    import os\n",
+    ),
     (style.test_comments_are_ascii, "a.py", GOOD + "x = 1  # caf\u00e9\n"),
     (style.test_todo_names_an_issue, "a.py", GOOD + "x = 1  # TODO later\n"),
     (style.test_type_ignores_name_their_code, "a.py", GOOD + "x = 1  # type: ignore\n"),
     (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", GOOD + "eval('1')\n"),
-    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", GOOD + "run('ls', shell=True)\n"),
+    (
+        style.test_nothing_runs_text_as_code_or_through_a_shell,
+        "a.py",
+        GOOD + "run('ls', shell=True)\n",
+    ),
     (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import torch\ntorch.load(x)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import torch\ntorch.load(x, weights_only=False)\n"),
+    (
+        style.test_what_is_unpickled_is_data,
+        "a.py",
+        GOOD + "import torch\ntorch.load(x, weights_only=False)\n",
+    ),
     (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import pickle\npickle.loads(x)\n"),
     (style.test_what_is_unpickled_is_data, "a.py", GOOD + "from pickle import Unpickler\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import numpy\nnumpy.load(x, allow_pickle=True)\n"),
+    (
+        style.test_what_is_unpickled_is_data,
+        "a.py",
+        GOOD + "import numpy\nnumpy.load(x, allow_pickle=True)\n",
+    ),
 ]
 
 
@@ -54,7 +95,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), CASES)
-def test_rule_finds_the_offence(package: Path, rule: Callable[[], None], path: str, text: str) -> None:
+def test_rule_finds_the_offence(
+    package: Path, rule: Callable[[], None], path: str, text: str
+) -> None:
     (package / path).parent.mkdir(parents=True, exist_ok=True)
     (package / path).write_text(text, encoding="utf-8")
     with pytest.raises(pytest.fail.Exception, match=path):
@@ -64,10 +107,12 @@ def test_rule_finds_the_offence(package: Path, rule: Callable[[], None], path: s
 @pytest.mark.parametrize(
     "text",
     [
-        "def f() -> None:\n    # optional: rarely there\n    import os\n    from a import (\n        b,\n        c,\n    )\n",
+        "def f() -> None:\n    # optional: rarely there\n    import os\n    from a import "
+        "(\n        b,\n        c,\n    )\n",
         "def f() -> None:\n    import os  # startup: slow\n",
         'def f() -> None:\n    """Load lazily (cycle: a needs b)."""\n    import os\n',
-        "def f() -> None:\n    # optional: maybe\n    try:\n        import os\n    except ImportError:\n        pass\n",
+        "def f() -> None:\n    # optional: maybe\n    try:\n        import os\n    except "
+        "ImportError:\n        pass\n",
     ],
 )
 def test_a_reason_allows_an_import_in_a_function(package: Path, text: str) -> None:
@@ -77,5 +122,8 @@ def test_a_reason_allows_an_import_in_a_function(package: Path, text: str) -> No
 
 def test_every_rule_of_the_package_has_a_case() -> None:
     checked = {rule.__name__ for rule, _, _ in CASES}
-    about_the_tree = {"test_the_checked_tree_is_not_empty", "test_no_test_file_is_outside_the_suites"}
+    about_the_tree = {
+        "test_the_checked_tree_is_not_empty",
+        "test_no_test_file_is_outside_the_suites",
+    }
     assert {name for name in vars(style) if name.startswith("test_")} == checked | about_the_tree

@@ -1,4 +1,5 @@
-"""House rules that can be read off the syntax tree; `make check` and CI run them over the whole package.
+"""House rules that can be read off the syntax tree; `make check` and CI run them over the whole
+package.
 
 Each rule is one function over parsed files and fails with `file:line` of every offence.
 """
@@ -26,7 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed.runtime.engine",),
     ("deepspeed.runtime.pipe",),
 )
-"""Lowest first. A file imports from its own layer and those below; a file in no layer is not checked."""
+"""Lowest first. A file imports from its own layer and those below; a file in no layer is not
+checked.
+"""
 
 FUNCTION_IMPORT_REASONS = ("cycle:", "optional:", "startup:")
 MAY_PRINT = ("launcher/", "env_report.py", "utils/logging.py")
@@ -58,14 +61,25 @@ def sources() -> tuple[Source, ...]:
     """Every Python file of the package, parsed."""
     files = sorted(PACKAGE.rglob("*.py"))
     # rglob does not enter links on every Python version; op builders are a link in a checkout.
-    files += [path for path in sorted((PACKAGE / "ops" / "op_builder").glob("*.py")) if path not in files]
+    files += [
+        path for path in sorted((PACKAGE / "ops" / "op_builder").glob("*.py")) if path not in files
+    ]
     texts = [(path, path.read_text(encoding="utf-8")) for path in files]
-    return tuple(Source(path.relative_to(PACKAGE).as_posix(), text, ast.parse(text)) for path, text in texts)
+    return tuple(
+        Source(path.relative_to(PACKAGE).as_posix(), text, ast.parse(text)) for path, text in texts
+    )
 
 
 def offences(find: Callable[[Source], Iterator[int]], skip: tuple[str, ...] = ()) -> list[str]:
-    """`file:line` of everything that `find` yields, over all files whose path does not start with one of `skip`."""
-    return [f"{s.path}:{line}" for s in sources() if not s.path.startswith(skip or ("\0",)) for line in find(s)]
+    """`file:line` of everything that `find` yields, over all files whose path does not start with
+    one of `skip`.
+    """
+    return [
+        f"{s.path}:{line}"
+        for s in sources()
+        if not s.path.startswith(skip or ("\0",))
+        for line in find(s)
+    ]
 
 
 def report(found: list[str]) -> None:
@@ -75,14 +89,18 @@ def report(found: list[str]) -> None:
 
 
 def imported(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all imports, anywhere in the file; `from a import b` gives a and a.b."""
+    """(line, dotted name) of all imports, anywhere in the file; `from a import b` gives a and
+    a.b.
+    """
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parents = source.package.split(".")[: len(source.package.split(".")) - node.level + 1]
+                parents = source.package.split(".")[
+                    : len(source.package.split(".")) - node.level + 1
+                ]
                 base = ".".join([*parents, base] if base else parents)
             yield node.lineno, base
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
@@ -117,8 +135,16 @@ def mentions(prefix: str) -> Callable[[Source], Iterator[int]]:
 
 def type_checking_lines(source: Source) -> set[int]:
     """Lines inside `if TYPE_CHECKING:`, which import nothing at run time."""
-    blocks = [n for n in ast.walk(source.tree) if isinstance(n, ast.If) and dotted(n.test).endswith("TYPE_CHECKING")]
-    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
+    blocks = [
+        n
+        for n in ast.walk(source.tree)
+        if isinstance(n, ast.If) and dotted(n.test).endswith("TYPE_CHECKING")
+    ]
+    return {
+        line
+        for block in blocks
+        for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)
+    }
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -130,7 +156,11 @@ def test_every_public_function_and_class_has_a_docstring() -> None:
 
     def find(source: Source) -> Iterator[int]:
         for node in source.tree.body:
-            if isinstance(node, kinds) and not node.name.startswith("_") and not ast.get_docstring(node):
+            if (
+                isinstance(node, kinds)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ):
                 yield node.lineno
 
     report(offences(find))
@@ -142,7 +172,11 @@ def test_every_function_is_annotated() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 args += [extra for extra in (node.args.vararg, node.args.kwarg) if extra]
-                missing = [a for a in args if a.annotation is None and a.arg not in ("self", "cls", "mcs", "ctx")]
+                missing = [
+                    a
+                    for a in args
+                    if a.annotation is None and a.arg not in ("self", "cls", "mcs", "ctx")
+                ]
                 if missing or node.returns is None:
                     yield node.lineno
 
@@ -150,25 +184,44 @@ def test_every_function_is_annotated() -> None:
 
 
 def test_no_assert_without_a_message() -> None:
-    report(offences(lambda s: (n.lineno for n in ast.walk(s.tree) if isinstance(n, ast.Assert) and not n.msg)))
+    report(
+        offences(
+            lambda s: (
+                n.lineno for n in ast.walk(s.tree) if isinstance(n, ast.Assert) and not n.msg
+            )
+        )
+    )
 
 
 def test_no_bare_except() -> None:
-    report(offences(lambda s: (n.lineno for n in ast.walk(s.tree) if isinstance(n, ast.ExceptHandler) and not n.type)))
+    report(
+        offences(
+            lambda s: (
+                n.lineno
+                for n in ast.walk(s.tree)
+                if isinstance(n, ast.ExceptHandler) and not n.type
+            )
+        )
+    )
 
 
 def test_library_does_not_print_or_exit() -> None:
     def find(source: Source) -> Iterator[int]:
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and dotted(node.func) in ("print", "exit", "quit", "sys.exit"):
+            if isinstance(node, ast.Call) and dotted(node.func) in (
+                "print",
+                "exit",
+                "quit",
+                "sys.exit",
+            ):
                 yield node.lineno
 
     report(offences(find, skip=MAY_PRINT))
 
 
 def test_only_comm_reaches_torch_distributed() -> None:
-    # Files in the format of torch.distributed.checkpoint are read and written by it; nothing there communicates.
-    # The elastic agent is a subclass of torch's, which is of the launching half.
+    # Files in the format of torch.distributed.checkpoint are read and written by it; nothing there
+    # communicates. The elastic agent is a subclass of torch's, which is of the launching half.
     skip = ("comm/", "launcher/", "checkpoint/dcp_files.py", "elasticity/elastic_agent.py")
     report(offences(mentions("torch.distributed"), skip=skip))
 
@@ -192,19 +245,31 @@ def test_only_accelerators_reach_torch_cuda() -> None:
 def test_streams_are_made_in_one_place() -> None:
     def find(source: Source) -> Iterator[int]:
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and re.fullmatch(r"(.*\.)?Stream", dotted(node.func) or ""):
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"(.*\.)?Stream", dotted(node.func) or ""
+            ):
                 yield node.lineno
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Stream":
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "Stream"
+            ):
                 yield node.lineno
 
     report(offences(find, skip=("accelerator/", "runtime/streams.py")))
 
 
 def test_no_record_stream() -> None:
-    """Lifetime across streams is a reference and an event; record_stream leaves reuse to the allocator's timing."""
+    """Lifetime across streams is a reference and an event; record_stream leaves reuse to the
+    allocator's timing.
+    """
 
     def find(source: Source) -> Iterator[int]:
-        return (n.lineno for n in ast.walk(source.tree) if isinstance(n, ast.Attribute) and n.attr == "record_stream")
+        return (
+            n.lineno
+            for n in ast.walk(source.tree)
+            if isinstance(n, ast.Attribute) and n.attr == "record_stream"
+        )
 
     report(offences(find, skip=("accelerator/",)))  # which simulates and traces it
 
@@ -228,7 +293,9 @@ def test_imports_go_down_only() -> None:
 
 
 def reasoned_lines(source: Source) -> set[int]:
-    """Lines that a comment with one of FUNCTION_IMPORT_REASONS covers: its own, and the imports right below."""
+    """Lines that a comment with one of FUNCTION_IMPORT_REASONS covers: its own, and the imports
+    right below.
+    """
     lines = source.text.splitlines()
     covered: set[int] = set()
     inside = False
@@ -249,7 +316,10 @@ def test_imports_inside_functions_say_why() -> None:
         reasons = reasoned_lines(source)
         for function in ast.walk(source.tree):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                if any(reason in (ast.get_docstring(function) or "") for reason in FUNCTION_IMPORT_REASONS):
+                if any(
+                    reason in (ast.get_docstring(function) or "")
+                    for reason in FUNCTION_IMPORT_REASONS
+                ):
                     continue
                 for node in ast.walk(function):
                     if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno not in reasons:
@@ -269,12 +339,20 @@ def test_comments_are_ascii() -> None:
 
 def test_todo_names_an_issue() -> None:
     bad = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
-    report(offences(lambda s: (n for n, line in enumerate(s.text.splitlines(), start=1) if bad.search(line))))
+    report(
+        offences(
+            lambda s: (n for n, line in enumerate(s.text.splitlines(), start=1) if bad.search(line))
+        )
+    )
 
 
 def test_type_ignores_name_their_code() -> None:
     bad = re.compile(r"#\s*type:\s*ignore(?!\[)")
-    report(offences(lambda s: (n for n, line in enumerate(s.text.splitlines(), start=1) if bad.search(line))))
+    report(
+        offences(
+            lambda s: (n for n, line in enumerate(s.text.splitlines(), start=1) if bad.search(line))
+        )
+    )
 
 
 def test_the_checked_tree_is_not_empty() -> None:
@@ -284,7 +362,9 @@ def test_the_checked_tree_is_not_empty() -> None:
 
 
 def test_no_test_file_is_outside_the_suites() -> None:
-    """`make test` runs tests/unit and tests/style, `make multinode` tests/multinode; a test elsewhere would never run."""
+    """`make test` runs tests/unit and tests/style, `make multinode` tests/multinode; a test
+    elsewhere would never run.
+    """
     strays = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -297,7 +377,9 @@ def test_nothing_runs_text_as_code_or_through_a_shell() -> None:
     def find(source: Source) -> Iterator[int]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Call):
-                through_shell = any(k.arg == "shell" and dotted(k.value) != "False" for k in node.keywords)
+                through_shell = any(
+                    k.arg == "shell" and dotted(k.value) != "False" for k in node.keywords
+                )
                 if through_shell or dotted(node.func) in ("eval", "exec", "os.system", "os.popen"):
                     yield node.lineno
 
@@ -305,8 +387,20 @@ def test_nothing_runs_text_as_code_or_through_a_shell() -> None:
 
 
 RUNS_CODE_FROM_FILES = (
-    *(f"{module}.{name}" for module in ("pickle", "dill", "cloudpickle", "marshal") for name in ("load", "loads", "Unpickler")),
-    *("shelve", "joblib", "torch.jit.load", "torch.package", "yaml.load", "yaml.full_load", "yaml.unsafe_load"),
+    *(
+        f"{module}.{name}"
+        for module in ("pickle", "dill", "cloudpickle", "marshal")
+        for name in ("load", "loads", "Unpickler")
+    ),
+    *(
+        "shelve",
+        "joblib",
+        "torch.jit.load",
+        "torch.package",
+        "yaml.load",
+        "yaml.full_load",
+        "yaml.unsafe_load",
+    ),
 )
 
 
@@ -320,8 +414,11 @@ def test_what_is_unpickled_is_data() -> None:
                 yield node.lineno
             elif isinstance(node, ast.Call):
                 given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
-                loads_weights = dotted(node.func) == "torch.load" and given.get("weights_only") is not True
+                loads_weights = (
+                    dotted(node.func) == "torch.load" and given.get("weights_only") is not True
+                )
                 if loads_weights or given.get("allow_pickle", False) is not False:
                     yield node.lineno
 
-    report(offences(find, skip=("checkpoint/dcp_files.py",)))  # whose unpickler has a list of classes
+    # whose unpickler has a list of classes
+    report(offences(find, skip=("checkpoint/dcp_files.py",)))

@@ -1,8 +1,9 @@
 """The harness of tests that run on several ranks.
 
-`DistributedTest`: test methods of its subclasses run on every rank. `DistributedFixture`: its ``run`` does, as a fixture.
-Both have upstream's attributes. pytest evaluates fixtures and parameters once, in its own process; their values are pickled
-to the ranks. How ranks are made, watched and ended is in `rank_server`.
+`DistributedTest`: test methods of its subclasses run on every rank. `DistributedFixture`: its
+``run`` does, as a fixture. Both have upstream's attributes. pytest evaluates fixtures and
+parameters once, in its own process; their values are pickled to the ranks. How ranks are made,
+watched and ended is in `rank_server`.
 
 This module is a pytest plugin: ``tests/conftest.py`` imports its hooks.
 """
@@ -27,7 +28,8 @@ from unit.rank_server import FAILED, PASSED, SKIPPED, XFAILED, Job, RankResult, 
 TIMEOUT_ENV = "DS_UNITTEST_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
 
-# Threads of several ranks on the same cores wait for each other in turns; one thread each is fastest and reproducible.
+# Threads of several ranks on the same cores wait for each other in turns; one thread each is
+# fastest and reproducible.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 server = RankServer()
@@ -36,7 +38,7 @@ _items: dict[str, pytest.Item] = {}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# -- helpers for tests ------------------------------------------------------------------------------------------------
+# -- helpers for tests -----------------------------------------------------------------------------
 
 
 def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
@@ -73,7 +75,9 @@ def skip_on_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:
 def requires_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:
     """A mark that skips a test on all accelerators but these."""
     current = accelerator_name()
-    return pytest.mark.skipif(current not in names, reason=reason or f"needs {' or '.join(names)}, this is {current}")
+    return pytest.mark.skipif(
+        current not in names, reason=reason or f"needs {' or '.join(names)}, this is {current}"
+    )
 
 
 def set_seed(seed: int) -> None:
@@ -90,7 +94,9 @@ def set_seed(seed: int) -> None:
 
 
 def enable_determinism(seed: int) -> Callable[[F], F]:
-    """Decorate a test: the same random numbers on every rank and in every run, and deterministic kernels only."""
+    """Decorate a test: the same random numbers on every rank and in every run, and deterministic
+    kernels only.
+    """
 
     def decorate(func: F) -> F:
         @functools.wraps(func)
@@ -112,7 +118,7 @@ def enable_determinism(seed: int) -> Callable[[F], F]:
     return decorate
 
 
-# -- what runs on ranks -----------------------------------------------------------------------------------------------
+# -- what runs on ranks ----------------------------------------------------------------------------
 
 
 class DistributedExec:
@@ -124,10 +130,12 @@ class DistributedExec:
         init_distributed: make the process group before the test.
         set_dist_env: set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
         requires_cuda_env: skip when there is no device but the host.
-        reuse_dist_env: kept for upstream's tests. Every test gets fresh processes: here they cost less than the
-            clean-up between tests that reusing them would need.
-        non_daemonic_procs: kept for upstream's tests. Ranks may always start processes; they are killed at the end.
-        exec_timeout: seconds after which the ranks are given up; None means DS_UNITTEST_TIMEOUT, or 60.
+        reuse_dist_env: kept for upstream's tests. Every test gets fresh processes: here they cost
+            less than the clean-up between tests that reusing them would need.
+        non_daemonic_procs: kept for upstream's tests. Ranks may always start processes; they are
+            killed at the end.
+        exec_timeout: seconds after which the ranks are given up; None means DS_UNITTEST_TIMEOUT, or
+            60.
     """
 
     world_size: int | list[int] = 2
@@ -143,8 +151,8 @@ class DistributedExec:
 class DistributedTest(DistributedExec):
     """Test methods of subclasses run on every rank.
 
-    ``@pytest.mark.world_size(n)`` on a method overrides the class's ``world_size``. `class_tmpdir` is one directory for all
-    tests of a class and the fixtures they use.
+    ``@pytest.mark.world_size(n)`` on a method overrides the class's ``world_size``. `class_tmpdir`
+    is one directory for all tests of a class and the fixtures they use.
 
     Example::
 
@@ -167,7 +175,8 @@ class DistributedTest(DistributedExec):
 
 
 class DistributedFixture(DistributedExec):
-    """A fixture, named like the class, whose ``run`` executes on its own ``world_size`` ranks; its value is None.
+    """A fixture, named like the class, whose ``run`` executes on its own ``world_size`` ranks; its
+    value is None.
 
     Example::
 
@@ -183,7 +192,8 @@ class DistributedFixture(DistributedExec):
             def test(self, saved_on_four, class_tmpdir):
                 ...
 
-    A module that imports the class must import ``fixture_of(the class)`` by assignment to get the fixture too.
+    A module that imports the class must import ``fixture_of(the class)`` by assignment to get the
+    fixture too.
     """
 
     is_dist_fixture = True
@@ -211,7 +221,7 @@ def fixture_of(fixture_class: type[DistributedFixture]) -> Any:
     return pytest.fixture(name=fixture_class.__name__)(fixture)
 
 
-# -- on a rank --------------------------------------------------------------------------------------------------------
+# -- on a rank -------------------------------------------------------------------------------------
 
 
 def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
@@ -228,7 +238,9 @@ def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
         owner = getattr(owner, name)
     num_ranks = call["num_ranks"]
     if call["set_dist_env"]:
-        os.environ.update({name: str(rank) for name in ("RANK", "LOCAL_RANK")}, CROSS_RANK="0", CROSS_SIZE="1")
+        os.environ.update(
+            {name: str(rank) for name in ("RANK", "LOCAL_RANK")}, CROSS_RANK="0", CROSS_SIZE="1"
+        )
         os.environ.update({name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_SIZE")})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=call["port"])
     if call["init_distributed"]:
@@ -246,7 +258,8 @@ def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
 
 
 def _join(rank: int, call: dict[str, Any]) -> None:
-    # The host name may lead to an address that cannot be reached from here; the ranks are all on this machine.
+    # The host name may lead to an address that cannot be reached from here; the ranks are all on
+    # this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     from deepspeed import comm
 
@@ -270,13 +283,14 @@ def _leave() -> None:
 
 def _values_on_rank(call: dict[str, Any]) -> dict[str, Any]:
     values = {name: pickle.loads(data) for name, data in call["pickled"].items()}
-    # Parameters that do not pickle (lambdas, local classes) exist here too: the template has collected the same tests.
+    # Parameters that do not pickle (lambdas, local classes) exist here too: the template has
+    # collected the same tests.
     for name in call["from_item"]:
         values[name] = _items[call["nodeid"]].callspec.params[name]  # type: ignore[attr-defined]  # a Function
     return values
 
 
-# -- in pytest --------------------------------------------------------------------------------------------------------
+# -- in pytest -------------------------------------------------------------------------------------
 
 
 def _timeout_of(exec_class: type[DistributedExec]) -> float:
@@ -294,13 +308,18 @@ def _skip_without_device(exec_class: type[DistributedExec], num_ranks: int) -> N
         pytest.skip("needs an accelerator device, and there is only the host")
     if exec_class.backend == "nccl" and accelerator.communication_backend_name() != "nccl":
         pytest.skip(f"needs the nccl backend, and the accelerator is {accelerator._name}")
-    uses_devices = not on_host and exec_class.backend in (None, accelerator.communication_backend_name())
+    uses_devices = not on_host and exec_class.backend in (
+        None,
+        accelerator.communication_backend_name(),
+    )
     if uses_devices and accelerator.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} devices, and there are {accelerator.device_count()}")
 
 
 def _pack_values(values: dict[str, Any], nodeid: str) -> tuple[dict[str, bytes], list[str]]:
-    """Values by name as pickles, and the names of parameters that do not pickle but are known to the template."""
+    """Values by name as pickles, and the names of parameters that do not pickle but are known to
+    the template.
+    """
     item = _items.get(nodeid)
     params = item.callspec.params if item is not None and hasattr(item, "callspec") else {}
     pickled: dict[str, bytes] = {}
@@ -313,8 +332,8 @@ def _pack_values(values: dict[str, Any], nodeid: str) -> tuple[dict[str, bytes],
         except Exception as error:  # pickle raises whatever the object's own methods raise
             if not (name in params and params[name] is value):
                 pytest.fail(
-                    f"the value of {name!r}, {type(value).__name__}, cannot be sent to the ranks ({error}); "
-                    "make it inside of the test",
+                    f"the value of {name!r}, {type(value).__name__}, cannot be sent to the ranks "
+                    f"({error}); make it inside of the test",
                     pytrace=False,
                 )
             from_item.append(name)
@@ -356,7 +375,9 @@ def launch(
         }
         timeout_s = _timeout_of(exec_class)
         try:
-            results = server.run(Job(("unit.common", "run_on_rank"), call, num_ranks, timeout_s, env=RANK_ENV))
+            results = server.run(
+                Job(("unit.common", "run_on_rank"), call, num_ranks, timeout_s, env=RANK_ENV)
+            )
         finally:
             if os.path.exists(store):
                 os.unlink(store)
@@ -367,7 +388,10 @@ def report(results: list[RankResult], timeout_s: float) -> None:
     """Print what ranks wrote, and raise how they ended: a failure before a skip before a pass."""
     for result in results:
         if result.output:
-            sys.stdout.write(f"---- output of rank {result.rank} of {len(results)} ----\n{result.output.rstrip()}\n")
+            sys.stdout.write(
+                f"---- output of rank {result.rank} of {len(results)} "
+                f"----\n{result.output.rstrip()}\n"
+            )
     # The first to leave decides: what happens to the others afterwards is its consequence.
     ended = sorted((r for r in results if r.outcome != PASSED), key=lambda r: r.ended_at)
     for outcome, leave in ((SKIPPED, pytest.skip), (XFAILED, pytest.xfail)):
@@ -376,10 +400,14 @@ def report(results: list[RankResult], timeout_s: float) -> None:
     failed = [r for r in ended if r.outcome == FAILED]
     stuck = [r for r in results if r.outcome != FAILED and r.stacks]
     if failed or stuck:
-        pytest.fail("\n".join(_failure_lines(failed, stuck, len(results), timeout_s)), pytrace=False)
+        pytest.fail(
+            "\n".join(_failure_lines(failed, stuck, len(results), timeout_s)), pytrace=False
+        )
 
 
-def _failure_lines(failed: list[RankResult], stuck: list[RankResult], num_ranks: int, timeout_s: float) -> Iterator[str]:
+def _failure_lines(
+    failed: list[RankResult], stuck: list[RankResult], num_ranks: int, timeout_s: float
+) -> Iterator[str]:
     if not any(result.ended_at != float("inf") for result in failed):
         yield f"ranks {sorted(r.rank for r in failed + stuck)} of {num_ranks} did not end within {timeout_s:g} s"
     for result in failed:
@@ -391,12 +419,14 @@ def _failure_lines(failed: list[RankResult], stuck: list[RankResult], num_ranks:
         yield f"==== rank {result.rank} of {num_ranks} finished the test but did not end ====\n{result.stacks.rstrip()}"
 
 
-# -- pytest's hooks ---------------------------------------------------------------------------------------------------
+# -- pytest's hooks --------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark."""
-    config.addinivalue_line("markers", "world_size(n): the number of ranks of a DistributedTest method")
+    config.addinivalue_line(
+        "markers", "world_size(n): the number of ranks of a DistributedTest method"
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,12 +1,14 @@
-"""Runs a function on several ranks, each a process forked from a template that has everything imported.
+"""Runs a function on several ranks, each a process forked from a template that has everything
+imported.
 
-The template is forked from pytest's process when collection is over: torch, deepspeed and all test modules are imported
-by then and no test has run. It stays single-threaded and makes no process group, so that forking it is safe; a rank costs
-milliseconds instead of the seconds that importing torch takes.
+The template is forked from pytest's process when collection is over: torch, deepspeed and all test
+modules are imported by then and no test has run. It stays single-threaded and makes no process
+group, so that forking it is safe; a rank costs milliseconds instead of the seconds that importing
+torch takes.
 
-Lifetime: the template lives as long as pytest's end of the socket. When that closes, however pytest ends, the template
-kills what runs and exits. Each rank leads a process group of its own, which is killed when the rank is done: whatever it
-started ends with it.
+Lifetime: the template lives as long as pytest's end of the socket. When that closes, however pytest
+ends, the template kills what runs and exits. Each rank leads a process group of its own, which is
+killed when the rank is done: whatever it started ends with it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# How long the other ranks may go on after one has failed: enough to notice its death and report it themselves.
+# How long the other ranks may go on after one has failed: enough to notice its death and report it
+# themselves.
 GRACE_AFTER_FAILURE_S = 5.0
 # How long a rank that is being given up gets to write its stacks.
 DUMP_S = 0.2
@@ -81,17 +84,23 @@ class RankResult:
     stacks: str = ""
 
 
-# -- in a rank --------------------------------------------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def _redirect_output(path: Path) -> None:
-    """Send fd 1 and 2 to a file: what the template inherited is pytest's capture, which is not ours to write to."""
+    """Send fd 1 and 2 to a file: what the template inherited is pytest's capture, which is not ours
+    to write to.
+    """
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stdout = io.TextIOWrapper(
+        io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True
+    )
+    sys.stderr = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True
+    )
 
 
 def _write_result(directory: Path, rank: int, outcome: str, text: str) -> None:
@@ -110,18 +119,24 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
         return XFAILED, str(error)
     # The harness's own frames come first and explain nothing.
     frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+    while (
+        frames is not None
+        and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent
+    ):
         if Path(frames.tb_frame.f_code.co_filename).stem not in ("rank_server", "common"):
             break
         frames = frames.tb_next
-    return FAILED, "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    return FAILED, "".join(
+        traceback.format_exception(type(error), error, frames or error.__traceback__)
+    )
 
 
 def _run_rank(job: Job, rank: int) -> None:
     directory = Path(job.directory)
     os.environ.update(job.env)
     _redirect_output(directory / f"rank{rank}.out")
-    stacks = open(directory / f"rank{rank}.stacks", "w", encoding="utf-8")  # open until the process ends
+    # open until the process ends
+    stacks = open(directory / f"rank{rank}.stacks", "w", encoding="utf-8")
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     finish: Callable[[], None] | None = None
@@ -131,14 +146,15 @@ def _run_rank(job: Job, rank: int) -> None:
     except BaseException as error:  # a rank's end, whatever it is, is the test's result
         _write_result(directory, rank, *_outcome_of(error))
         return
-    # Written before the ranks take leave of each other, so that a peer that fails is not reported as our failure.
+    # Written before the ranks take leave of each other, so that a peer that fails is not reported
+    # as our failure.
     _write_result(directory, rank, PASSED, "")
     if finish is not None:
         with contextlib.suppress(Exception):
             finish()
 
 
-# -- in the template --------------------------------------------------------------------------------------------------
+# -- in the template -------------------------------------------------------------------------------
 
 
 def _receive(connection: socket.socket) -> bytes | None:
@@ -201,7 +217,11 @@ class _Watch:
 
     def _passed(self, rank: int) -> bool:
         result = Path(self.job.directory) / f"rank{rank}.result"
-        return self.statuses[rank] == 0 and result.exists() and pickle.loads(result.read_bytes())[0] == PASSED
+        return (
+            self.statuses[rank] == 0
+            and result.exists()
+            and pickle.loads(result.read_bytes())[0] == PASSED
+        )
 
     def wait(self) -> bool:
         """Until all ranks have ended or were given up. False when pytest is gone."""
@@ -227,7 +247,8 @@ class _Watch:
         for pid in self.rank_of:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        # The handler writes within microseconds unless the process is stopped; nothing tells when it is done.
+        # The handler writes within microseconds unless the process is stopped; nothing tells when
+        # it is done.
         time.sleep(DUMP_S)
         self.kill()
 
@@ -262,7 +283,11 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
-    for name in ("deepspeed.runtime.engine", "deepspeed.runtime.config_models.training", "torch._dynamo"):
+    for name in (
+        "deepspeed.runtime.engine",
+        "deepspeed.runtime.config_models.training",
+        "torch._dynamo",
+    ):
         # A broken import is the tests' to report: they meet it again in the rank.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -280,7 +305,8 @@ def _serve(connection: socket.socket) -> None:
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     preload()
     gc.collect()
-    gc.freeze()  # keeps the collector from touching, and thereby copying, shared pages in every rank
+    # keeps the collector from touching, and thereby copying, shared pages in every rank
+    gc.freeze()
     while (message := _receive(connection)) is not None:
         watch = _Watch(pickle.loads(message), connection, wakeup)
         watch.start()
@@ -289,7 +315,7 @@ def _serve(connection: socket.socket) -> None:
         _send(connection, pickle.dumps((watch.statuses, watch.given_up)))
 
 
-# -- in pytest --------------------------------------------------------------------------------------------------------
+# -- in pytest -------------------------------------------------------------------------------------
 
 
 class RankServer:
@@ -344,10 +370,15 @@ class RankServer:
             reply = _receive(self._connection)
             if reply is None:
                 self.stop()
-                raise RuntimeError("the process from which ranks are forked has died; its output is above")
+                raise RuntimeError(
+                    "the process from which ranks are forked has died; its output is above"
+                )
             statuses, given_up = pickle.loads(reply)
             directory = Path(job.directory)
-            return [_collect(directory, rank, statuses[rank], rank in given_up) for rank in range(job.num_ranks)]
+            return [
+                _collect(directory, rank, statuses[rank], rank in given_up)
+                for rank in range(job.num_ranks)
+            ]
         except BaseException:
             # An interrupt may have left a job running and its reply unread.
             self.stop()
@@ -361,7 +392,9 @@ def _read(path: Path) -> str:
 
 
 def _own_frames(stacks: str) -> str:
-    """faulthandler's text without the frames below a rank's start: they are the harness's and pytest's."""
+    """faulthandler's text without the frames below a rank's start: they are the harness's and
+    pytest's.
+    """
     kept: list[str] = []
     skipping = False
     for line in stacks.splitlines():
@@ -375,7 +408,10 @@ def _own_frames(stacks: str) -> str:
 
 
 def _collect(directory: Path, rank: int, status: int, given_up: bool) -> RankResult:
-    output, stacks = _read(directory / f"rank{rank}.out"), _own_frames(_read(directory / f"rank{rank}.stacks"))
+    output, stacks = (
+        _read(directory / f"rank{rank}.out"),
+        _own_frames(_read(directory / f"rank{rank}.stacks")),
+    )
     result = directory / f"rank{rank}.result"
     if result.exists():
         outcome, text, ended_at = pickle.loads(result.read_bytes())
@@ -383,5 +419,9 @@ def _collect(directory: Path, rank: int, status: int, given_up: bool) -> RankRes
     if given_up:
         return RankResult(rank, FAILED, "did not end", output, stacks=stacks)
     code = os.waitstatus_to_exitcode(status)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process with exit code {code}"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended the process with exit code {code}"
+    )
     return RankResult(rank, FAILED, how, output, ended_at=0.0, stacks=stacks)

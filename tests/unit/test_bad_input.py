@@ -1,4 +1,6 @@
-"""What a user gets told who gives `deepspeed.initialize` something wrong, and what becomes of the other ranks when one dies."""
+"""What a user gets told who gives `deepspeed.initialize` something wrong, and what becomes of the
+other ranks when one dies.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,23 @@ def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
 # What is wrong -> what is done, and what its message must say.
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown key": (give(gradient_cliping=1.0), r"gradient_cliping.*gradient_clipping"),
-    "unknown nested key": (give(zero_optimization={"stage": 1, "overlap_com": True}), r"overlap_com.*overlap_comm"),
+    "unknown nested key": (
+        give(zero_optimization={"stage": 1, "overlap_com": True}),
+        r"overlap_com.*overlap_comm",
+    ),
     "wrong type": (give(gradient_clipping="a lot"), r"gradient_clipping.*a lot"),
-    "wrong nested type": (give(zero_optimization={"stage": "two"}), r"zero_optimization\.stage.*two"),
+    "wrong nested type": (
+        give(zero_optimization={"stage": "two"}),
+        r"zero_optimization\.stage.*two",
+    ),
     "inconsistent batch sizes": (
         give(train_batch_size=7, gradient_accumulation_steps=2),
         r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*gradient_accumulation_steps = 2.*world size = 1",
     ),
-    "no batch size": (give("train_micro_batch_size_per_gpu"), r"train_batch_size|train_micro_batch_size_per_gpu"),
+    "no batch size": (
+        give("train_micro_batch_size_per_gpu"),
+        r"train_batch_size|train_micro_batch_size_per_gpu",
+    ),
     "auto left over": (
         give(train_micro_batch_size_per_gpu="auto"),
         r"train_micro_batch_size_per_gpu.*auto|auto.*train_micro_batch",
@@ -62,14 +73,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config="no/such/file.json"),
         r"no/such/file\.json",
     ),
-    "no configuration": (lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4)), r"no configuration; give config="),
+    "no configuration": (
+        lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4)),
+        r"no configuration; give config=",
+    ),
     "two configurations": (
-        lambda: deepspeed.initialize(Namespace(deepspeed_config="a.json"), torch.nn.Linear(4, 4), config=GOOD),
+        lambda: deepspeed.initialize(
+            Namespace(deepspeed_config="a.json"), torch.nn.Linear(4, 4), config=GOOD
+        ),
         r"given 2 times \(config, args\.deepspeed_config\); give it once",
     ),
     "no model": (lambda: deepspeed.initialize(config=GOOD), "model is required"),
     "not a model": (of_model(lambda x: x), "model: expected a torch.nn.Module, got function"),
-    "no optimizer at stage 1": (give("optimizer", **zero(1)), "zero stage 1 requires an optimizer.*'optimizer'"),
+    "no optimizer at stage 1": (
+        give("optimizer", **zero(1)),
+        "zero stage 1 requires an optimizer.*'optimizer'",
+    ),
     "unknown optimizer": (give(optimizer={"type": "Adamw2"}), r"optimizer\.type.*'Adamw2'.*AdamW"),
     "unknown optimizer argument": (
         give(optimizer={"type": "AdamW", "params": {"learning_rate": 1}}),
@@ -86,7 +105,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "untested client optimizer under ZeRO": (
         lambda: deepspeed.initialize(
-            model=(m := torch.nn.Linear(4, 4)), optimizer=Exotic(m.parameters(), lr=1.0), config={**GOOD, **zero(2)}
+            model=(m := torch.nn.Linear(4, 4)),
+            optimizer=Exotic(m.parameters(), lr=1.0),
+            config={**GOOD, **zero(2)},
         ),
         'Exotic is not known to work on shards.*"zero_allow_untested_optimizer": true',
     ),
@@ -94,7 +115,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: deepspeed.initialize(
             model=(m := torch.nn.Linear(4, 4)),
             optimizer=torch.optim.SGD(m.parameters(), lr=1.0),
-            config={**GOOD, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            config={
+                **GOOD,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
         ),
         'client optimizer SGD: .*DeepSpeedCPUAdam.*"zero_force_ds_cpu_optimizer": false',
     ),
@@ -106,7 +130,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"ignore_unused_parameters: false with data_types\.grad_accum_dtype.*use true, or stage 2",
     ),
-    "nothing to train": (of_model(torch.nn.Linear(4, 4).requires_grad_(False)), r"no trainable parameter|empty parameter list"),
+    "nothing to train": (
+        of_model(torch.nn.Linear(4, 4).requires_grad_(False)),
+        r"no trainable parameter|empty parameter list",
+    ),
 }
 
 
@@ -153,7 +180,13 @@ def environment(**variables: str) -> dict[str, str]:
     group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in group}
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**kept, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    return {
+        **kept,
+        "PYTHONPATH": paths,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
 
 
 @pytest.mark.parametrize(
@@ -202,7 +235,9 @@ for step in range(3):
 
 @pytest.mark.parametrize(("how", "stage"), [("killed", "0"), ("killed", "2"), ("stuck", "1")])
 def test_the_others_end_when_a_rank_dies(how: str, stage: str) -> None:
-    """Kills: a collective without timeout, an error that is swallowed; no launcher is there to end the survivors."""
+    """Kills: a collective without timeout, an error that is swallowed; no launcher is there to end
+    the survivors.
+    """
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
     timeout = "4" if how == "stuck" else "60"
     ranks = [

@@ -14,10 +14,24 @@ def test_sizes_are_readable() -> None:
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     env_report.main()
     text = capsys.readouterr().out
-    for word in ("async_io", "later release", "torch version", "deepspeed version", "0.20.0", "/dev/shm"):
+    for word in (
+        "async_io",
+        "later release",
+        "torch version",
+        "deepspeed version",
+        "0.20.0",
+        "/dev/shm",
+    ):
         assert word in text
     # Kills: a line that bug reports about monitors, offload or launching are asked for anyway.
-    for word in ("cpu", "host memory", "tensorboard version", "wandb version", "comet-ml version", "launchers found"):
+    for word in (
+        "cpu",
+        "host memory",
+        "tensorboard version",
+        "wandb version",
+        "comet-ml version",
+        "launchers found",
+    ):
         assert f"{word} ..." in text
 
 

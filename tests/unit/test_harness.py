@@ -27,17 +27,36 @@ class Run:
         (directory / "test_it.py").write_text(HEADER + source)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
         environment["PYTHONPATH"] = os.pathsep.join([str(TESTS_DIR.parent), str(TESTS_DIR)])
-        command = [sys.executable, "-m", "pytest", "-p", "unit.common", "-p", "no:cacheprovider", "-rA", "test_it.py"]
-        done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "unit.common",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            "test_it.py",
+        ]
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+        )
         self.code = done.returncode
         self.output = done.stdout + done.stderr
 
     def counts(self) -> dict[str, int]:
         """pytest's last line: how many tests passed, failed, ..."""
-        return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", self.output.splitlines()[-1])}
+        return {
+            word: int(number)
+            for number, word in re.findall(r"(\d+) (\w+)", self.output.splitlines()[-1])
+        }
 
     def expect(self, **counts: int) -> None:
-        found = {word: number for word, number in self.counts().items() if word in (*counts, "failed", "passed")}
+        found = {
+            word: number
+            for word, number in self.counts().items()
+            if word in (*counts, "failed", "passed")
+        }
         assert found == counts, self.output
 
 
@@ -177,14 +196,18 @@ class TestFixtureFails(DistributedTest):
     )
     run.expect(failed=4, passed=1, error=1)
     # The first rank to fail comes first, with the line of the test in it.
-    assert re.search(r"test_assert _+\n==== rank 1 of 2 failed ====\nTraceback", run.output), run.output
+    assert re.search(r"test_assert _+\n==== rank 1 of 2 failed ====\nTraceback", run.output), (
+        run.output
+    )
     assert 'assert left == 2, "the text"' in run.output
     assert "said by 0" in run.output and "said by 1" in run.output
     assert "ended the process with exit code 3" in run.output
     assert "was killed by SIGSEGV" in run.output and "in test_crash" in run.output
     assert "cannot be sent to the ranks" in run.output
     assert "RuntimeError: from the fixture" in run.output
-    assert "must not get here" not in re.sub(r'raise AssertionError\("must not get here"\)', "", run.output)
+    assert "must not get here" not in re.sub(
+        r'raise AssertionError\("must not get here"\)', "", run.output
+    )
 
 
 def test_hung_ranks_are_killed_with_their_stacks(tmp_path: Path) -> None:
@@ -221,7 +244,9 @@ def stuck_here():
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs. One that is dead and waits for its parent (this container's init) does not."""
+    """Whether a process runs. One that is dead and waits for its parent (this container's init)
+    does not.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:

@@ -44,7 +44,9 @@ def test_the_time_it_adds_to_torch(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [[float(word) for word in python(TIMED).split()] for _ in range(3)]
     wall, cpu = (statistics.median(column) for column in zip(*runs, strict=True))
     with capsys.disabled():
-        print(f"\nimport deepspeed adds {wall:.3f} s ({cpu:.3f} s of processor time) to import torch")
+        print(
+            f"\nimport deepspeed adds {wall:.3f} s ({cpu:.3f} s of processor time) to import torch"
+        )
     assert cpu < LIMIT_S
 
 
@@ -144,7 +146,10 @@ print(json.dumps(missing))
 
 
 def test_one_class_under_both_names() -> None:
-    code = "import deepspeed; from deepspeed.runtime import engine; print(deepspeed.DeepSpeedEngine is engine.DeepSpeedEngine)"
+    code = (
+        "import deepspeed; from deepspeed.runtime import engine; print(deepspeed.DeepSpeedEngine "
+        "is engine.DeepSpeedEngine)"
+    )
     assert python(code).strip() == "True"
 
 

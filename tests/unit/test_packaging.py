@@ -26,7 +26,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     build = ["setup.py", "-q", "build", "--build-base", str(folder / "build")]
     egg = ["egg_info", "--egg-base", str(folder)]
     subprocess.run(
-        [sys.executable, *build, *egg, "bdist_wheel", "--dist-dir", str(folder), "--bdist-dir", str(folder / "bdist")],
+        [
+            sys.executable,
+            *build,
+            *egg,
+            "bdist_wheel",
+            "--dist-dir",
+            str(folder),
+            "--bdist-dir",
+            str(folder / "bdist"),
+        ],
         cwd=ROOT,
         env=environment,
         check=True,
@@ -42,10 +51,14 @@ def test_the_wheel_is_pure_python_and_named_after_the_project(wheel: zipfile.Zip
 
 
 def test_the_wheel_has_every_module_of_the_package(wheel: zipfile.ZipFile) -> None:
-    packages = {path.parent for path in (ROOT / "deepspeed").rglob("__init__.py")} | {ROOT / "deepspeed"}
+    packages = {path.parent for path in (ROOT / "deepspeed").rglob("__init__.py")} | {
+        ROOT / "deepspeed"
+    }
     modules = {path for package in packages for path in package.glob("*.py")}
     names = set(wheel.namelist())
-    missing = sorted(str(path.relative_to(ROOT)) for path in modules if str(path.relative_to(ROOT)) not in names)
+    missing = sorted(
+        str(path.relative_to(ROOT)) for path in modules if str(path.relative_to(ROOT)) not in names
+    )
     assert missing == []
     assert {
         "deepspeed/py.typed",
@@ -61,7 +74,14 @@ def test_the_wheel_has_every_module_of_the_package(wheel: zipfile.ZipFile) -> No
 def test_no_folder_of_modules_lacks_its_init() -> None:
     """A package without __init__.py imports in a checkout and is missing from the wheel."""
     folders = {path.parent for path in (ROOT / "deepspeed").rglob("*.py")}
-    assert sorted(str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()) == []
+    assert (
+        sorted(
+            str(folder.relative_to(ROOT))
+            for folder in folders
+            if not (folder / "__init__.py").exists()
+        )
+        == []
+    )
 
 
 def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfile.ZipFile) -> None:
@@ -85,7 +105,11 @@ def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfi
 def test_the_packaged_version_module_says_what_version_txt_says(wheel: zipfile.ZipFile) -> None:
     namespace: dict[str, str] = {}
     exec(wheel.read("deepspeed/git_version_info_installed.py"), namespace)
-    assert namespace["version"] == git_version_info.version == (ROOT / "version.txt").read_text().strip()
+    assert (
+        namespace["version"]
+        == git_version_info.version
+        == (ROOT / "version.txt").read_text().strip()
+    )
 
 
 def test_the_checkout_has_no_generated_version_module() -> None:
@@ -96,15 +120,24 @@ def test_the_checkout_has_no_generated_version_module() -> None:
 def test_op_lists_are_computed_on_demand() -> None:
     names = {"async_io", "cpu_adagrad", "cpu_adam", "cpu_lion"}
     assert set(git_version_info.compatible_ops) == set(git_version_info.installed_ops) == names
-    assert git_version_info.compatible_ops["async_io"] is git_version_info.installed_ops["async_io"] is False
+    assert (
+        git_version_info.compatible_ops["async_io"]
+        is git_version_info.installed_ops["async_io"]
+        is False
+    )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = git_version_info.nothing
 
 
 def test_every_pin_of_the_direct_requirements_exists() -> None:
-    """A package without a pin could pull in another build of torch, and would change under CI's feet."""
+    """A package without a pin could pull in another build of torch, and would change under CI's
+    feet.
+    """
     folder = ROOT / "requirements"
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in read(folder / "requirements-ci.txt")}
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in read(folder / "requirements-ci.txt")
+    }
     wanted = [*read(folder / "requirements.txt"), *read(folder / "requirements-dev.txt")]
     assert [name for name in wanted if name.partition(">")[0].lower() not in pinned] == []
 

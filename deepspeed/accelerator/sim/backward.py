@@ -1,13 +1,14 @@
 """On which stream a gradient is made, as autograd decides on a device.
 
-[Note: streams of a backward]
-A node of the graph runs on the stream that was current when it was made in forward; an accumulation node on the stream that was
-current when *it* was made, which is when its parameter was first used, or earlier if somebody holds it. A node's stream waits for
-those of its producers; at the end the caller's stream waits for all streams that accumulated. Hooks run inside of their node.
+[Note: streams of a backward] A node of the graph runs on the stream that was current when it was
+made in forward; an accumulation node on the stream that was current when *it* was made, which is
+when its parameter was first used, or earlier if somebody holds it. A node's stream waits for those
+of its producers; at the end the caller's stream waits for all streams that accumulated. Hooks run
+inside of their node.
 
-torch numbers nodes in the order in which they are made, so a list of stream switches says where each one was. Accumulation nodes
-have no number. One that was held since earlier carries a mark, set while a side stream is current; otherwise the first node that
-uses it was made together with it.
+torch numbers nodes in the order in which they are made, so a list of stream switches says where
+each one was. Accumulation nodes have no number. One that was held since earlier carries a mark, set
+while a side stream is current; otherwise the first node that uses it was made together with it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class BackwardStreams:
         seed: Places accumulation nodes if `num_side_streams` is not 0.
 
     Attributes:
-        num_side_streams: How many side streams accumulation nodes are spread over, as a compiled backward may; 0 is autograd's
-            own choice.
+        num_side_streams: How many side streams accumulation nodes are spread over, as a compiled
+            backward may; 0 is autograd's own choice.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
@@ -76,7 +77,9 @@ class BackwardStreams:
 
     def _entry(self, original: Any, captures: bool) -> Any:
         def entry(*args: Any, **kwargs: Any) -> Any:
-            with self.of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")), captures):
+            with self.of(
+                args[0] if args else kwargs.get("tensors", kwargs.get("outputs")), captures
+            ):
                 return original(*args, **kwargs)
 
         return functools.wraps(original)(entry)
@@ -120,7 +123,13 @@ class BackwardStreams:
             roots: One tensor or several.
             captures: Gradients are returned, whatever node they are at, and not accumulated.
         """
-        plan = None if self._running else self._planned([roots] if isinstance(roots, torch.Tensor) else list(roots), captures)
+        plan = (
+            None
+            if self._running
+            else self._planned(
+                [roots] if isinstance(roots, torch.Tensor) else list(roots), captures
+            )
+        )
         if plan is None:
             yield
             return
@@ -134,13 +143,23 @@ class BackwardStreams:
             self._scheduler.switch(caller)
 
     def _planned(self, roots: list[Any], captures: bool) -> _Run | None:
-        if self._chosen is None and not self.num_side_streams and self._only_stream() is self._scheduler.current:
+        if (
+            self._chosen is None
+            and not self.num_side_streams
+            and self._only_stream() is self._scheduler.current
+        ):
             return None
         nodes = _nodes([root.grad_fn for root in roots if isinstance(root, torch.Tensor)])
         streams = {node: self._stream_of(node, nodes) for node in nodes}
         if set(streams.values()) <= {self._scheduler.current}:
             return None
-        return _Run(self._scheduler, nodes, streams, captures, copies=self._chosen is not None or self.num_side_streams > 0)
+        return _Run(
+            self._scheduler,
+            nodes,
+            streams,
+            captures,
+            copies=self._chosen is not None or self.num_side_streams > 0,
+        )
 
     def _only_stream(self) -> Stream | None:
         return self._streams[0] if len(set(self._streams)) == 1 else None
@@ -177,12 +196,18 @@ class _Run:
         nodes: Every node, with the nodes that hand gradients to it.
         streams: Where each runs.
         captures: The caller gets gradients of any node, and not only accumulated ones.
-        copies: Accumulation writes memory of its own on its own stream, as it does for a gradient that somebody else holds.
-            Otherwise `param.grad` may be what an earlier node made, and where it was accumulated makes no difference.
+        copies: Accumulation writes memory of its own on its own stream, as it does for a gradient
+            that somebody else holds. Otherwise `param.grad` may be what an earlier node made, and
+            where it was accumulated makes no difference.
     """
 
     def __init__(
-        self, scheduler: Scheduler, nodes: dict[Any, list[Any]], streams: dict[Any, Stream], captures: bool, copies: bool
+        self,
+        scheduler: Scheduler,
+        nodes: dict[Any, list[Any]],
+        streams: dict[Any, Stream],
+        captures: bool,
+        copies: bool,
     ) -> None:
         self._scheduler = scheduler
         self._producers = nodes
@@ -226,16 +251,22 @@ class _Run:
 
         def enter(grads: Any) -> Any:
             if not self._is_joining:
-                # Queued first, so that callbacks queued by hooks find the caller's stream current, and joined.
+                # Queued first, so that callbacks queued by hooks find the caller's stream current,
+                # and joined.
                 self._is_joining = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._join)
             self._scheduler.switch(stream)
             self._await_producers(node)
-            if (self._captures or accumulates) and stream is not self._caller and stream not in self._finished:
+            if (
+                (self._captures or accumulates)
+                and stream is not self._caller
+                and stream not in self._finished
+            ):
                 self._finished.append(stream)
             for grad in grads:
                 if grad is not None:
-                    # As autograd does: its producer's stream reuses the memory as soon as it is freed.
+                    # As autograd does: its producer's stream reuses the memory as soon as it is
+                    # freed.
                     grad.record_stream(stream)
             if not (accumulates and self._copies) or stream is self._caller:
                 return None
@@ -251,7 +282,8 @@ class _Run:
             if self._streams[producer] is stream:
                 continue
             if len(producers) > 1:
-                # The engine has added the gradients up on the stream of the last producer, after that one's own event.
+                # The engine has added the gradients up on the stream of the last producer, after
+                # that one's own event.
                 stream.wait_stream(self._streams[producer])
             elif producer in self._done:
                 stream.wait_event(self._done[producer])
@@ -263,7 +295,8 @@ class _Run:
             self._done[node] = stream.record_event()
             for consumer in self._consumers.get(node, ()):
                 if self._mixed(consumer):
-                    # The engine adds this gradient to those of other streams next, on the stream that is current now.
+                    # The engine adds this gradient to those of other streams next, on the stream
+                    # that is current now.
                     for other in self._producers[consumer]:
                         if other in self._done and self._streams[other] is not stream:
                             stream.wait_event(self._done[other])

@@ -1,14 +1,18 @@
 """How an operator becomes deferred work.
 
 [Note: what runs when]
-- Operators that compute are deferred, on every stream: their results are allocated (poisoned) and returned at once.
+- Operators that compute are deferred, on every stream: their results are allocated (poisoned) and
+  returned at once.
 - Views and changes of an argument's sizes only are made at once; they touch no memory.
-- What makes a device wait makes the host wait for the current stream here too, and for nothing else: reading a value, results whose
-  shape depends on values. The operator then sees memory as it is.
-- Random operators use up the generator when they are issued, exactly as on the host, so numbers don't depend on when they run.
+- What makes a device wait makes the host wait for the current stream here too, and for nothing
+  else: reading a value, results whose shape depends on values. The operator then sees memory as it
+  is.
+- Random operators use up the generator when they are issued, exactly as on the host, so numbers
+  don't depend on when they run.
 
-Shapes, strides and dtypes of results come from running the operator once on numbers that don't matter: meta kernels disagree with
-the host's kernels in strides and dtypes here and there, and a result must be bit for bit the host's.
+Shapes, strides and dtypes of results come from running the operator once on numbers that don't
+matter: meta kernels disagree with the host's kernels in strides and dtypes here and there, and a
+result must be bit for bit the host's.
 """
 
 from __future__ import annotations
@@ -40,11 +44,35 @@ class Kind(enum.Enum):
     COMPUTE = "everything else"
 
 
-_ALLOCATING = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-_METADATA = {"aten::is_pinned", "aten::is_same_size", "aten::result_type", "aten::can_cast", "aten::_has_same_storage_numel"}
+_ALLOCATING = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+_METADATA = {
+    "aten::is_pinned",
+    "aten::is_same_size",
+    "aten::result_type",
+    "aten::can_cast",
+    "aten::_has_same_storage_numel",
+}
 # How much of the generator these use depends on the values they draw.
-_REJECTION_SAMPLING = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet", "aten::multinomial"}
-_MAY_BE_MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_REJECTION_SAMPLING = {
+    "aten::poisson",
+    "aten::binomial",
+    "aten::_standard_gamma",
+    "aten::_sample_dirichlet",
+    "aten::multinomial",
+}
+_MAY_BE_MASKED = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
 
 
 @cache
@@ -83,7 +111,8 @@ _facts: dict[int, _Facts] = {}
 
 
 def _facts_of(func: Any) -> _Facts:
-    # By identity: an operator's own hash is computed in Python. The entry keeps it alive, so no other gets its identity.
+    # By identity: an operator's own hash is computed in Python. The entry keeps it alive, so no
+    # other gets its identity.
     known = _facts.get(id(func))
     if known is None:
         known = _facts[id(func)] = _Facts(func, kind_of(func), func.name())
@@ -110,7 +139,8 @@ class Plan(NamedTuple):
     """What an operator returns for arguments of certain shapes.
 
     Attributes:
-        results: Per returned value an argument's position or name (`_aliased`), a `Fresh`, a list of `Fresh`, or None.
+        results: Per returned value an argument's position or name (`_aliased`), a `Fresh`, a list
+            of `Fresh`, or None.
         deferrable: False if it does something that only the real arguments can tell.
         reads, writes: Which of the arguments' tensors, counted in order, it only reads, and writes.
     """
@@ -130,7 +160,9 @@ class Operators(TorchDispatchMode):
         before_collective: Called before a collective that did not come through `deepspeed.comm`.
     """
 
-    def __init__(self, scheduler: Scheduler, allocator: Allocator, before_collective: Callable[[], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, allocator: Allocator, before_collective: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._allocator = allocator
@@ -140,8 +172,11 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
-            return NotImplemented  # a tensor subclass that consists of tensors: they come here one by one
+        if types and any(
+            t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types
+        ):
+            # a tensor subclass that consists of tensors: they come here one by one
+            return NotImplemented
         if self.in_forked_child and torch.utils.data.get_worker_info() is not None:
             return func(*args, **kwargs)  # a data loader's worker computes on the host
         facts = _facts_of(func)
@@ -157,7 +192,8 @@ class Operators(TorchDispatchMode):
         key = _call_key(func, args, kwargs, tensors)
         plan = self._plans.get(key)
         if plan is not None and not self._allocator.has_host_memory:
-            return self._defer(facts, args, kwargs, tensors, plan)  # such a call has passed all that follows
+            # such a call has passed all that follows
+            return self._defer(facts, args, kwargs, tensors, plan)
         if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
         if self._allocator.has_host_memory and any(map(self._allocator.on_host, tensors)):
@@ -165,13 +201,21 @@ class Operators(TorchDispatchMode):
         if kind is Kind.COLLECTIVE:
             self._before_collective()
             return func(*args, **kwargs)
-        if kind is Kind.READ or not _is_strided(tensors, kwargs) or (func._schema.name in _MAY_BE_MASKED and _has_mask(args)):
+        if (
+            kind is Kind.READ
+            or not _is_strided(tensors, kwargs)
+            or (func._schema.name in _MAY_BE_MASKED and _has_mask(args))
+        ):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
-        return self._defer(facts, args, kwargs, tensors, plan or self._plan(func, args, kwargs, key))
+        return self._defer(
+            facts, args, kwargs, tensors, plan or self._plan(func, args, kwargs, key)
+        )
 
-    def _defer(self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan | None) -> Any:
+    def _defer(
+        self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan | None
+    ) -> Any:
         if plan is None or not plan.deferrable:
             return self._now(facts.func, args, kwargs)
         work = None
@@ -180,13 +224,19 @@ class Operators(TorchDispatchMode):
             work = bind(facts.func, self.shadows(args), self.shadows(kwargs))
         return self._issue(facts, args, kwargs, tensors, plan, work)
 
-    def _with_host_memory(self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any) -> Any:
-        """The host computes on its own memory at once; copies between it and the device go by streams."""
+    def _with_host_memory(
+        self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any
+    ) -> Any:
+        """The host computes on its own memory at once; copies between it and the device go by
+        streams.
+        """
         func = facts.func
         if all(map(self._allocator.on_host, tensors)):
             tracer = self._scheduler.tracer
             if tracer is not None:
-                accesses = self._accesses(operators.reads(func, args, kwargs), operators.writes(func, args, kwargs))
+                accesses = self._accesses(
+                    operators.reads(func, args, kwargs), operators.writes(func, args, kwargs)
+                )
                 tracer.host_accessed(func.name(), accesses)
             result = func(*args, **kwargs)
             for tensor in operators.tensors_in(result):
@@ -208,10 +258,20 @@ class Operators(TorchDispatchMode):
             return self._allocator.shadow(args)
         if isinstance(args, (list, tuple)):
             return type(args)([self.shadows(item) for item in args]) if args else args
-        return {name: self.shadows(value) for name, value in args.items()} if isinstance(args, dict) else args
+        return (
+            {name: self.shadows(value) for name, value in args.items()}
+            if isinstance(args, dict)
+            else args
+        )
 
     def _issue(
-        self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan, work: Callable[[], Any] | None
+        self,
+        facts: _Facts,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        plan: Plan,
+        work: Callable[[], Any] | None,
     ) -> Any:
         fresh: list[torch.Tensor] = []
         results = [self._result(entry, args, kwargs, fresh) for entry in plan.results]
@@ -306,11 +366,17 @@ class Operators(TorchDispatchMode):
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Let the host wait for the current stream and look."""
-        self.host_access(func.name(), operators.reads(func, args, kwargs), operators.writes(func, args, kwargs))
+        self.host_access(
+            func.name(), operators.reads(func, args, kwargs), operators.writes(func, args, kwargs)
+        )
         return func(*args, **kwargs)
 
-    def host_access(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()) -> None:
-        """Wait for the current stream, as a device's copy to the host does, because the host is about to look at tensors."""
+    def host_access(
+        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Wait for the current stream, as a device's copy to the host does, because the host is
+        about to look at tensors.
+        """
         self._scheduler.current.synchronize()
         tracer = self._scheduler.tracer
         if tracer is not None:
@@ -331,10 +397,15 @@ class Operators(TorchDispatchMode):
 
 
 def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
-    return next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), torch.default_generator)
+    return next(
+        (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)),
+        torch.default_generator,
+    )
 
 
-def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+def _bind(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
     return lambda: function(*args, **kwargs)
 
 
@@ -342,8 +413,13 @@ def _storing(work: Callable[[], Any], into: list[torch.Tensor]) -> Callable[[], 
     def run() -> None:
         result = work()
         if into:
-            # Arguments that are returned come before or between fresh results; they are no results of ours.
-            made = [result] if isinstance(result, torch.Tensor) else list(operators.tensors_in(result))[-len(into) :]
+            # Arguments that are returned come before or between fresh results; they are no results
+            # of ours.
+            made = (
+                [result]
+                if isinstance(result, torch.Tensor)
+                else list(operators.tensors_in(result))[-len(into) :]
+            )
             for target, value in zip(into, made, strict=True):
                 target.copy_(value)
 
@@ -376,9 +452,13 @@ def _has_mask(args: Any) -> bool:
 
 
 def _call_key(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-    """Equal for calls whose results have equal shapes and that are treated alike. Hashable. Appends all tensors to `tensors`."""
+    """Equal for calls whose results have equal shapes and that are treated alike. Hashable. Appends
+    all tensors to `tensors`.
+    """
     positional = tuple([_key(argument, tensors) for argument in args])
-    named = tuple([(name, _key(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
+    named = (
+        tuple([(name, _key(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
+    )
     # `_facts` keeps the operator alive, so its identity stands for it.
     return (id(func), torch.get_default_dtype(), positional, named)
 
@@ -387,7 +467,9 @@ _INTEGERS = frozenset((int, bool))
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """What of an argument the shape of the result, and how the operator is treated, can depend on."""
+    """What of an argument the shape of the result, and how the operator is treated, can depend
+    on.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         if value.layout is torch.strided and value.is_cpu:
@@ -395,7 +477,11 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
         return (value.device, value.layout)  # never deferred
     if isinstance(value, (list, tuple)):
         types = tuple(map(type, value))
-        return (types, tuple(value)) if _INTEGERS.issuperset(types) else tuple([_key(item, tensors) for item in value])
+        return (
+            (types, tuple(value))
+            if _INTEGERS.issuperset(types)
+            else tuple([_key(item, tensors) for item in value])
+        )
     if isinstance(value, torch.Generator) or (tensors and isinstance(value, float)):
         return type(value)  # with tensors in front, a float's value is no matter of shapes
     return (type(value), value)  # 1, 1.0 and True are equal and make different dtypes
@@ -404,21 +490,40 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
 def _dummies(tree: Any, fill: int) -> Any:
     if isinstance(tree, torch.Tensor):
         dummy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype)
-        return dummy.fill_(fill) if 0 not in tree.stride() else dummy.zero_() if not fill else torch.full_like(tree, fill)
+        return (
+            dummy.fill_(fill)
+            if 0 not in tree.stride()
+            else dummy.zero_()
+            if not fill
+            else torch.full_like(tree, fill)
+        )
     if isinstance(tree, (list, tuple)):
         return type(tree)([_dummies(item, fill) for item in tree]) if tree else tree
-    return {name: _dummies(value, fill) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+    return (
+        {name: _dummies(value, fill) for name, value in tree.items()}
+        if isinstance(tree, Mapping)
+        else tree
+    )
 
 
 def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
-    """Run the operator on numbers that don't matter: zeros, which every index may be, or ones, which integers may divide by."""
+    """Run the operator on numbers that don't matter: zeros, which every index may be, or ones,
+    which integers may divide by.
+    """
     generator = _generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
     state = None if generator is None else generator.get_state()
     for fill in (0, 1):
         dummies, dummy_kwargs = _dummies(args, fill), _dummies(kwargs, fill)
         try:
             result = func(*dummies, **dummy_kwargs)
-        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, ZeroDivisionError):
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+            ZeroDivisionError,
+        ):
             continue  # the user's mistake, or numbers that do matter: the real call will tell
         finally:
             if generator is not None and state is not None:
@@ -427,21 +532,35 @@ def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
     return None
 
 
-def _plan_of(func: Any, result: Any, args: Any, kwargs: Any, dummies: Any, dummy_kwargs: Any) -> Plan:
+def _plan_of(
+    func: Any, result: Any, args: Any, kwargs: Any, dummies: Any, dummy_kwargs: Any
+) -> Plan:
     returns = func._schema.returns
     values = [] if not returns else [result] if len(returns) == 1 else list(result)
     entries = []
     for declared, value in zip(returns, values, strict=True):
         alias = declared.alias_info
-        entries.append(_aliased(func, alias, len(args)) if alias is not None and alias.is_write else _spec(value))
-    before, after = operators.tensors_in((args, kwargs)), operators.tensors_in((dummies, dummy_kwargs))
-    keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))  # `out=` may be given another size
-    on_host = all(t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values))
+        entries.append(
+            _aliased(func, alias, len(args))
+            if alias is not None and alias.is_write
+            else _spec(value)
+        )
+    before, after = (
+        operators.tensors_in((args, kwargs)),
+        operators.tensors_in((dummies, dummy_kwargs)),
+    )
+    # `out=` may be given another size
+    keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))
+    on_host = all(
+        t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values)
+    )
     return Plan(tuple(entries), keeps_sizes and on_host, *_read_and_written(func, args, kwargs))
 
 
 def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
-    """The argument that is returned: its position if it was given by position, and its name otherwise."""
+    """The argument that is returned: its position if it was given by position, and its name
+    otherwise.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
             return position if position < num_positional else str(argument.name)
@@ -449,10 +568,14 @@ def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the arguments' tensors, counted in order: those that are only read, and those that are written."""
+    """Of the arguments' tensors, counted in order: those that are only read, and those that are
+    written.
+    """
     written, given = operators.written_names(func), operators.arguments(func, args, kwargs)
     writes = [name in written for name, value in given.items() for _ in operators.tensors_in(value)]
-    return tuple(i for i, yes in enumerate(writes) if not yes), tuple(i for i, yes in enumerate(writes) if yes)
+    return tuple(i for i, yes in enumerate(writes) if not yes), tuple(
+        i for i, yes in enumerate(writes) if yes
+    )
 
 
 def _spec(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""What makes the host look at a tensor without an operator that says so: `numpy()`, printing, pickling, `tolist()`.
+"""What makes the host look at a tensor without an operator that says so: `numpy()`, printing,
+pickling, `tolist()`.
 
-On a device these copy to the host first, which waits for the current stream. Here they are wrapped while a simulated device is in
-use.
+On a device these copy to the host first, which waits for the current stream. Here they are wrapped
+while a simulated device is in use.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Patches:
             self._undo.pop()()
 
 
-def _reading(name: str, read: Callable[[str, torch.Tensor], None], thread: int, original: Any) -> Any:
+def _reading(
+    name: str, read: Callable[[str, torch.Tensor], None], thread: int, original: Any
+) -> Any:
     @functools.wraps(original)
     def reader(self: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or type(self) not in (torch.Tensor, torch.nn.Parameter):
@@ -60,7 +63,9 @@ def _reading(name: str, read: Callable[[str, torch.Tensor], None], thread: int, 
 
 
 def patch_host_reads(
-    patches: Patches, read: Callable[[str, torch.Tensor], None], record_stream: Callable[[torch.Tensor, Any], None]
+    patches: Patches,
+    read: Callable[[str, torch.Tensor], None],
+    record_stream: Callable[[torch.Tensor, Any], None],
 ) -> None:
     """Wrap every method that looks at memory.
 
@@ -72,4 +77,8 @@ def patch_host_reads(
     thread = threading.get_ident()
     for owner, name in _READERS:
         patches.replace(owner, name, functools.partial(_reading, name, read, thread))
-    patches.replace(torch.Tensor, "record_stream", lambda original: lambda self, stream: record_stream(self, stream))
+    patches.replace(
+        torch.Tensor,
+        "record_stream",
+        lambda original: lambda self, stream: record_stream(self, stream),
+    )

@@ -1,10 +1,10 @@
 """The caching allocator of the simulated device.
 
-[Note: adversarial reuse]
-Memory that Python lets go of returns at once to the stream it was allocated for, and the next allocation there gets it, most
-recently freed first. Work that another stream has still queued on it then reads or writes somebody else's tensor, as on a device.
-Work of the same stream is safe, as on a device: its queue runs in order. Fresh memory is poisoned: with NaN, or with a number that
-no index can be.
+[Note: adversarial reuse] Memory that Python lets go of returns at once to the stream it was
+allocated for, and the next allocation there gets it, most recently freed first. Work that another
+stream has still queued on it then reads or writes somebody else's tensor, as on a device. Work of
+the same stream is safe, as on a device: its queue runs in order. Fresh memory is poisoned: with
+NaN, or with a number that no index can be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_SHADOWS = 256
 # As on CUDA, small tensors do not take large blocks.
 SMALL = 1 << 20
 
-# All ones is NaN in every floating-point format; the byte of integers makes each of them a number far from any index.
+# All ones is NaN in every floating-point format; the byte of integers makes each of them a number
+# far from any index.
 _POISON_FLOAT, _POISON_INT, _POISON_BOOL = 0xFF, 0xA5, 0x01
 
 
@@ -53,7 +54,9 @@ _NUMPY_DTYPES: dict[torch.dtype, Any] = {
 }
 
 
-def _array(memory: Any, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+def _array(
+    memory: Any, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
     """The first bytes of `memory` as a new array, with dtype and shape if numpy has the dtype."""
     known = _NUMPY_DTYPES.get(dtype)
     if known is None:
@@ -65,7 +68,9 @@ def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """`tensor` in `storage`."""
     # A tensor made for a kernel is none that inference mode protects.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        alias = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias = torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
         if tensor.is_conj():
             alias = alias.conj()
         return torch._neg_view(alias) if tensor.is_neg() else alias
@@ -78,8 +83,8 @@ class Block:
         memory: Its bytes.
         storage: The same for torch; it keeps the memory, and no user ever holds it.
         uses: Per stream, the position after the last work issued on this memory.
-        shadows: Tensors on it that kernels got, by dtype, offset, size, stride, conjugation and negation. The same are asked for in
-            each step, whoever owns the memory then.
+        shadows: Tensors on it that kernels got, by dtype, offset, size, stride, conjugation and
+            negation. The same are asked for in each step, whoever owns the memory then.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -99,7 +104,8 @@ class Block:
 
 
 class Life:
-    """One allocation: from the moment that memory is handed out until Python's last reference is gone.
+    """One allocation: from the moment that memory is handed out until Python's last reference is
+    gone.
 
     Attributes:
         serial: Names it in traces.
@@ -137,7 +143,9 @@ class Allocator:
 
     # Handing out
 
-    def allocate(self, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    def allocate(
+        self, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
         """A tensor in poisoned memory for the current stream.
 
         Args:
@@ -180,7 +188,8 @@ class Allocator:
             block.uses.clear()
             target.fill(byte)
             return
-        # Queued work of this stream still needs the old contents and runs before; that of others has no such right.
+        # Queued work of this stream still needs the old contents and runs before; that of others
+        # has no such right.
         position = self._scheduler.put(stream, Work("allocation", lambda: target.fill(byte)))
         block.uses[stream] = position
 
@@ -193,7 +202,9 @@ class Allocator:
             if self._scheduler.tracer is not None:
                 self._scheduler.tracer.freed(life.serial)
             if life.recorded:
-                self._held_back.append((life, [(stream, stream.issued) for stream in life.recorded]))
+                self._held_back.append(
+                    (life, [(stream, stream.issued) for stream in life.recorded])
+                )
             else:
                 self._return(life)
 
@@ -218,7 +229,9 @@ class Allocator:
         self._free.clear()
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Memory of `tensor` is not handed out before the work that `stream` has when it is freed is done."""
+        """Memory of `tensor` is not handed out before the work that `stream` has when it is freed
+        is done.
+        """
         life = self._lives.get(tensor.untyped_storage().data_ptr())
         if life is not None and stream is not life.stream:
             life.recorded.add(stream)
@@ -229,8 +242,9 @@ class Allocator:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host tensor in page-locked memory, which the host reads and writes by itself.
 
-        No stream is waited for: on a real device what is pinned was never device memory. Only what is queued on this very memory,
-        which only the simulation takes for the device's, is run first.
+        No stream is waited for: on a real device what is pinned was never device memory. Only what
+        is queued on this very memory, which only the simulation takes for the device's, is run
+        first.
         """
         block = self.block_of(tensor)
         for stream, position in dict(block.uses if block is not None else {}).items():
@@ -251,7 +265,9 @@ class Allocator:
         return bool(self._host)
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that the host reads and writes by itself, past all streams."""
+        """Whether a tensor lies in memory that the host reads and writes by itself, past all
+        streams.
+        """
         if not self._host:
             return False
         cdata = tensor.untyped_storage()._cdata
@@ -293,7 +309,10 @@ class Allocator:
         address = storage.data_ptr()
         life = self._lives.get(address)
         serial = self._foreign_serial(storage) if life is None else life.serial
-        return [Access(serial, start, end, writes, address + start) for start, end in byte_intervals(tensor)]
+        return [
+            Access(serial, start, end, writes, address + start)
+            for start, end in byte_intervals(tensor)
+        ]
 
     def _foreign_serial(self, storage: torch.UntypedStorage) -> int:
         # A weak reference keeps torch from giving another storage the same identity.

@@ -1,10 +1,10 @@
 """Streams, events, and the order in which deferred work runs.
 
-[Note: as late as possible]
-A stream is a first-in first-out queue. Nothing runs when it is issued; something runs when the host waits for it, and then only
-what the queue order and the waits between queues put before it. So a producer that a consumer doesn't wait for has not run when the
-consumer does: the result is wrong, each time. Schedules other than 0 run some ready work early, chosen by the seed, because a write
-that comes too early is an error too.
+[Note: as late as possible] A stream is a first-in first-out queue. Nothing runs when it is issued;
+something runs when the host waits for it, and then only what the queue order and the waits between
+queues put before it. So a producer that a consumer doesn't wait for has not run when the consumer
+does: the result is wrong, each time. Schedules other than 0 run some ready work early, chosen by
+the seed, because a write that comes too early is an error too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator.stream_trace import StreamTracer
 
-# Real devices hold about a thousand launches; a program that never waits may not use memory without limit here either.
+# Real devices hold about a thousand launches; a program that never waits may not use memory without
+# limit here either.
 MAX_QUEUED = 50_000
 # How often a schedule other than 0 runs something early, and how much at most.
 EXPLORE_PROBABILITY = 0.25
@@ -89,7 +90,9 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """Work issued here from now on runs after what `event` was recorded after; nothing if it never was."""
+        """Work issued here from now on runs after what `event` was recorded after; nothing if it
+        never was.
+        """
         if event.stream is None:
             return
         self.scheduler.trace(lambda tracer: tracer.event_waited(event, self))
@@ -119,7 +122,12 @@ class Stream:
         self.scheduler.switch(self)
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.scheduler.switch(self._outer.pop())
 
 
@@ -127,7 +135,8 @@ class Event:
     """A position in a stream, with the interface of a device's event.
 
     Args:
-        enable_timing, blocking, interprocess: As a device takes them. Times are the host's at `record`.
+        enable_timing, blocking, interprocess: As a device takes them. Times are the host's at
+            `record`.
 
     Attributes:
         stream: Where it was recorded last; None before.
@@ -136,7 +145,9 @@ class Event:
 
     _count = 0
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         Event._count += 1
         self.name = f"event {Event._count}"
         self.enable_timing = enable_timing
@@ -188,7 +199,9 @@ class Event:
             RuntimeError: one of the two was never recorded.
         """
         if self.stream is None or end_event.stream is None:
-            raise RuntimeError("elapsed_time needs two recorded events; call record() on both first")
+            raise RuntimeError(
+                "elapsed_time needs two recorded events; call record() on both first"
+            )
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 
@@ -202,7 +215,10 @@ def active_scheduler() -> Scheduler:
         RuntimeError: there is none.
     """
     if not _active:
-        raise RuntimeError("no simulated device is in use; set DS_ACCELERATOR=sim or enter deepspeed.accelerator.simulate()")
+        raise RuntimeError(
+            "no simulated device is in use; set DS_ACCELERATOR=sim or enter "
+            "deepspeed.accelerator.simulate()"
+        )
     return _active[-1]
 
 
@@ -211,7 +227,8 @@ class Scheduler:
 
     Args:
         seed: Chooses what schedules other than 0 run early.
-        schedule: 0 runs everything as late as possible; every other number is another order that the program allows.
+        schedule: 0 runs everything as late as possible; every other number is another order that
+            the program allows.
 
     Attributes:
         stream_class: `Stream`, bound to this scheduler.
@@ -270,7 +287,8 @@ class Scheduler:
         return position
 
     def _explore(self) -> None:
-        # With all that it waits for and nothing else: a reader that forgot to wait then runs before the write.
+        # With all that it waits for and nothing else: a reader that forgot to wait then runs before
+        # the write.
         stream = self._random.choice(self.streams)
         position = min(stream.issued, stream.done + self._random.randint(1, EXPLORE_RUN))
         if self.can_run(stream, position):
@@ -285,7 +303,9 @@ class Scheduler:
             self.drain(stream)
 
     def drain(self, stream: Stream, position: int | None = None) -> None:
-        """Run the first `position` entries of `stream` (all that were issued if None) and what they wait for."""
+        """Run the first `position` entries of `stream` (all that were issued if None) and what they
+        wait for.
+        """
         end = stream.issued if position is None else position
         if stream.done >= end:
             return
@@ -302,15 +322,20 @@ class Scheduler:
     def _last_obstacle(self, stream: Stream, until: int) -> tuple[Stream, int]:
         """Of all that `stream` waits for up to there, what it waits for last.
 
-        Work behind a wait can't run, but what it will wait for can. Running that first lets a consumer (a reduction, waited for at
-        the end) run before a producer that it should have waited for itself, and that somebody else waits for anyway.
+        Work behind a wait can't run, but what it will wait for can. Running that first lets a
+        consumer (a reduction, waited for at the end) run before a producer that it should have
+        waited for itself, and that somebody else waits for anyway.
         """
         entries = list(islice(stream.queue, until - stream.done))
-        last = next(entry for entry in reversed(entries) if isinstance(entry, Wait) and not entry.passed)
+        last = next(
+            entry for entry in reversed(entries) if isinstance(entry, Wait) and not entry.passed
+        )
         return last.stream, last.position
 
     def can_run(self, stream: Stream, position: int) -> bool:
-        """Whether the first `position` entries of `stream` can run without waiting for other ranks."""
+        """Whether the first `position` entries of `stream` can run without waiting for other
+        ranks.
+        """
         goals, seen = [(stream, position)], set()
         while goals:
             current, until = goals.pop()
@@ -334,7 +359,8 @@ class Scheduler:
             stream.queue.popleft()
             stream.done += 1
             return True
-        # Removed first: work that fails is not run again, and work that looks at its own stream finds itself done.
+        # Removed first: work that fails is not run again, and work that looks at its own stream
+        # finds itself done.
         stream.queue.popleft()
         stream.done += 1
         self._in_progress.append((stream, stream.done))
@@ -353,7 +379,9 @@ class Scheduler:
 
     @contextmanager
     def _executing(self) -> Iterator[None]:
-        """Work runs as it was issued: below autograd, autocast and whatever modes are entered by now."""
+        """Work runs as it was issued: below autograd, autocast and whatever modes are entered by
+        now.
+        """
         outer, self._running = self._running, True
         try:
             with _disable_current_modes(), torch.no_grad(), self._autocast:

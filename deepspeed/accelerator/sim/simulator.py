@@ -1,4 +1,6 @@
-"""One simulated device: its streams, memory, operators and backward, switched on and off together."""
+"""One simulated device: its streams, memory, operators and backward, switched on and off
+together.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ class Simulator:
     """What `Sim_Accelerator` speaks for.
 
     Args:
-        seed: Chooses what schedules other than 0 run early, and where side streams of backward are used.
+        seed: Chooses what schedules other than 0 run early, and where side streams of backward are
+            used.
         schedule: 0 runs everything as late as possible; every other number is another order.
-        backward_streams: How many side streams accumulation nodes are spread over; 0 is autograd's own choice.
+        backward_streams: How many side streams accumulation nodes are spread over; 0 is autograd's
+            own choice.
 
     Attributes:
         scheduler: The streams.
@@ -72,7 +76,9 @@ class Simulator:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Within it the host computes at once, past the device, after all work of the current stream."""
+        """Within it the host computes at once, past the device, after all work of the current
+        stream.
+        """
         self.operators.host_access("on_host", [])
         with _disable_current_modes(), self.backward.paused():
             yield

@@ -1,10 +1,13 @@
-"""The collective intent check: ranks compare what they are about to do before they do it, instead of hanging.
+"""The collective intent check: ranks compare what they are about to do before they do it, instead
+of hanging.
 
-While it is on, each operation of `deepspeed.comm` is compared out of band, through the process group's key-value store:
-operation, group, number in the group, reduction, root, shapes, dtypes, call site. The first divergence raises
-`CollectiveMismatchError` on every rank within seconds, naming the ranks, what each is about to do and where; so does a rank that
-never comes, that ended, or that waits in another operation. Switched on by ``"verify": {"collectives": true}``, by
-``DS_VERIFY=collectives``, or here. All ranks switch it on or none does. Operations that bypass `deepspeed.comm` are not seen.
+While it is on, each operation of `deepspeed.comm` is compared out of band, through the process
+group's key-value store:
+operation, group, number in the group, reduction, root, shapes, dtypes, call site. The first
+divergence raises `CollectiveMismatchError` on every rank within seconds, naming the ranks, what
+each is about to do and where; so does a rank that never comes, that ended, or that waits in another
+operation. Switched on by ``"verify": {"collectives": true}``, by ``DS_VERIFY=collectives``, or
+here. All ranks switch it on or none does. Operations that bypass `deepspeed.comm` are not seen.
 """
 
 from __future__ import annotations
@@ -16,7 +19,14 @@ from deepspeed.comm import collectives
 from deepspeed.comm.intent.board import CollectiveMismatchError
 from deepspeed.comm.intent.check import IntentCheck
 
-__all__ = ["DEFAULT_TIMEOUT_S", "CollectiveMismatchError", "abort", "disable", "enable", "is_enabled"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "CollectiveMismatchError",
+    "abort",
+    "disable",
+    "enable",
+    "is_enabled",
+]
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -25,18 +35,23 @@ _num_checks = 0
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Compare every operation from now on; if the check is on already, only change its time limit. All ranks must call.
+    """Compare every operation from now on; if the check is on already, only change its time limit.
+    All ranks must call.
 
     Args:
-        timeout_s: How long a rank waits for the others before it says who is missing, in seconds. Longer than ranks legitimately
-            differ: one that writes a checkpoint alone is late by that.
+        timeout_s: How long a rank waits for the others before it says who is missing, in seconds.
+            Longer than ranks legitimately differ: one that writes a checkpoint alone is late by
+            that.
 
     Raises:
         ValueError: `timeout_s` is not positive.
     """
     global _check, _num_checks
     if not timeout_s > 0:
-        raise ValueError(f"verify.collectives_timeout (timeout_s) is {timeout_s}; give a number of seconds above 0")
+        raise ValueError(
+            f"verify.collectives_timeout (timeout_s) is {timeout_s}; give a number of seconds "
+            "above 0"
+        )
     if _check is not None:
         _check.set_timeout(timeout_s)
         return
@@ -47,7 +62,9 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
 
 def disable() -> None:
-    """Compare nothing from now on; others that still wait for this rank are told. Nothing happens if the check is off."""
+    """Compare nothing from now on; others that still wait for this rank are told. Nothing happens
+    if the check is off.
+    """
     global _check
     if _check is None:
         return
@@ -63,7 +80,9 @@ def is_enabled() -> bool:
 
 
 def abort(why: str) -> None:
-    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`; from any thread."""
+    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`; from any
+    thread.
+    """
     if _check is not None:
         _check.abort(why)
 
@@ -72,5 +91,9 @@ def _leave_at_exit() -> None:
     # An exception that ends the program is known here; one in a thread, or a signal, is not.
     error = getattr(sys, "last_value", None)
     if _check is not None:
-        why = "has ended" if error is None else f"has ended after {type(error).__name__}: {str(error)[:500]}"
+        why = (
+            "has ended"
+            if error is None
+            else f"has ended after {type(error).__name__}: {str(error)[:500]}"
+        )
         _check.leave(why, stay=True)

@@ -1,11 +1,14 @@
-"""The board on which ranks leave notes for each other: the process group's key-value store, out of band of all collectives.
+"""The board on which ranks leave notes for each other: the process group's key-value store, out of
+band of all collectives.
 
-Knows waiting and failing, not what is waited for. While a rank waits for others it looks for reasons not to: a failure that
-another rank posted, a rank that has left, a circle of ranks that wait for each other, the time limit. The first failure
-posted is everybody's: all ranks raise the same text.
+Knows waiting and failing, not what is waited for. While a rank waits for others it looks for
+reasons not to: a failure that another rank posted, a rank that has left, a circle of ranks that
+wait for each other, the time limit. The first failure posted is everybody's: all ranks raise the
+same text.
 
-Waiting asks again and again, at growing intervals, instead of blocking in the store: other threads (a backend that connects)
-use the same connection. Keys: `failed`; per rank `seen` (its last collective), `waits` (what it waits for), `left`, `told`.
+Waiting asks again and again, at growing intervals, instead of blocking in the store: other threads
+(a backend that connects) use the same connection. Keys: `failed`; per rank `seen` (its last
+collective), `waits` (what it waits for), `left`, `told`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as torch_dist
 
-# How often a waiting rank looks for reasons not to wait any longer; the time in which a failure reaches all others.
+# How often a waiting rank looks for reasons not to wait any longer; the time in which a failure
+# reaches all others.
 LOOK_S = 0.25
 _LONGEST_PAUSE_S = 0.01
 # How long a rank that fails or ends stays so that the others can read why: it may host the store.
@@ -26,7 +30,9 @@ _STAY_S = 2.0
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks do not agree on what they do next, or one of them never comes. The text names ranks and call sites."""
+    """The ranks do not agree on what they do next, or one of them never comes. The text names ranks
+    and call sites.
+    """
 
 
 class Board:
@@ -37,11 +43,17 @@ class Board:
         rank: This rank.
         world_size: Number of ranks in the world.
         timeout_s: How long to wait for others, in seconds.
-        relieve: Called in long waits: whatever this rank owes others, who may not come before they have it.
+        relieve: Called in long waits: whatever this rank owes others, who may not come before they
+            have it.
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout_s: float, relieve: Callable[[], None] = lambda: None
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        relieve: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
@@ -53,10 +65,11 @@ class Board:
         self._known: set[str] = set()
         self._num_waits = 0
         self._waiting_now = 0
-        # The circle of waiting ranks as it was first seen: (number of the wait, number of its note) by rank.
+        # The circle of waiting ranks as it was first seen: (number of the wait, number of its note)
+        # by rank.
         self._suspected: dict[int, tuple[int, int]] = {}
 
-    # -- notes ----------------------------------------------------------------------------------------------------
+    # -- notes -------------------------------------------------------------------------------------
 
     def write(self, notes: dict[str, str]) -> None:
         """Leave notes."""
@@ -93,11 +106,12 @@ class Board:
             yield
         except torch_dist.DistNetworkError as error:
             raise CollectiveMismatchError(
-                "the key-value store of the process group cannot be reached any more: the process that hosts it (rank 0, or the "
-                f"launcher) has ended, so a rank has failed before this one could be told why; see its output ({error})"
+                "the key-value store of the process group cannot be reached any more: the process "
+                "that hosts it (rank 0, or the launcher) has ended, so a rank has failed before "
+                f"this one could be told why; see its output ({error})"
             ) from error
 
-    # -- failing --------------------------------------------------------------------------------------------------
+    # -- failing -----------------------------------------------------------------------------------
 
     def fail(self, message: str) -> NoReturn:
         """Post a failure for all ranks and raise the first one posted.
@@ -149,13 +163,17 @@ class Board:
                 self._stay()
 
     def _stay(self) -> None:
-        """Wait, for a moment at most, until all other ranks have been told of the failure or have left."""
+        """Wait, for a moment at most, until all other ranks have been told of the failure or have
+        left.
+        """
         end = time.monotonic() + _STAY_S
         others = [rank for rank in range(self._world_size) if rank != self.rank]
-        while time.monotonic() < end and not all(self.has(f"told/{rank}") or self.has(f"left/{rank}") for rank in others):
+        while time.monotonic() < end and not all(
+            self.has(f"told/{rank}") or self.has(f"left/{rank}") for rank in others
+        ):
             time.sleep(_LONGEST_PAUSE_S)
 
-    # -- waiting --------------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
         """Wait until ``ready()``.
@@ -181,7 +199,8 @@ class Board:
                     self._relieve()
                     self._look(missing, what, now - started, (number, looks))
                     next_look = now + LOOK_S
-                # In proportion to the wait: prompt after short ones, and out of the way of busy cores in long ones.
+                # In proportion to the wait: prompt after short ones, and out of the way of busy
+                # cores in long ones.
                 time.sleep(min((now - started) / 8, _LONGEST_PAUSE_S))
         finally:
             self._waiting_now -= 1
@@ -190,7 +209,9 @@ class Board:
                 with suppress(CollectiveMismatchError):
                     self.write({f"waits/{self.rank}": ""})
 
-    def _look(self, missing: Callable[[], list[int]], what: str, waited_s: float, number: tuple[int, int]) -> None:
+    def _look(
+        self, missing: Callable[[], list[int]], what: str, waited_s: float, number: tuple[int, int]
+    ) -> None:
         """Raise if there is a reason not to wait any longer."""
         self.raise_if_failed()
         gone = [rank for rank in missing() if self.has(f"left/{rank}")]
@@ -199,23 +220,33 @@ class Board:
         if gone:
             self.fail(self._report(f"{_ranks(gone)} ended and will not come", gone, what))
         absent = missing()
-        # With several threads waiting, none of them stands for the rank: it must not be taken for blocked.
+        # With several threads waiting, none of them stands for the rank: it must not be taken for
+        # blocked.
         if self._waiting_now == 1:
             note = {"number": number, "missing": absent, "what": what}
             self.write({f"waits/{self.rank}": json.dumps(note)})
             circle = self._circle()
             if circle:
-                self.fail(self._report("ranks wait for each other, each in another operation", circle, what))
+                self.fail(
+                    self._report(
+                        "ranks wait for each other, each in another operation", circle, what
+                    )
+                )
         if waited_s > self.timeout_s and absent:
             reason = f"{_ranks(absent)} did not come within {self.timeout_s:g} s"
-            advice = "If a rank is only slow (compiling, writing a checkpoint), raise verify.collectives_timeout (timeout_s)."
+            advice = (
+                "If a rank is only slow (compiling, writing a checkpoint), raise "
+                "verify.collectives_timeout (timeout_s)."
+            )
             self.fail(f"{self._report(reason, absent, what)}\n{advice}")
 
     def _circle(self) -> list[int]:
-        """The other ranks of a circle of waiting ranks that includes this one; empty if there surely is none.
+        """The other ranks of a circle of waiting ranks that includes this one; empty if there
+        surely is none.
 
-        A note may be out of date by one look. Each rank of a circle must have written a second note of the same wait after the
-        circle was seen first: then all of them were waiting at that moment.
+        A note may be out of date by one look. Each rank of a circle must have written a second note
+        of the same wait after the circle was seen first: then all of them were waiting at that
+        moment.
         """
         notes: dict[int, dict[str, Any]] = {}
         path = self._path_back(self.rank, notes, {self.rank})
@@ -223,14 +254,20 @@ class Board:
         if not found:
             return []
         before = self._suspected
-        if before.keys() != found.keys() or any(before[rank][0] != number[0] for rank, number in found.items()):
+        if before.keys() != found.keys() or any(
+            before[rank][0] != number[0] for rank, number in found.items()
+        ):
             self._suspected = found
             return []
         later = all(number[1] > before[rank][1] for rank, number in found.items())
         return [rank for rank in path if rank != self.rank] if later else []
 
-    def _path_back(self, start: int, notes: dict[int, dict[str, Any]], visited: set[int]) -> list[int]:
-        """Ranks from ``start`` along what they wait for back to this rank; empty if there is no such path."""
+    def _path_back(
+        self, start: int, notes: dict[int, dict[str, Any]], visited: set[int]
+    ) -> list[int]:
+        """Ranks from ``start`` along what they wait for back to this rank; empty if there is no
+        such path.
+        """
         (text,) = self.read(f"waits/{start}")
         if not text:
             return []
@@ -246,7 +283,7 @@ class Board:
                     return [start, *rest]
         return []
 
-    # -- telling --------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def _report(self, reason: str, about: Sequence[int], what: str) -> str:
         lines = [f"{reason}.", f"  rank {self.rank} waits in {what}"]
@@ -256,7 +293,11 @@ class Board:
     def whereabouts(self, rank: int) -> str:
         """What is known of a rank, in words that follow its name."""
         left, waits, seen = (self.read(f"{kind}/{rank}")[0] for kind in ("left", "waits", "seen"))
-        last = f"its last collective was {seen}" if seen else "it took part in no collective that was checked"
+        last = (
+            f"its last collective was {seen}"
+            if seen
+            else "it took part in no collective that was checked"
+        )
         if left:
             return f"{left}; {last}"
         if waits:

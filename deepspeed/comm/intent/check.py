@@ -1,10 +1,12 @@
 """The observer that compares what ranks are about to do before they do it.
 
-Collectives: every rank of the group leaves its intent on the board; the first rank of the group, its leader, compares them
-and says "go"; the others wait for that. So each collective, an asynchronous one too, is a rendezvous on the host while the
-check is on. They compare by number in the group: a rank that skips one meets the others with its next.
+Collectives: every rank of the group leaves its intent on the board; the first rank of the group,
+its leader, compares them and says "go"; the others wait for that. So each collective, an
+asynchronous one too, is a rendezvous on the host while the check is on. They compare by number in
+the group: a rank that skips one meets the others with its next.
 
-Messages between two ranks are in `deepspeed.comm.intent.pairs`: they never wait longer than the backend itself would.
+Messages between two ranks are in `deepspeed.comm.intent.pairs`: they never wait longer than the
+backend itself would.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class _Group:
         ranks: The global ranks.
         issued: How many collectives this rank has begun in it.
         agreed: The last one that was agreed on.
-        followers: Which collective came after which when it was last agreed on: programs repeat themselves. The leader's.
+        followers: Which collective came after which when it was last agreed on: programs repeat
+            themselves. The leader's.
     """
 
     name: str
@@ -49,7 +52,8 @@ class IntentCheck:
 
     Args:
         timeout_s: How long a rank waits for the others, in seconds.
-        number: How many checks there were before; the same on all ranks. Old notes must not be taken for new ones.
+        number: How many checks there were before; the same on all ranks. Old notes must not be
+            taken for new ones.
     """
 
     def __init__(self, timeout_s: float, number: int) -> None:
@@ -97,7 +101,7 @@ class IntentCheck:
         if self._board is not None:
             self._board.leave(why, stay)
 
-    # -- who and where --------------------------------------------------------------------------------------------
+    # -- who and where -----------------------------------------------------------------------------
 
     def _connection(self) -> tuple[Board, PairCheck]:
         world = process_groups.get_world_group()
@@ -114,7 +118,9 @@ class IntentCheck:
         self._groups = {}
         prefix = f"deepspeed_intent/{self._number}.{self._num_worlds}"
         store = torch_dist.PrefixStore(prefix, process_groups.get_store())
-        self._board = Board(store, self._rank, torch_dist.get_world_size(), self.timeout_s, _start_deferred)
+        self._board = Board(
+            store, self._rank, torch_dist.get_world_size(), self.timeout_s, _start_deferred
+        )
         self._pairs = PairCheck(self._board, self._rank)
 
     def _group(self, group: Any) -> _Group:
@@ -124,24 +130,36 @@ class IntentCheck:
             known = self._groups[name] = _Group(name, torch_dist.get_process_group_ranks(group))
         return known
 
-    # -- collectives ----------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def _agree(self, board: Board, group: _Group, mine: Intent) -> None:
         number = group.issued
         group.issued += 1
         what = f"{mine} (number {number} in the group of ranks {group.ranks})"
-        # One note per rank and group, overwritten each time: nobody goes on before all have been read.
+        # One note per rank and group, overwritten each time: nobody goes on before all have been
+        # read.
         posts = [f"post/{group.name}/{rank}" for rank in group.ranks]
         go = f"go/{group.name}"
         # In this order: who finds the intent must find a fresh `seen` too.
-        board.write({f"seen/{self._rank}": what, f"post/{group.name}/{self._rank}": f"{number} {mine.encoded()}"})
+        board.write(
+            {
+                f"seen/{self._rank}": what,
+                f"post/{group.name}/{self._rank}": f"{number} {mine.encoded()}",
+            }
+        )
 
         leader = group.ranks[0]
 
         def missing() -> list[int]:
-            absent = [rank for rank, post in zip(group.ranks, posts, strict=True) if _number(board.read(post)[0]) < number]
+            absent = [
+                rank
+                for rank, post in zip(group.ranks, posts, strict=True)
+                if _number(board.read(post)[0]) < number
+            ]
             # When all have come, the leader is waited for: it may end before it has said "go".
-            return absent or [leader] * (self._rank != leader and _number(board.read(go)[0]) < number)
+            return absent or [leader] * (
+                self._rank != leader and _number(board.read(go)[0]) < number
+            )
 
         if self._rank == leader:
             found: list[str] = []
@@ -158,7 +176,8 @@ class IntentCheck:
         group.agreed = mine
 
     def _compare(self, board: Board, group: _Group, posts: Mapping[int, str], mine: Intent) -> None:
-        # Equal texts are equal intents, and nearly always are; what ranks send each other has to be matched all the same.
+        # Equal texts are equal intents, and nearly always are; what ranks send each other has to be
+        # matched all the same.
         if mine.sends or len(set(posts.values())) > 1:
             intents = {rank: Intent.decoded(post.partition(" ")[2]) for rank, post in posts.items()}
             difference = divergence(intents)
@@ -180,7 +199,10 @@ def _mismatch(group: _Group, intents: Mapping[int, Intent], difference: str) -> 
     by_text: dict[str, list[int]] = {}
     for rank, intent in intents.items():
         by_text.setdefault(str(intent), []).append(rank)
-    lines = [f"ranks {group.ranks} are about to do different things in collective {group.issued - 1} of their group: {difference}."]
+    lines = [
+        f"ranks {group.ranks} are about to do different things in collective {group.issued - 1} of "
+        f"their group: {difference}."
+    ]
     lines += [f"  {_name(ranks)}: {text}" for text, ranks in by_text.items()]
     if group.agreed is not None:
         lines.append(f"  all ranks, before: {group.agreed}")
@@ -194,13 +216,25 @@ def _explanation(group: _Group, by_text: Mapping[str, list[int]], difference: st
     others = {text: ranks for text, ranks in by_text.items() if text != most}
     name = _name([rank for ranks in others.values() for rank in ranks])
     if others and all(group.followers.get(most) == text for text in others):
-        return f"{name} skipped it or is one ahead: the last time, what it does now came right after what the other ranks do."
+        return (
+            f"{name} skipped it or is one ahead: the last time, what it does now came right after "
+            "what the other ranks do."
+        )
     if others and group.agreed is not None and all(text == str(group.agreed) for text in others):
         return f"{name} does the one before once more, or the other ranks did it once less."
-    if difference != "the operation differs" and len({text.rpartition(" at ")[2] for text in by_text}) == 1:
-        return "The call is the same: look at what the ranks pass to it; or, if it stands in a loop, at who skipped a pass."
+    if (
+        difference != "the operation differs"
+        and len({text.rpartition(" at ")[2] for text in by_text}) == 1
+    ):
+        return (
+            "The call is the same: look at what the ranks pass to it; or, if it stands in a loop, "
+            "at who skipped a pass."
+        )
     if difference == "the call sites differ":
-        return f"{name} skipped a collective or is one ahead; or the program branches by rank here: then call it in one place."
+        return (
+            f"{name} skipped a collective or is one ahead; or the program branches by rank here: "
+            "then call it in one place."
+        )
     return f"{name} skipped it or is one ahead, or takes another branch than the other ranks."
 
 
@@ -209,7 +243,9 @@ def _name(ranks: list[int]) -> str:
 
 
 def _start_deferred() -> None:
-    """On a device that defers collectives: start those issued, which a rank that this one waits for may be blocked in."""
+    """On a device that defers collectives: start those issued, which a rank that this one waits for
+    may be blocked in.
+    """
     if get_accelerator().defers_collectives:
         # startup: for simulated devices only.
         from deepspeed.comm import stream_collectives

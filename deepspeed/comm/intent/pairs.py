@@ -1,9 +1,10 @@
 """Messages from one rank to another: what is sent must be what is expected, in the same order.
 
-Sender and receiver count the messages between them, by direction, group and tag. For each both claim one note on the board
-before they issue their side; who comes second finds the other's, compares and removes it. A mismatch is found by the second
-before it issues anything, so no wrong bytes ever travel. The first has issued its side by then, and learns how it went when it
-waits for its handle. It never waits for the other side where the backend would not: see `_backend_waits`.
+Sender and receiver count the messages between them, by direction, group and tag. For each both
+claim one note on the board before they issue their side; who comes second finds the other's,
+compares and removes it. A mismatch is found by the second before it issues anything, so no wrong
+bytes ever travel. The first has issued its side by then, and learns how it went when it waits for
+its handle. It never waits for the other side where the backend would not: see `_backend_waits`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _SENDS = ("send", "isend")
 
 
 class CheckedWork:
-    """The handle of a message that is compared when it is waited for; otherwise the handle itself."""
+    """The handle of a message that is compared when it is waited for; otherwise the handle
+    itself.
+    """
 
     def __init__(self, work: Any, settle: Callable[[], None]) -> None:
         self._work = work
@@ -46,8 +49,8 @@ class CheckedWork:
 class PairCheck:
     """Compares both sides of messages.
 
-    A receive from any source cannot be matched in advance: the group and tag on which a rank does that are not checked from
-    then on.
+    A receive from any source cannot be matched in advance: the group and tag on which a rank does
+    that are not checked from then on.
     """
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -57,7 +60,8 @@ class PairCheck:
         self._unordered: set[str] = set()
 
     def run(self, call: CollectiveCall, group: str, proceed: Callable[[], Any]) -> Any:
-        """Compare as far as the other side has come, issue, and compare the rest when the message is waited for.
+        """Compare as far as the other side has come, issue, and compare the rest when the message
+        is waited for.
 
         Raises:
             CollectiveMismatchError: The other side differs.
@@ -88,18 +92,26 @@ class PairCheck:
         self._counts[name] += 1
         return self._counts[name] - 1
 
-    def _meet(self, call: CollectiveCall, key: str, peer: int, any_source: str) -> Callable[[], None] | None:
-        """Compare with the other side if it is there; otherwise what is to be called before waiting for the message."""
+    def _meet(
+        self, call: CollectiveCall, key: str, peer: int, any_source: str
+    ) -> Callable[[], None] | None:
+        """Compare with the other side if it is there; otherwise what is to be called before waiting
+        for the message.
+        """
         payload = tensor_text(call.argument("tensor"))
-        what = f"{call.name} of {payload} {'to' if call.name in _SENDS else 'from'} rank {peer} at {current_site()[0]}"
+        what = (
+            f"{call.name} of {payload} {'to' if call.name in _SENDS else 'from'} rank {peer} at "
+            f"{current_site()[0]}"
+        )
         mine = json.dumps({"rank": self._rank, "payload": payload, "what": what})
         theirs = json.loads(self._board.claim(key, mine))
         if theirs["rank"] != self._rank:
             if theirs["payload"] != payload:
                 number = key.rpartition("/")[2]
                 self._board.fail(
-                    f"ranks {peer} and {self._rank} do not agree on message number {number} between them with tag "
-                    f"{call.argument('tag')}.\n  rank {peer}: {theirs['what']}\n  rank {self._rank}: {what}"
+                    f"ranks {peer} and {self._rank} do not agree on message number {number} "
+                    f"between them with tag {call.argument('tag')}.\n  rank {peer}: "
+                    f"{theirs['what']}\n  rank {self._rank}: {what}"
                 )
             self._board.erase(key)
             return None
@@ -125,8 +137,8 @@ class PairCheck:
 def _backend_waits(call: CollectiveCall) -> bool:
     """Whether the backend's send is complete only when the receiver has come.
 
-    gloo's is. Backends of devices only put it on a stream, and others may buffer: a program in which both sides send first and
-    receive then works there, and must with the check.
+    gloo's is. Backends of devices only put it on a stream, and others may buffer: a program in
+    which both sides send first and receive then works there, and must with the check.
     """
     tensor: torch.Tensor = call.argument("tensor")
     on_host = tensor.device.type == "cpu" and (

@@ -1,9 +1,11 @@
-"""What a rank is about to do, in a form that ranks can compare, and what must agree. Pure: no store, no process group.
+"""What a rank is about to do, in a form that ranks can compare, and what must agree. Pure: no
+store, no process group.
 
-An `Intent` describes one rank's part of a collective. `divergence` compares those of all ranks. Three kinds of facts are
-compared: those that must be the same everywhere (operation, group, reduction, root, dtypes, shapes), those that must match
-pairwise (what rank i hands to rank j is what j expects of i: lists and splits, which legitimately differ between ranks),
-and where the call stands.
+An `Intent` describes one rank's part of a collective. `divergence` compares those of all ranks.
+Three kinds of facts are compared: those that must be the same everywhere (operation, group,
+reduction, root, dtypes, shapes), those that must match pairwise (what rank i hands to rank j is
+what j expects of i: lists and splits, which legitimately differ between ranks), and where the call
+stands.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 from deepspeed.comm.observation import CollectiveCall, call_site
 
-# Programs write these on purpose in branches by rank ("the first process downloads, the others wait"), and they carry no data.
+# Programs write these on purpose in branches by rank ("the first process downloads, the others
+# wait"), and they carry no data.
 _FREE_OF_SITES = ("barrier", "monitored_barrier")
 # Compared in this order: a difference in one explains those that follow.
 _FACTS = ("operation", "group", "root", "reduction", "count", "dtype", "shape")
@@ -32,8 +35,10 @@ class Intent:
         facts: What must be the same on all ranks, by name.
         text: The call in words, for messages.
         site: Where it stands: `file:line in function`.
-        place: What of `site` is compared: machines may keep the same program in different directories.
-        sends: What this rank hands to each rank of the group, by the receiver's global rank as text; empty if shapes are facts.
+        place: What of `site` is compared: machines may keep the same program in different
+            directories.
+        sends: What this rank hands to each rank of the group, by the receiver's global rank as
+            text; empty if shapes are facts.
         expects: What it expects of each, by the sender's.
     """
 
@@ -63,16 +68,23 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def current_site() -> tuple[str, str]:
-    """The call outside of the communication layer that led here, as (`site`, `place`) of an `Intent`."""
+    """The call outside of the communication layer that led here, as (`site`, `place`) of an
+    `Intent`.
+    """
     frame = call_site()
     if frame is None:
         return "an unknown place", ""
     code, where = frame.f_code, f"{frame.f_lineno} in {frame.f_code.co_name}"
-    return f"{code.co_filename}:{where}", f"{'/'.join(PurePath(code.co_filename).parts[-2:])}:{where}"
+    return (
+        f"{code.co_filename}:{where}",
+        f"{'/'.join(PurePath(code.co_filename).parts[-2:])}:{where}",
+    )
 
 
 def intent_of(call: CollectiveCall, ranks: Sequence[int], rank: int) -> Intent:
-    """The intent of global rank ``rank``, which is about to issue ``call`` in the group of global ranks ``ranks``."""
+    """The intent of global rank ``rank``, which is about to issue ``call`` in the group of global
+    ranks ``ranks``.
+    """
     facts: dict[str, Any] = {"operation": call.name, "group": list(ranks)}
     root = call.argument("src", call.argument("dst"))
     if root is not None:
@@ -105,7 +117,10 @@ def divergence(intents: Mapping[int, Intent]) -> str | None:
         for target, receiver in intents.items():
             given, expected = sender.sends.get(str(target)), receiver.expects.get(str(source))
             if given != expected:
-                return f"rank {source} hands {given or 'nothing'} to rank {target}, which expects {expected or 'nothing'}"
+                return (
+                    f"rank {source} hands {given or 'nothing'} to rank {target}, which expects "
+                    f"{expected or 'nothing'}"
+                )
     first = next(iter(intents.values()))
     if first.facts["operation"] in _FREE_OF_SITES:
         return None
@@ -140,21 +155,33 @@ def _in_words(call: CollectiveCall, facts: Mapping[str, Any]) -> str:
     return f"{words} of {listed}" + (f" and {len(payload) - 4} more" if len(payload) > 4 else "")
 
 
-def _exchanged(call: CollectiveCall, ranks: Sequence[int], rank: int) -> tuple[dict[str, str], dict[str, str]]:
-    """What ``rank`` sends to and expects of each rank, of operations whose shapes may differ between ranks."""
+def _exchanged(
+    call: CollectiveCall, ranks: Sequence[int], rank: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What ``rank`` sends to and expects of each rank, of operations whose shapes may differ
+    between ranks.
+    """
     tensor = call.argument("tensor")
     root = str(call.argument("src", call.argument("dst")))
     match call.name:
         case "all_gather":
             return _same_for(ranks, tensor), _each(ranks, call.argument("tensor_list"))
         case "reduce_scatter":
-            return _each(ranks, call.argument("input_list")), _same_for(ranks, call.argument("output"))
+            return _each(ranks, call.argument("input_list")), _same_for(
+                ranks, call.argument("output")
+            )
         case "gather":
-            return {root: tensor_text(tensor)}, _each(ranks, call.argument("gather_list")) if root == str(rank) else {}
+            return {root: tensor_text(tensor)}, _each(
+                ranks, call.argument("gather_list")
+            ) if root == str(rank) else {}
         case "scatter":
-            return _each(ranks, call.argument("scatter_list")) if root == str(rank) else {}, {root: tensor_text(tensor)}
+            return _each(ranks, call.argument("scatter_list")) if root == str(rank) else {}, {
+                root: tensor_text(tensor)
+            }
         case "all_to_all":
-            return _each(ranks, call.argument("tensor_list")), _each(ranks, call.argument("output_list"))
+            return _each(ranks, call.argument("tensor_list")), _each(
+                ranks, call.argument("output_list")
+            )
         case "all_to_all_single":
             output = call.argument("output")
             return (
@@ -170,11 +197,18 @@ def _same_for(ranks: Sequence[int], tensor: torch.Tensor) -> dict[str, str]:
 
 def _each(ranks: Sequence[int], tensors: Sequence[torch.Tensor] | None) -> dict[str, str]:
     # A list of the wrong length is torch's to refuse; what is there is compared.
-    return {str(rank): tensor_text(tensor) for rank, tensor in zip(ranks, tensors or (), strict=False)}
+    return {
+        str(rank): tensor_text(tensor) for rank, tensor in zip(ranks, tensors or (), strict=False)
+    }
 
 
-def _splits(ranks: Sequence[int], tensor: torch.Tensor, sizes: Sequence[int] | None) -> dict[str, str]:
+def _splits(
+    ranks: Sequence[int], tensor: torch.Tensor, sizes: Sequence[int] | None
+) -> dict[str, str]:
     rows = tensor.shape[0] if tensor.dim() else 1
     per_row = tensor.numel() // rows if rows else 0
     sizes = sizes or [rows // len(ranks)] * len(ranks)
-    return {str(rank): f"{size * per_row} x {_dtype(tensor)}" for rank, size in zip(ranks, sizes, strict=False)}
+    return {
+        str(rank): f"{size * per_row} x {_dtype(tensor)}"
+        for rank, size in zip(ranks, sizes, strict=False)
+    }

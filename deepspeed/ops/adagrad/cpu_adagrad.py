@@ -37,13 +37,19 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad:
-            raise ValueError("DeepSpeedCPUAdagrad: amsgrad=True is not supported; Adagrad has no such variant")
+            raise ValueError(
+                "DeepSpeedCPUAdagrad: amsgrad=True is not supported; Adagrad has no such variant"
+            )
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(
                 "DeepSpeedCPUAdagrad: lr, eps and weight_decay must not be negative, "
                 f"got lr={lr}, eps={eps}, weight_decay={weight_decay}"
             )
-        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, fp32_optimizer_states)
+        super().__init__(
+            model_params,
+            {"lr": lr, "eps": eps, "weight_decay": weight_decay},
+            fp32_optimizer_states,
+        )
 
     def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg_sq",)
@@ -52,7 +58,12 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         return grad_factor, group["weight_decay"], group["eps"], float(group["lr"])
 
     @staticmethod
-    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    def _rule(
+        scalars: Sequence[float],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+    ) -> None:
         _, l2, eps, lr = scalars
         (squares,) = states
         if l2 != 0.0:

@@ -12,7 +12,8 @@ from deepspeed.ops.host_optimizer import HostOptimizer, square_root
 
 
 class DeepSpeedCPUAdam(HostOptimizer):
-    """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless `adamw_mode` is off.
+    """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless
+    `adamw_mode` is off.
 
     Args:
         model_params: Parameters or groups, kept by identity.
@@ -45,8 +46,8 @@ class DeepSpeedCPUAdam(HostOptimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                "DeepSpeedCPUAdam: lr, eps and weight_decay must not be negative and betas lie in [0, 1), "
-                f"got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
+                "DeepSpeedCPUAdam: lr, eps and weight_decay must not be negative and betas lie in "
+                f"[0, 1), got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
             )
         self.adam_w_mode = adamw_mode
         defaults = {
@@ -60,7 +61,11 @@ class DeepSpeedCPUAdam(HostOptimizer):
         super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return (
+            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            if group["amsgrad"]
+            else ("exp_avg", "exp_avg_sq")
+        )
 
     def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
         lr, decay = float(group["lr"]), group["weight_decay"]
@@ -81,8 +86,15 @@ class DeepSpeedCPUAdam(HostOptimizer):
         )
 
     @staticmethod
-    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        _, l2, beta1, grad_to_first, beta2, square_to_second, root_factor, eps, decay, step_size = scalars
+    def _rule(
+        scalars: Sequence[float],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+    ) -> None:
+        _, l2, beta1, grad_to_first, beta2, square_to_second, root_factor, eps, decay, step_size = (
+            scalars
+        )
         first, second, *largest = states
         if l2 != 0.0:
             grad.add_(param * l2)

@@ -18,11 +18,14 @@ def refuse_without_bias_correction(name: str, bias_correction: bool) -> None:
         ValueError: Naming the argument.
     """
     if not bias_correction:
-        raise ValueError(f"{name}: bias_correction=False is not supported; torch's Adam always corrects the bias")
+        raise ValueError(
+            f"{name}: bias_correction=False is not supported; torch's Adam always corrects the bias"
+        )
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless `adam_w_mode` is off.
+    """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless
+    `adam_w_mode` is off.
 
     Args:
         params: Parameters or groups.
@@ -53,8 +56,18 @@ class FusedAdam(torch.optim.AdamW):
     ) -> None:
         refuse_without_bias_correction(type(self).__name__, bias_correction)
         if not adam_w_mode and weight_decay and not _HAS_SWITCH:
-            raise ValueError("adam_w_mode=False with weight decay needs torch 2.7 or newer; use torch.optim.Adam")
-        super().__init__(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
+            raise ValueError(
+                "adam_w_mode=False with weight decay needs torch 2.7 or newer; use torch.optim.Adam"
+            )
+        super().__init__(
+            params,
+            lr=lr,
+            betas=(betas[0], betas[1]),
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=True,
+        )
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
         if _HAS_SWITCH:

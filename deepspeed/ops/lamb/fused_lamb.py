@@ -1,4 +1,6 @@
-"""Lamb: Adam with a trust ratio per parameter (You et al., arXiv:1904.00962, Algorithm 2). torch has none of its own."""
+"""Lamb: Adam with a trust ratio per parameter (You et al., arXiv:1904.00962, Algorithm 2). torch
+has none of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 
 
 class FusedLamb(torch.optim.Optimizer):
-    """Lamb. Needs whole parameters: the trust ratio is a ratio of their norms, so ZeRO's shards can't use it.
+    """Lamb. Needs whole parameters: the trust ratio is a ratio of their norms, so ZeRO's shards
+    can't use it.
 
     Args:
         params: Parameters or groups.
@@ -43,7 +46,10 @@ class FusedLamb(torch.optim.Optimizer):
         amsgrad: bool = False,
     ) -> None:
         if amsgrad or max_grad_norm:
-            raise ValueError("FusedLamb: amsgrad and max_grad_norm are not supported; clip with gradient_clipping")
+            raise ValueError(
+                "FusedLamb: amsgrad and max_grad_norm are not supported; clip with "
+                "gradient_clipping"
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -72,7 +78,9 @@ class FusedLamb(torch.optim.Optimizer):
     def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if "step" not in state:
-            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            state.update(
+                step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
+            )
         state["step"] += 1
         beta1, beta2 = group["betas"]
         state["exp_avg"].lerp_(param.grad, 1.0 - beta1)
@@ -80,8 +88,14 @@ class FusedLamb(torch.optim.Optimizer):
         correct1 = 1.0 - beta1 ** state["step"] if group["bias_correction"] else 1.0
         correct2 = 1.0 - beta2 ** state["step"] if group["bias_correction"] else 1.0
         second = state["exp_avg_sq"] / correct2
-        denominator = (second + group["eps"]).sqrt_() if self.eps_inside_sqrt else second.sqrt_().add_(group["eps"])
-        update = (state["exp_avg"] / correct1).div_(denominator).add_(param, alpha=group["weight_decay"])
+        denominator = (
+            (second + group["eps"]).sqrt_()
+            if self.eps_inside_sqrt
+            else second.sqrt_().add_(group["eps"])
+        )
+        update = (
+            (state["exp_avg"] / correct1).div_(denominator).add_(param, alpha=group["weight_decay"])
+        )
         weight_norm, update_norm = param.norm(), update.norm()
         ratio = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
         # A zero norm says nothing about the scale of the layer: plain step.

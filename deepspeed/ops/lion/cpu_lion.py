@@ -36,8 +36,8 @@ class DeepSpeedCPULion(HostOptimizer):
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                "DeepSpeedCPULion: lr and weight_decay must not be negative and betas lie in [0, 1), "
-                f"got lr={lr}, weight_decay={weight_decay}, betas={betas}"
+                "DeepSpeedCPULion: lr and weight_decay must not be negative and betas lie in [0, "
+                f"1), got lr={lr}, weight_decay={weight_decay}, betas={betas}"
             )
         defaults = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay}
         super().__init__(model_params, defaults, fp32_optimizer_states)
@@ -48,10 +48,23 @@ class DeepSpeedCPULion(HostOptimizer):
     def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
         lr = float(group["lr"])
         beta1, beta2 = group["betas"]
-        return grad_factor, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * group["weight_decay"], lr
+        return (
+            grad_factor,
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            1.0 - lr * group["weight_decay"],
+            lr,
+        )
 
     @staticmethod
-    def _rule(scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    def _rule(
+        scalars: Sequence[float],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+    ) -> None:
         _, beta1, grad_to_update, beta2, grad_to_momentum, decay, lr = scalars
         (momentum,) = states
         direction = (momentum * beta1).add_(grad * grad_to_update)

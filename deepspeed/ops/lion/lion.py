@@ -1,4 +1,6 @@
-"""Lion: sign of an interpolated momentum (Chen et al., arXiv:2302.06675, Algorithm 2). torch has none of its own."""
+"""Lion: sign of an interpolated momentum (Chen et al., arXiv:2302.06675, Algorithm 2). torch has
+none of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ class Lion(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
         if lr < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion: lr must not be negative and betas lie in [0, 1), got lr={lr}, betas={betas}")
+            raise ValueError(
+                f"Lion: lr must not be negative and betas lie in [0, 1), got lr={lr}, betas={betas}"
+            )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,4 +1,6 @@
-"""Muon (Jordan et al., 2024) for matrices and AdamW for the rest, both torch's own, behind one optimizer."""
+"""Muon (Jordan et al., 2024) for matrices and AdamW for the rest, both torch's own, behind one
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     """Steps hidden matrices with `torch.optim.Muon` and all else with `torch.optim.AdamW`.
 
     Args:
-        params: Parameters, or groups with the key `use_muon`. Without it, a 2-D parameter uses Muon unless it is marked
-            `param.use_muon = False` (embeddings and output heads should be).
+        params: Parameters, or groups with the key `use_muon`. Without it, a 2-D parameter uses Muon
+            unless it is marked `param.use_muon = False` (embeddings and output heads should be).
         lr: Learning rate of both.
         momentum: Of Muon.
         weight_decay: Of both.
@@ -35,7 +37,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"Muon needs torch 2.9 or newer, this is {torch.__version__}")
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "eps": eps}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
         super().__init__(self._split(list(params)), defaults)
         self._inner = [self._build(group) for group in self.param_groups]
 
@@ -48,7 +56,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 split.append(group)
                 continue
             for use_muon in (True, False):
-                chosen = [p for p in group["params"] if (p.dim() == 2 and getattr(p, "use_muon", True)) == use_muon]
+                chosen = [
+                    p
+                    for p in group["params"]
+                    if (p.dim() == 2 and getattr(p, "use_muon", True)) == use_muon
+                ]
                 if chosen:
                     split.append({**group, "params": chosen, "use_muon": use_muon})
         return split

@@ -1,4 +1,6 @@
-"""The flops profiler: `FlopsProfiler` for a model that is trained, `get_model_profile` for one forward of a model at hand."""
+"""The flops profiler: `FlopsProfiler` for a model that is trained, `get_model_profile` for one
+forward of a model at hand.
+"""
 
 from deepspeed._lazy import lazy_attributes
 

@@ -1,4 +1,6 @@
-"""What the profiler found out about one module, kept with the module, and the sums that users and the report read."""
+"""What the profiler found out about one module, kept with the module, and the sums that users and
+the report read.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ def set_profile(module: nn.Module, profile: ModuleProfile | None) -> None:
 
 
 def _summed(module: nn.Module, read: Callable[[ModuleProfile], float]) -> float:
-    """What a module's own forward showed; of a container that is never called itself, the sum over its children."""
+    """What a module's own forward showed; of a container that is never called itself, the sum over
+    its children.
+    """
     profile = profile_of(module)
     if profile is None:
         return 0
-    return read(profile) if profile.calls else sum(_summed(child, read) for child in module.children())
+    return (
+        read(profile) if profile.calls else sum(_summed(child, read) for child in module.children())
+    )
 
 
 def get_module_flops(module: nn.Module) -> int:
@@ -53,7 +59,9 @@ def get_module_flops(module: nn.Module) -> int:
 
 
 def get_module_macs(module: nn.Module) -> int:
-    """Multiply-accumulate operations; everything that is counted is made of them, two operations each."""
+    """Multiply-accumulate operations; everything that is counted is made of them, two operations
+    each.
+    """
     return get_module_flops(module) // 2
 
 

@@ -1,9 +1,10 @@
 """`FlopsProfiler`: operations, parameters and time of a model's forward, module by module.
 
-Operations are counted by torch's `FlopCounterMode`, which sees every operator as it is dispatched: matrix products, convolutions
-and attention, two operations per multiply-accumulate. Whatever else a model computes (activations, norms) counts as zero; it is of
-a lower order. Hooks read the counter when a module begins and ends. Times are the host's, with the device synchronized at
-both ends: the profiled forward is slower than the others.
+Operations are counted by torch's `FlopCounterMode`, which sees every operator as it is dispatched:
+matrix products, convolutions and attention, two operations per multiply-accumulate. Whatever else a
+model computes (activations, norms) counts as zero; it is of a lower order. Hooks read the counter
+when a module begins and ends. Times are the host's, with the device synchronized at both ends: the
+profiled forward is slower than the others.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ __all__ = [
 ]
 
 
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any
+) -> int:
     """Two products per head: queries with keys, the result with values.
 
     Args:
@@ -66,7 +69,9 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *arg
 
 
 # torch's own table has the attention kernels of devices, but not the host's.
-_HOST_KERNELS: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+_HOST_KERNELS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
+}
 
 
 class FlopsProfiler:
@@ -75,15 +80,19 @@ class FlopsProfiler:
     Args:
         model: The model; of an engine, its module.
         ds_engine: The engine that trains it, for the report's sizes.
-        recompute_fwd_factor: Forwards that a backward computes again (1.0 with activation checkpointing), for the report.
+        recompute_fwd_factor: Forwards that a backward computes again (1.0 with activation
+            checkpointing), for the report.
 
     Attributes:
         started: Whether forwards are being profiled.
-        backward_duration: Seconds of backward, if whoever profiles a step measured them (`step_profile`); 0 otherwise.
+        backward_duration: Seconds of backward, if whoever profiles a step measured them
+            (`step_profile`); 0 otherwise.
         step_duration: Likewise, of the optimizer step.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -93,7 +102,8 @@ class FlopsProfiler:
         self._counter = FlopCounterMode(display=False, custom_mapping=_HOST_KERNELS)
         self._counting = False
         self._handles: list[Any] = []
-        self._open: list[tuple[nn.Module, int, float]] = []  # modules that are in their forward: operations and time at its start
+        # modules that are in their forward: operations and time at its start
+        self._open: list[tuple[nn.Module, int, float]] = []
         self._ignored_depth = 0
         self._ignored_flops = 0
 
@@ -103,14 +113,19 @@ class FlopsProfiler:
         """Profile forwards from now on.
 
         Args:
-            ignore_list: Types of modules whose forwards do not count, neither for themselves nor for those that call them.
+            ignore_list: Types of modules whose forwards do not count, neither for themselves nor
+                for those that call them.
         """
         if self.started:
             self.stop_profile()
         self.reset_profile()
         ignored = tuple(ignore_list or ())
         for module in self.model.modules():
-            enter, leave = (self._enter_ignored, self._leave_ignored) if isinstance(module, ignored) else (self._enter, self._leave)
+            enter, leave = (
+                (self._enter_ignored, self._leave_ignored)
+                if isinstance(module, ignored)
+                else (self._enter, self._leave)
+            )
             self._handles.append(module.register_forward_pre_hook(enter))
             # Called for a forward that raised too: what is open must be closed again.
             self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -227,7 +242,8 @@ class FlopsProfiler:
             module_depth: Depth of the aggregated part; -1: the deepest.
             top_modules: How many modules per depth it shows.
             detailed: Add the model with each module's numbers.
-            output_file: File to write to, its folder is made if need be; None: standard output of rank 0.
+            output_file: File to write to, its folder is made if need be; None: standard output of
+                rank 0.
         """
         text = report.model_report(self, profile_step, module_depth, top_modules, detailed)
         report.write(text, output_file)
@@ -262,7 +278,8 @@ def get_model_profile(
 
     Args:
         model: The model, as it is: its training mode and device stay.
-        input_shape: Shape of the one input, which is then made of ones in the model's dtype, on its device.
+        input_shape: Shape of the one input, which is then made of ones in the model's dtype, on its
+            device.
         args: Positional inputs, if `input_shape` is not given.
         kwargs: Inputs by name.
         print_profile: Write the report.
@@ -301,7 +318,11 @@ def get_model_profile(
     try:
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-        flops, macs, params = get_module_flops(model), get_module_macs(model), get_module_params(model)
+        flops, macs, params = (
+            get_module_flops(model),
+            get_module_macs(model),
+            get_module_params(model),
+        )
     finally:
         profiler.end_profile()
     if as_string:
@@ -311,6 +332,8 @@ def get_model_profile(
 
 def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
     if not isinstance(shape, tuple) or not shape:
-        raise ValueError(f"get_model_profile(input_shape={shape!r}): a tuple of sizes is needed, the batch first")
+        raise ValueError(
+            f"get_model_profile(input_shape={shape!r}): a tuple of sizes is needed, the batch first"
+        )
     first = next(model.parameters(), torch.empty(0))
     return torch.ones(shape, dtype=first.dtype, device=first.device)

@@ -1,4 +1,6 @@
-"""The profiler's report as text: sizes and rates, the heaviest modules per depth, the model with each module's numbers."""
+"""The profiler's report as text: sizes and rates, the heaviest modules per depth, the model with
+each module's numbers.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def write(text: str, output_file: str | None) -> None:
         file.write(text + "\n")
 
 
-def model_report(profiler: FlopsProfiler, step: int, module_depth: int, top_modules: int, detailed: bool) -> str:
+def model_report(
+    profiler: FlopsProfiler, step: int, module_depth: int, top_modules: int, detailed: bool
+) -> str:
     """The whole report; arguments as in `FlopsProfiler.print_model_profile`."""
     parts = [
         _heading("DeepSpeed Flops Profiler"),
         f"Profile Summary at step {step}:",
-        "MACs: multiply-accumulate operations; flops: floating-point operations, two per MAC (matrix products, convolutions and",
-        "attention are counted); FLOPS: flops per second; fwd, bwd, step: forward, backward, optimizer step; iter: their sum.",
+        "MACs: multiply-accumulate operations; flops: floating-point operations, two per MAC "
+        "(matrix products, convolutions and",
+        "attention are counted); FLOPS: flops per second; fwd, bwd, step: forward, backward, "
+        "optimizer step; iter: their sum.",
         "",
         *(f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in _sizes(profiler)),
         *(f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in _rates(profiler)),
@@ -55,7 +61,11 @@ def model_report(profiler: FlopsProfiler, step: int, module_depth: int, top_modu
 
 
 def _sizes(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
-    engine, flops, params = profiler.ds_engine, results.get_module_flops(profiler.model), results.get_module_params(profiler.model)
+    engine, flops, params = (
+        profiler.ds_engine,
+        results.get_module_flops(profiler.model),
+        results.get_module_params(profiler.model),
+    )
     model_parallel = 1
     if engine is not None:
         model_parallel = engine.mp_world_size
@@ -67,20 +77,30 @@ def _sizes(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
     yield "params of model = params per GPU * mp_size", params_to_string(params * model_parallel)
     yield "fwd MACs per GPU", macs_to_string(results.get_module_macs(profiler.model))
     yield "fwd flops per GPU", number_to_string(flops)
-    yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(flops * model_parallel)
+    yield (
+        "fwd flops of model = fwd flops per GPU * mp_size",
+        number_to_string(flops * model_parallel),
+    )
 
 
 def _rates(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
-    flops, forward = results.get_module_flops(profiler.model), results.get_module_duration(profiler.model)
+    flops, forward = (
+        results.get_module_flops(profiler.model),
+        results.get_module_duration(profiler.model),
+    )
     backward, step = profiler.backward_duration, profiler.step_duration
-    # The gradients of a product are two products of its size; what backward computes again is counted on top.
+    # The gradients of a product are two products of its size; what backward computes again is
+    # counted on top.
     back, both = 2 + profiler.recompute_fwd_factor, 3 + profiler.recompute_fwd_factor
     yield "fwd latency", duration_to_string(forward)
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _rate(flops, forward)
     if not backward:
         return
     yield "bwd latency", duration_to_string(backward)
-    yield f"bwd FLOPS per GPU = {back:g} * fwd flops per GPU / bwd latency", _rate(back * flops, backward)
+    yield (
+        f"bwd FLOPS per GPU = {back:g} * fwd flops per GPU / bwd latency",
+        _rate(back * flops, backward),
+    )
     yield (
         f"fwd+bwd FLOPS per GPU = {both:g} * fwd flops per GPU / (fwd+bwd latency)",
         _rate(both * flops, forward + backward),
@@ -90,7 +110,9 @@ def _rates(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
     yield "iter latency", duration_to_string(whole)
     yield f"FLOPS per GPU = {both:g} * fwd flops per GPU / iter latency", _rate(both * flops, whole)
     if profiler.ds_engine is not None:
-        samples = profiler.ds_engine.train_micro_batch_size_per_gpu() * profiler.ds_engine.dp_world_size
+        samples = (
+            profiler.ds_engine.train_micro_batch_size_per_gpu() * profiler.ds_engine.dp_world_size
+        )
         yield "samples/second", f"{samples / whole:.2f}"
 
 
@@ -130,7 +152,9 @@ def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> str:
     for depth, by_class in enumerate(shown):
         lines.append(f"depth {depth}:")
         for label, read, text in quantities:
-            sums = {name: sum(read(module) for module in modules) for name, modules in by_class.items()}
+            sums = {
+                name: sum(read(module) for module in modules) for name, modules in by_class.items()
+            }
             top = sorted(sums, key=lambda name: -sums[name])[:top_modules]  # noqa: B023  # called at once
             lines.append(f"    {label:<11} - { {name: text(sums[name]) for name in top} }")
     return "\n".join(lines)
@@ -146,14 +170,18 @@ def _tree(profiler: FlopsProfiler) -> list[str]:
         results.get_module_duration(profiler.model),
     )
     notes = [
-        "After each module's name: params, share of all params, MACs, share of all MACs, fwd latency, share of it, fwd FLOPS.",
-        "Functions that a module calls itself (a loss, an activation) are in its own numbers and no line of their own.",
+        "After each module's name: params, share of all params, MACs, share of all MACs, fwd "
+        "latency, share of it, fwd FLOPS.",
+        "Functions that a module calls itself (a loss, an activation) are in its own numbers and "
+        "no line of their own.",
         "",
     ]
     return [*notes, *_module_lines(profiler.model, "", totals, 0)]
 
 
-def _module_lines(module: nn.Module, name: str, totals: tuple[float, float, float], depth: int) -> list[str]:
+def _module_lines(
+    module: nn.Module, name: str, totals: tuple[float, float, float], depth: int
+) -> list[str]:
     indent = "  " * depth
     label = f"({name}): " if name else ""
     children = list(module.named_children())
@@ -173,11 +201,13 @@ def _numbers(module: nn.Module, totals: tuple[float, float, float]) -> str:
         results.get_module_duration(module),
     )
     shares = [
-        f"{100 * value / total:.4g}%" if total else "0%" for value, total in zip((params, macs, seconds), totals, strict=True)
+        f"{100 * value / total:.4g}%" if total else "0%"
+        for value, total in zip((params, macs, seconds), totals, strict=True)
     ]
     return (
-        f"{params_to_string(params)} = {shares[0]} Params, {macs_to_string(macs)} = {shares[1]} MACs, "
-        f"{duration_to_string(seconds)} = {shares[2]} latency, {_rate(results.get_module_flops(module), seconds)}"
+        f"{params_to_string(params)} = {shares[0]} Params, {macs_to_string(macs)} = {shares[1]} "
+        f"MACs, {duration_to_string(seconds)} = {shares[2]} latency, "
+        f"{_rate(results.get_module_flops(module), seconds)}"
     )
 
 

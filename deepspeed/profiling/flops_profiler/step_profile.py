@@ -1,4 +1,6 @@
-"""`flops_profiler` in the configuration: profiles one micro-batch of one step on rank 0, and reports when the step ended."""
+"""`flops_profiler` in the configuration: profiles one micro-batch of one step on rank 0, and
+reports when the step ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 class StepProfile(StepObserver):
     """Profiles the first training forward after `profile_step` steps, its backward and its step.
 
-    In a pipeline the first micro-batch's forward of stage 0, and the backward that comes first there.
+    In a pipeline the first micro-batch's forward of stage 0, and the backward that comes first
+    there.
 
     Args:
         engine: Whose model.
@@ -38,7 +41,9 @@ class StepProfile(StepObserver):
             return  # a later micro-batch of the profiled step
         # One that is still started profiled a forward that raised: this one takes its place.
         self.close()
-        self._profiler = FlopsProfiler(self._engine.module, self._engine, self._config.recompute_fwd_factor)
+        self._profiler = FlopsProfiler(
+            self._engine.module, self._engine, self._config.recompute_fwd_factor
+        )
         self._profiler.start_profile()
 
     def forward_ended(self) -> None:
@@ -70,7 +75,11 @@ class StepProfile(StepObserver):
         profiler.step_duration = synchronized_time() - started
         config = self._config
         profiler.print_model_profile(
-            self._engine.global_steps - 1, config.module_depth, config.top_modules, config.detailed, config.output_file
+            self._engine.global_steps - 1,
+            config.module_depth,
+            config.top_modules,
+            config.detailed,
+            config.output_file,
         )
         self.close()
         self._is_done = True

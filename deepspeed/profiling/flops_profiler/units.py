@@ -10,16 +10,21 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
     Args:
         num: The number.
-        units: The prefix to use ("T", "G", "M", "K", "", "m" or "u"); None: the largest that leaves at least 1.
+        units: The prefix to use ("T", "G", "M", "K", "", "m" or "u"); None: the largest that leaves
+            at least 1.
         precision: Digits after the point.
 
     Raises:
         ValueError: For another prefix.
     """
     if units is None:
-        units = next((unit for unit, scale in _SCALES.items() if abs(num) >= scale), "u") if num else ""
+        units = (
+            next((unit for unit, scale in _SCALES.items() if abs(num) >= scale), "u") if num else ""
+        )
     if units not in _SCALES:
-        raise ValueError(f"units={units!r} is unknown; use one of {', '.join(map(repr, _SCALES))} or None")
+        raise ValueError(
+            f"units={units!r} is unknown; use one of {', '.join(map(repr, _SCALES))} or None"
+        )
     value = round(num / _SCALES[units], precision)
     return f"{value:g} {units}" if abs(value) < 1e6 else f"{value:.{precision}f} {units}"
 
@@ -41,7 +46,11 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> s
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
     """Parameters: "1.23 M", with "B" for 1e9."""
-    return number_to_string(params_num, "G" if units == "B" else units, precision).replace("G", "B").strip()
+    return (
+        number_to_string(params_num, "G" if units == "B" else units, precision)
+        .replace("G", "B")
+        .strip()
+    )
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:

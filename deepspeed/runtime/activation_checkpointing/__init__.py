@@ -1,4 +1,6 @@
-"""Recomputed activations: `checkpointing` is the front door, which users reach as `deepspeed.checkpointing`."""
+"""Recomputed activations: `checkpointing` is the front door, which users reach as
+`deepspeed.checkpointing`.
+"""
 
 from deepspeed._lazy import lazy_attributes
 

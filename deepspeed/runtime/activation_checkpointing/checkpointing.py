@@ -1,8 +1,10 @@
-"""`deepspeed.checkpointing`: functions whose activations are computed again in backward instead of being kept.
+"""`deepspeed.checkpointing`: functions whose activations are computed again in backward instead of
+being kept.
 
-`checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is torch's with our settings around
-it, recomputes inside of the one backward. Both restore random states and autocast, and save their inputs as `configure` says
-(`saved_inputs`). Random states are in `random_states`, upstream's helpers for flat lists in `tensor_lists`.
+`checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is
+torch's with our settings around it, recomputes inside of the one backward. Both restore random
+states and autocast, and save their inputs as `configure` says (`saved_inputs`). Random states are
+in `random_states`, upstream's helpers for flat lists in `tensor_lists`.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ __all__ = [
 ]
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def configure(
@@ -87,9 +89,12 @@ def configure(
     """Choose how checkpointed functions save their inputs, from now on.
 
     Args:
-        mpu_: Megatron-style object that knows the tensor-parallel group; None: the one given to `deepspeed.initialize`, if any.
-        deepspeed_config: Configuration (path, dict, or `DeepSpeedConfig`) whose block "activation_checkpointing" is used.
-        partition_activations: Save on each tensor-parallel rank its part only. Inputs must be equal on those ranks.
+        mpu_: Megatron-style object that knows the tensor-parallel group; None: the one given to
+            `deepspeed.initialize`, if any.
+        deepspeed_config: Configuration (path, dict, or `DeepSpeedConfig`) whose block
+            "activation_checkpointing" is used.
+        partition_activations: Save on each tensor-parallel rank its part only. Inputs must be equal
+            on those ranks.
         contiguous_checkpointing: Save into long buffers.
         num_checkpoints: Inputs of one size per buffer.
         checkpoint_in_cpu: Save in host memory.
@@ -105,7 +110,9 @@ def configure(
     chosen = settings.Settings(
         mpu=mpu_,
         partition_activations=_chosen(partition_activations, block, "partition_activations", False),
-        contiguous=_chosen(contiguous_checkpointing, block, "contiguous_memory_optimization", False),
+        contiguous=_chosen(
+            contiguous_checkpointing, block, "contiguous_memory_optimization", False
+        ),
         num_checkpoints=_chosen(num_checkpoints, block, "number_checkpoints", None),
         cpu=_chosen(checkpoint_in_cpu, block, "cpu_checkpointing", False),
         synchronize=_chosen(synchronize, block, "synchronize_checkpoint_boundary", False),
@@ -127,19 +134,30 @@ def _block_of(deepspeed_config: Any, mpu: Any) -> Any:
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = deepspeed_config if isinstance(deepspeed_config, DeepSpeedConfig) else DeepSpeedConfig(deepspeed_config, mpu)
+    config = (
+        deepspeed_config
+        if isinstance(deepspeed_config, DeepSpeedConfig)
+        else DeepSpeedConfig(deepspeed_config, mpu)
+    )
     return config.activation_checkpointing_config
 
 
 def configure_for_engine(config: Any, mpu: Any) -> None:
-    """What an engine does with the block of its `DeepSpeedConfig`: use it, unless the script has called `configure` itself."""
-    if "activation_checkpointing" in config.tree.model_fields_set and not settings.current().by_client:
+    """What an engine does with the block of its `DeepSpeedConfig`: use it, unless the script has
+    called `configure` itself.
+    """
+    if (
+        "activation_checkpointing" in config.tree.model_fields_set
+        and not settings.current().by_client
+    ):
         configure(mpu, deepspeed_config=config)
         settings.change(by_client=False)
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called, by the script or by an engine whose configuration has the block."""
+    """Whether `configure` was called, by the script or by an engine whose configuration has the
+    block.
+    """
     return settings.is_configured()
 
 
@@ -158,17 +176,23 @@ def reset() -> None:
     saved_inputs.store().reset()
 
 
-# -- reentrant --------------------------------------------------------------------------------------------------------
+# -- reentrant -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _boundary(what: str) -> Iterator[None]:
-    """The edges of a checkpointed function's forward or recomputation, where the settings may ask to wait and to measure."""
+    """The edges of a checkpointed function's forward or recomputation, where the settings may ask
+    to wait and to measure.
+    """
     chosen = settings.current()
     if chosen.synchronize:
         get_accelerator().synchronize()
     # A timer of its own: checkpointed functions nest.
-    timer = SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}") if chosen.profile else None
+    timer = (
+        SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}")
+        if chosen.profile
+        else None
+    )
     if timer is not None:
         timer.start()
     try:
@@ -184,12 +208,14 @@ def _boundary(what: str) -> Iterator[None]:
 class CheckpointFunction(torch.autograd.Function):
     """One checkpointed function on flat arguments: ``apply(run_function, all_outputs, *args)``.
 
-    `run_function(*args)` returns a tensor, or a tuple or list of tensors and other objects. All of them are appended to the list
-    `all_outputs`; `apply` returns the tensors, attached to the graph.
+    `run_function(*args)` returns a tensor, or a tuple or list of tensors and other objects. All of
+    them are appended to the list `all_outputs`; `apply` returns the tensors, attached to the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any
+    ) -> Any:
         """Run without a graph; keep the arguments."""
         tensors, ctx.others, ctx.flags = extract_tensors(args)
         ctx.run_function = run_function
@@ -214,19 +240,33 @@ class CheckpointFunction(torch.autograd.Function):
         """Run again, with a graph, and through it."""
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
-                "torch.autograd.grad(), or backward(inputs=...), through deepspeed.checkpointing.checkpoint: a nested backward "
-                "accumulates into .grad; call .backward(), or use non_reentrant_checkpoint"
+                "torch.autograd.grad(), or backward(inputs=...), through "
+                "deepspeed.checkpointing.checkpoint: a nested backward accumulates into .grad; "
+                "call .backward(), or use non_reentrant_checkpoint"
             )
         inputs = detach_variable(merge_tensors(ctx.saved_tensors, ctx.others, ctx.flags))
         with ctx.surroundings.again(), torch.enable_grad(), _boundary("recomputation"):
             outputs = ctx.run_function(*inputs)
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else extract_tensors(tuple(outputs))[0]
+        tensors = (
+            [outputs] if isinstance(outputs, torch.Tensor) else extract_tensors(tuple(outputs))[0]
+        )
         if len(tensors) != len(grads):
-            raise RuntimeError(f"a checkpointed function returned {len(grads)} tensors in forward and {len(tensors)} in backward")
-        pairs = [(out, grad) for out, grad in zip(tensors, grads, strict=True) if grad is not None and out.requires_grad]
+            raise RuntimeError(
+                f"a checkpointed function returned {len(grads)} tensors in forward and "
+                f"{len(tensors)} in backward"
+            )
+        pairs = [
+            (out, grad)
+            for out, grad in zip(tensors, grads, strict=True)
+            if grad is not None and out.requires_grad
+        ]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        return None, None, *(item.grad if isinstance(item, torch.Tensor) else None for item in inputs)
+        return (
+            None,
+            None,
+            *(item.grad if isinstance(item, torch.Tensor) else None for item in inputs),
+        )
 
 
 def _without_gradient(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -237,20 +277,22 @@ def _refuse_changed(tensors: Sequence[torch.Tensor], versions: Sequence[int]) ->
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise RuntimeError(
-                f"a checkpointed function modified its input ({tensor.dtype}, {list(tensor.shape)}) in place: recomputation would "
-                "start from the modified value; clone the input first, or start the function after that operation"
+                f"a checkpointed function modified its input ({tensor.dtype}, "
+                f"{list(tensor.shape)}) in place: recomputation would start from the modified "
+                "value; clone the input first, or start the function after that operation"
             )
 
 
 class _Flat:
-    """A function on the leaves of its nested arguments and results, as autograd and saved-tensor hooks want it.
+    """A function on the leaves of its nested arguments and results, as autograd and saved-tensor
+    hooks want it.
 
     It holds no argument itself: autograd keeps them, or what they were packed into.
 
     Args:
         function: Any function.
-        arguments: How its positional and keyword arguments nest; tensors may lie in tuples, lists, dicts and what torch's pytrees
-            know.
+        arguments: How its positional and keyword arguments nest; tensors may lie in tuples, lists,
+            dicts and what torch's pytrees know.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: pytree.TreeSpec) -> None:
@@ -259,7 +301,9 @@ class _Flat:
         self._results: Any = None
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        """The leaves of the function's result; further arguments than the function's are dropped."""
+        """The leaves of the function's result; further arguments than the function's are
+        dropped.
+        """
         args, kwargs = pytree.tree_unflatten(leaves[: self._arguments.num_leaves], self._arguments)
         results, self._results = pytree.tree_flatten(self._function(*args, **kwargs))
         return tuple(results)
@@ -272,26 +316,33 @@ class _Flat:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, which keeps its arguments and is run again in backward.
 
-    Tensors may lie anywhere in nested arguments and results, and need not require gradients. Without gradients to compute, the
-    function is just called.
+    Tensors may lie anywhere in nested arguments and results, and need not require gradients.
+    Without gradients to compute, the function is just called.
 
     Returns:
-        The function's result. As upstream: a tuple or list at the top comes as a tuple, or, of one element, as that element.
+        The function's result. As upstream: a tuple or list at the top comes as a tuple, or, of one
+        element, as that element.
 
     Raises:
-        RuntimeError: The function modifies an argument in place; or, in backward, under `torch.autograd.grad`.
+        RuntimeError: The function modifies an argument in place; or, in backward, under
+            `torch.autograd.grad`.
     """
     if not torch.is_grad_enabled():
         return _as_upstream(function(*args, **kwargs))
     leaves, arguments = pytree.tree_flatten((args, kwargs))
     flat = _Flat(function, arguments)
     if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        # autograd runs the backward of a node only if an input requires a gradient; the function's parameters are no inputs.
+        # autograd runs the backward of a node only if an input requires a gradient; the function's
+        # parameters are no inputs.
         leaves = [*leaves, torch.empty(0, requires_grad=True)]
     outputs: list[Any] = []
     with saved_inputs.store().hooks():
         attached = iter(CheckpointFunction.apply(flat, outputs, *leaves))
-    return _as_upstream(flat.nested([next(attached) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]))
+    return _as_upstream(
+        flat.nested(
+            [next(attached) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+        )
+    )
 
 
 def _as_upstream(result: Any) -> Any:
@@ -300,11 +351,13 @@ def _as_upstream(result: Any) -> Any:
     return result[0] if len(result) == 1 else tuple(result)
 
 
-# -- non-reentrant ----------------------------------------------------------------------------------------------------
+# -- non-reentrant ---------------------------------------------------------------------------------
 
 
 class _Recomputation:
-    """Entered around each recomputation of one function; several backwards of a retained graph enter it several times."""
+    """Entered around each recomputation of one function; several backwards of a retained graph
+    enter it several times.
+    """
 
     def __init__(self) -> None:
         self._surroundings = Surroundings()
@@ -321,7 +374,8 @@ class _Recomputation:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, inside of the one backward: also under `torch.autograd.grad`, and each parameter's hook fires once.
+    """As `checkpoint`, inside of the one backward: also under `torch.autograd.grad`, and each
+    parameter's hook fires once.
 
     Returns:
         The function's result.

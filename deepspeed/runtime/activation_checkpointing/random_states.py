@@ -1,7 +1,7 @@
 """What recomputation must find as forward found it: random states and autocast.
 
-Owns the tracker of named random states, with which tensor-parallel ranks draw different numbers in one place and equal ones in
-another. Knows nothing of saved activations.
+Owns the tracker of named random states, with which tensor-parallel ranks draw different numbers in
+one place and equal ones in another. Knows nothing of saved activations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ MODEL_PARALLEL_SEED_OFFSET = 2718
 
 
 class CudaRNGStatesTracker:
-    """Random states of the accelerator by name; `fork(name)` draws from one of them. On the host they are the host's."""
+    """Random states of the accelerator by name; `fork(name)` draws from one of them. On the host
+    they are the host's.
+    """
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -45,9 +47,14 @@ class CudaRNGStatesTracker:
             ValueError: The name or the seed is taken: two equal states would draw the same numbers.
         """
         if seed in self.seeds_:
-            raise ValueError(f"random state {name!r}: seed {seed} already exists; take another, or call reset() first")
+            raise ValueError(
+                f"random state {name!r}: seed {seed} already exists; take another, or call reset() "
+                "first"
+            )
         if name in self.states_:
-            raise ValueError(f"random state {name!r} already exists; take another name, or call reset() first")
+            raise ValueError(
+                f"random state {name!r} already exists; take another name, or call reset() first"
+            )
         accelerator = get_accelerator()
         outer = accelerator.get_rng_state()
         try:
@@ -59,7 +66,8 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Within it, random numbers come from the named state, which goes on from there the next time.
+        """Within it, random numbers come from the named state, which goes on from there the next
+        time.
 
         Raises:
             ValueError: There is no such state.
@@ -92,10 +100,11 @@ def _model_parallel_seed(seed: int) -> int:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the accelerator alike on all tensor-parallel ranks, and the state "model-parallel-rng" differently on each.
+    """Seed the accelerator alike on all tensor-parallel ranks, and the state "model-parallel-rng"
+    differently on each.
 
-    Dropout of replicated activations draws from the first; dropout of activations that are split over ranks belongs under
-    `get_cuda_rng_tracker().fork()`.
+    Dropout of replicated activations draws from the first; dropout of activations that are split
+    over ranks belongs under `get_cuda_rng_tracker().fork()`.
     """
     _tracker.reset()
     get_accelerator().manual_seed(seed)
@@ -103,7 +112,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" anew, differently on each tensor-parallel rank; nothing else changes."""
+    """Seed "model-parallel-rng" anew, differently on each tensor-parallel rank; nothing else
+    changes.
+    """
     with _tracker.fork():
         get_accelerator().manual_seed(_model_parallel_seed(seed))
 
@@ -131,7 +142,10 @@ class Surroundings:
     def __init__(self) -> None:
         self._random = RandomStates()
         kinds = {"cpu", torch.device(get_accelerator().current_device_name()).type}
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(kinds)
+        ]
         self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
@@ -142,7 +156,11 @@ class Surroundings:
         try:
             with ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches))
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches
+                        )
+                    )
                 yield
         finally:
             outside.restore()

@@ -1,12 +1,14 @@
-"""Where saved inputs of checkpointed functions lie: whole, in parts over tensor-parallel ranks, in host memory, in long buffers.
+"""Where saved inputs of checkpointed functions lie: whole, in parts over tensor-parallel ranks, in
+host memory, in long buffers.
 
-autograd asks through saved-tensor hooks: what `pack` returns lives exactly as long as autograd needs the input, also over several
-backwards of one graph, and whether or not recomputation is reentrant.
+autograd asks through saved-tensor hooks: what `pack` returns lives exactly as long as autograd
+needs the input, also over several backwards of one graph, and whether or not recomputation is
+reentrant.
 
-[Note: order of copies]
-A copy to the host runs on a side stream, behind the stream that made the tensor; `CommContext` keeps the tensor until it is done.
-The copy back runs on the stream of backward, behind that side stream. A block of a long buffer remembers the event of its last use,
-on whatever stream that was; its next user waits for it.
+[Note: order of copies] A copy to the host runs on a side stream, behind the stream that made the
+tensor; `CommContext` keeps the tensor until it is done. The copy back runs on the stream of
+backward, behind that side stream. A block of a long buffer remembers the event of its last use, on
+whatever stream that was; its next user waits for it.
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ from deepspeed.runtime.streams import CommContext
 
 
 def is_activation_to_checkpoint(item: Any) -> bool:
-    """Whether `item` is partitioned or moved: a floating-point tensor with an element for each tensor-parallel rank."""
+    """Whether `item` is partitioned or moved: a floating-point tensor with an element for each
+    tensor-parallel rank.
+    """
     if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
         return False
-    return item.is_floating_point() and item.layout is torch.strided and item.numel() >= settings.current().group_size
+    return (
+        item.is_floating_point()
+        and item.layout is torch.strided
+        and item.numel() >= settings.current().group_size
+    )
 
 
 def get_partition_size(item: torch.Tensor) -> int:
@@ -45,7 +53,9 @@ def get_partition_start(item: torch.Tensor) -> int:
 
 
 def part_of(flat: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Copy this rank's part of `flat` ([numel]) to `into` ([partition size]), padded with zeros; returns `into`."""
+    """Copy this rank's part of `flat` ([numel]) to `into` ([partition size]), padded with zeros;
+    returns `into`.
+    """
     start, end = get_partition_start(flat), get_partition_start(flat) + into.numel()
     part = flat[start:end]
     into[: part.numel()].copy_(part)
@@ -64,7 +74,8 @@ def whole_of(part: torch.Tensor, numel: int) -> torch.Tensor:
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:
     """The dimensions from the widest stride to the narrowest.
 
-    Restored in this order, a tensor has the strides it had: another memory format could choose a kernel that rounds otherwise.
+    Restored in this order, a tensor has the strides it had: another memory format could choose a
+    kernel that rounds otherwise.
     """
     strides = tensor.stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
@@ -93,14 +104,18 @@ class Block:
 
 
 class LongBuffers:
-    """Blocks of equal size, cut from buffers of `num_blocks` of them; a buffer is added when all blocks are in use."""
+    """Blocks of equal size, cut from buffers of `num_blocks` of them; a buffer is added when all
+    blocks are in use.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._free: dict[Any, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
 
     def take(self, like: torch.Tensor, numel: int, on_host: bool) -> Block:
-        """A block of `numel` elements of the dtype (and, unless `on_host`, on the device) of `like`."""
+        """A block of `numel` elements of the dtype (and, unless `on_host`, on the device) of
+        `like`.
+        """
         free = self._free[(numel, like.dtype, like.device, on_host)]
         if not free:
             buffer = _empty(numel * self._num_blocks, like, on_host)
@@ -115,12 +130,16 @@ def _empty(numel: int, like: torch.Tensor, on_host: bool) -> torch.Tensor:
     if not on_host:
         return torch.empty(numel, dtype=like.dtype, device=like.device)
     # Page-locked: only then does a copy between host and device go on beside the program.
-    return get_accelerator().pin_memory(torch.empty(numel, dtype=like.dtype, device="cpu"), make_copy=False)
+    return get_accelerator().pin_memory(
+        torch.empty(numel, dtype=like.dtype, device="cpu"), make_copy=False
+    )
 
 
 @dataclass(frozen=True)
 class _AsIs:
-    """An input that stays where it is, with its version: somebody could change it before it is read again."""
+    """An input that stays where it is, with its version: somebody could change it before it is read
+    again.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -154,13 +173,22 @@ class InputStore:
         self.settings = chosen
         accelerator = get_accelerator()
         # On a host that computes by itself, saved inputs are in host memory already.
-        self._to_host = chosen.cpu and not (accelerator.is_synchronized_device() and accelerator.device_name() == "cpu")
-        self._buffers = LongBuffers(chosen.num_checkpoints) if chosen.contiguous and chosen.num_checkpoints else None
-        self._copies = CommContext(overlap=True, name="activation copy stream") if self._to_host else None
+        self._to_host = chosen.cpu and not (
+            accelerator.is_synchronized_device() and accelerator.device_name() == "cpu"
+        )
+        self._buffers = (
+            LongBuffers(chosen.num_checkpoints)
+            if chosen.contiguous and chosen.num_checkpoints
+            else None
+        )
+        self._copies = (
+            CommContext(overlap=True, name="activation copy stream") if self._to_host else None
+        )
 
     @property
     def _parts(self) -> bool:
-        # Asked each time: the tensor-parallel group may become known after `configure`, with the engine.
+        # Asked each time: the tensor-parallel group may become known after `configure`, with the
+        # engine.
         return self.settings.partition_activations and self.settings.group_size > 1
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -187,7 +215,9 @@ class InputStore:
     def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
         """A copy of this rank's part, or of all of it, on the device."""
         numel = get_partition_size(flat) if self._parts else flat.numel()
-        block = self._buffers.take(flat, numel, on_host=False) if self._buffers is not None else None
+        block = (
+            self._buffers.take(flat, numel, on_host=False) if self._buffers is not None else None
+        )
         content = block.memory if block is not None else _empty(numel, flat, on_host=False)
         if self._parts:
             part_of(flat, content)
@@ -201,20 +231,32 @@ class InputStore:
         copies = self._copies
         if copies is None:
             raise RuntimeError("no stream to copy to the host on: cpu_checkpointing is off")
-        source = part_of(flat, _empty(get_partition_size(flat), flat, on_host=False)) if self._parts else flat
+        source = (
+            part_of(flat, _empty(get_partition_size(flat), flat, on_host=False))
+            if self._parts
+            else flat
+        )
         copies.wait_for([copies.current_stream()])
         with copies.on_reduction_stream():
-            block = self._buffers.take(source, source.numel(), on_host=True) if self._buffers is not None else None
-            content = block.memory if block is not None else _empty(source.numel(), source, on_host=True)
+            block = (
+                self._buffers.take(source, source.numel(), on_host=True)
+                if self._buffers is not None
+                else None
+            )
+            content = (
+                block.memory if block is not None else _empty(source.numel(), source, on_host=True)
+            )
             content.copy_(source, non_blocking=True)
             if block is not None:
                 block.used()
-        # The input may be dropped, and its memory reused on its own stream, before the copy has read it.
+        # The input may be dropped, and its memory reused on its own stream, before the copy has
+        # read it.
         copies.keep_alive([source, content])
         return content, block
 
     def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
-        """An input as it was saved. Collective over the tensor-parallel group if inputs are partitioned.
+        """An input as it was saved. Collective over the tensor-parallel group if inputs are
+        partitioned.
 
         Raises:
             RuntimeError: It was changed since.
@@ -222,17 +264,21 @@ class InputStore:
         if isinstance(packed, _AsIs):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(
-                    f"an input of a checkpointed function ({packed.tensor.dtype}, {list(packed.tensor.shape)}) was modified in "
-                    f"place before backward (version {packed.tensor._version}, saved at {packed.version}); clone it first"
+                    f"an input of a checkpointed function ({packed.tensor.dtype}, "
+                    f"{list(packed.tensor.shape)}) was modified in place before backward (version "
+                    f"{packed.tensor._version}, saved at {packed.version}); clone it first"
                 )
             return packed.tensor
         content = packed.content
         if self._copies is not None:
             self._copies.join()
-            content = torch.empty(content.shape, dtype=content.dtype, device=packed.device).copy_(content, non_blocking=True)
+            content = torch.empty(content.shape, dtype=content.dtype, device=packed.device).copy_(
+                content, non_blocking=True
+            )
         whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
         if packed.block is not None:
-            # The block is given back when autograd drops it, before the recomputed graph is done with the input.
+            # The block is given back when autograd drops it, before the recomputed graph is done
+            # with the input.
             whole = whole.clone() if whole is packed.content else whole
             packed.block.used()
         inverse = sorted(range(len(packed.order)), key=packed.order.__getitem__)

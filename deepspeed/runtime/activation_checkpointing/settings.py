@@ -20,7 +20,8 @@ class Settings:
     """How checkpointed functions save their inputs. Each attribute is an argument of `configure`.
 
     Attributes:
-        mpu: Knows the tensor-parallel group; None: the one that `deepspeed.initialize` was given, if any.
+        mpu: Knows the tensor-parallel group; None: the one that `deepspeed.initialize` was given,
+            if any.
         partition_activations: Each tensor-parallel rank saves its part only.
         contiguous: Saved parts lie in long buffers.
         num_checkpoints: How many parts of one size a buffer holds.
@@ -49,13 +50,15 @@ class Settings:
             return
         if not self.partition_activations:
             raise DeepSpeedConfigError(
-                "activation_checkpointing.contiguous_memory_optimization: true needs partitioned activations; "
-                "set partition_activations: true, or contiguous_memory_optimization: false"
+                "activation_checkpointing.contiguous_memory_optimization: true needs partitioned "
+                "activations; set partition_activations: true, or contiguous_memory_optimization: "
+                "false"
             )
         if self.num_checkpoints is None or self.num_checkpoints < 1:
             raise DeepSpeedConfigError(
-                "activation_checkpointing.contiguous_memory_optimization: true needs the number of checkpointed functions; "
-                f"number_checkpoints is {self.num_checkpoints}: set it, or give configure(num_checkpoints=...)"
+                "activation_checkpointing.contiguous_memory_optimization: true needs the number of "
+                f"checkpointed functions; number_checkpoints is {self.num_checkpoints}: set it, or "
+                "give configure(num_checkpoints=...)"
             )
 
     @property

@@ -1,4 +1,6 @@
-"""Flat argument lists under upstream's names: tensors apart from the rest, detached, partitioned or offloaded one by one."""
+"""Flat argument lists under upstream's names: tensors apart from the rest, detached, partitioned or
+offloaded one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from deepspeed.runtime.activation_checkpointing.saved_inputs import (
 )
 
 
-def extract_tensors(all_objects: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any], Sequence[bool]]:
+def extract_tensors(
+    all_objects: Sequence[Any],
+) -> tuple[Sequence[torch.Tensor], Sequence[Any], Sequence[bool]]:
     """Tensors and the rest of a tuple or list, apart; `merge_tensors` puts them together again.
 
     Returns:
-        Tensors, other objects, and for each object of `all_objects` whether it is a tensor; each of the type of `all_objects`.
+        Tensors, other objects, and for each object of `all_objects` whether it is a tensor; each of
+        the type of `all_objects`.
     """
     flags = [isinstance(item, torch.Tensor) for item in all_objects]
     tensors = [item for item, is_tensor in zip(all_objects, flags, strict=True) if is_tensor]
@@ -31,22 +36,32 @@ def extract_tensors(all_objects: Sequence[Any]) -> tuple[Sequence[torch.Tensor],
 
 
 def merge_tensors(
-    tensor_objects: Sequence[torch.Tensor], non_tensor_objects: Sequence[Any], tensor_flags: Sequence[bool]
+    tensor_objects: Sequence[torch.Tensor],
+    non_tensor_objects: Sequence[Any],
+    tensor_flags: Sequence[bool],
 ) -> tuple[Any, ...]:
     """What `extract_tensors` took apart."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     return tuple(next(tensors) if is_tensor else next(others) for is_tensor in tensor_flags)
 
 
-def detach_variable(inputs: tuple[Any, ...], device: torch.device | str | None = None) -> tuple[Any, ...]:
-    """Each tensor cut off from its graph, on `device` if given, requiring a gradient if it did; other objects as they are.
+def detach_variable(
+    inputs: tuple[Any, ...], device: torch.device | str | None = None
+) -> tuple[Any, ...]:
+    """Each tensor cut off from its graph, on `device` if given, requiring a gradient if it did;
+    other objects as they are.
 
     Raises:
         RuntimeError: `inputs` is no tuple.
     """
     if not isinstance(inputs, tuple):
-        raise RuntimeError(f"detach_variable: expected a tuple of tensors and other objects, got {type(inputs).__name__}")
-    return tuple(_detached(item, device) if isinstance(item, torch.Tensor) else item for item in inputs)
+        raise RuntimeError(
+            "detach_variable: expected a tuple of tensors and other objects, got "
+            f"{type(inputs).__name__}"
+        )
+    return tuple(
+        _detached(item, device) if isinstance(item, torch.Tensor) else item for item in inputs
+    )
 
 
 def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
@@ -54,8 +69,11 @@ def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.
     return moved.detach().requires_grad_(tensor.requires_grad)
 
 
-def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool) -> list[Any]:
-    """Each activation of `args` as this rank's part ([partition size], padded); other objects as they are.
+def partition_activations(
+    args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool
+) -> list[Any]:
+    """Each activation of `args` as this rank's part ([partition size], padded); other objects as
+    they are.
 
     Args:
         args: Arguments of a checkpointed function.
@@ -67,7 +85,12 @@ def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_
     if contiguous_checkpoint:
         parts = iter(_blocks(activations, sizes))
     else:
-        parts = iter([torch.empty(n, dtype=a.dtype, device=a.device) for a, n in zip(activations, sizes, strict=True)])
+        parts = iter(
+            [
+                torch.empty(n, dtype=a.dtype, device=a.device)
+                for a, n in zip(activations, sizes, strict=True)
+            ]
+        )
     saved: list[Any] = []
     for item in args:
         if not is_activation_to_checkpoint(item):
@@ -87,22 +110,31 @@ def _blocks(activations: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[t
     return [blocks[i] for i in range(len(activations))]
 
 
-def get_partitioned_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool) -> list[Any]:
-    """What to save of `args`, given their parts: two entries each, the part and its whole shape; other objects with None.
+def get_partitioned_activations_for_backward(
+    args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
+) -> list[Any]:
+    """What to save of `args`, given their parts: two entries each, the part and its whole shape;
+    other objects with None.
 
     Args:
         args: Arguments of a checkpointed function.
         inputs: What `partition_activations` made of them.
-        contiguous_checkpoint: Accepted as upstream does; the parts lie where `partition_activations` put them.
+        contiguous_checkpoint: Accepted as upstream does; the parts lie where
+            `partition_activations` put them.
     """
     saved: list[Any] = []
     for item, part in zip(args, inputs, strict=True):
-        saved += [part, torch.tensor(item.shape)] if is_activation_to_checkpoint(item) else [item, None]
+        saved += (
+            [part, torch.tensor(item.shape)] if is_activation_to_checkpoint(item) else [item, None]
+        )
     return saved
 
 
-def gather_partitioned_activations(tensors: Sequence[Any], device: torch.device | str | None = None) -> tuple[Any, ...]:
-    """Inputs from what `get_partitioned_activations_for_backward` saved. Collective over the tensor-parallel group.
+def gather_partitioned_activations(
+    tensors: Sequence[Any], device: torch.device | str | None = None
+) -> tuple[Any, ...]:
+    """Inputs from what `get_partitioned_activations_for_backward` saved. Collective over the
+    tensor-parallel group.
 
     Args:
         tensors: Pairs of a part and its whole shape, or of an object and None, one after the other.
@@ -115,23 +147,35 @@ def gather_partitioned_activations(tensors: Sequence[Any], device: torch.device 
             whole.append(item)
             continue
         size = torch.Size(shape.tolist())
-        whole.append(whole_of(item.detach().to(target), size.numel()).view(size).requires_grad_(item.requires_grad))
+        whole.append(
+            whole_of(item.detach().to(target), size.numel())
+            .view(size)
+            .requires_grad_(item.requires_grad)
+        )
     return tuple(whole)
 
 
 def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """What to save of `args`, given their copies on the host: the copies, requiring gradients as the arguments do."""
+    """What to save of `args`, given their copies on the host: the copies, requiring gradients as
+    the arguments do.
+    """
     return [
-        copy.detach().requires_grad_(item.requires_grad) if is_activation_to_checkpoint(item) else item
+        copy.detach().requires_grad_(item.requires_grad)
+        if is_activation_to_checkpoint(item)
+        else item
         for item, copy in zip(args, inputs, strict=True)
     ]
 
 
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: Any) -> list[Any]:
     """`args` with each activation replaced by what `engine.offload_input(activation)` returns."""
-    return [engine.offload_input(item) if is_activation_to_checkpoint(item) else item for item in args]
+    return [
+        engine.offload_input(item) if is_activation_to_checkpoint(item) else item for item in args
+    ]
 
 
 def restore_offloaded_activations(tensors: Sequence[Any], engine: Any) -> tuple[Any, ...]:
     """The inverse: each tensor replaced by what `engine.restore_input(tensor)` returns."""
-    return tuple(engine.restore_input(item) if isinstance(item, torch.Tensor) else item for item in tensors)
+    return tuple(
+        engine.restore_input(item) if isinstance(item, torch.Tensor) else item for item in tensors
+    )

@@ -1,1 +1,3 @@
-"""How checkpoint files are written and read: the interface, its implementations, and which the configuration asks for."""
+"""How checkpoint files are written and read: the interface, its implementations, and which the
+configuration asks for.
+"""

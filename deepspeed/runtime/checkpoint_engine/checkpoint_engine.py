@@ -1,4 +1,5 @@
-"""The interface of what writes and reads checkpoint files. A client's own: `engine.checkpoint_engine = MyEngine()`.
+"""The interface of what writes and reads checkpoint files. A client's own:
+`engine.checkpoint_engine = MyEngine()`.
 
 Who calls what, in this order, on every rank:
 
@@ -7,8 +8,9 @@ Who calls what, in this order, on every rank:
 3. `commit(info)`: when it returns, all of them are there, and another process can read them.
 4. `records_of(path)`, for each of them.
 
-When all ranks have done so, the engine that trains renames the folder: none of this is a checkpoint engine's. `load(path)` is
-called for each file that a rank needs. A decoupled engine of a client is waited for in `commit`.
+When all ranks have done so, the engine that trains renames the folder: none of this is a checkpoint
+engine's. `load(path)` is called for each file that a rank needs. A decoupled engine of a client is
+waited for in `commit`.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class CheckpointEngine(ABC):
         """All files of the checkpoint were given. False: it failed."""
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether a data-parallel rank writes files of which all data-parallel ranks have the content."""
+        """Whether a data-parallel rank writes files of which all data-parallel ranks have the
+        content.
+        """
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -91,7 +95,9 @@ class CheckpointEngine(ABC):
         return True
 
     def records_of(self, path: str) -> dict[str, FileRecord]:
-        """Path -> bytes of every file that `save(..., path)` made, flushed to disk. Not upstream's; as it stands it reads them."""
+        """Path -> bytes of every file that `save(..., path)` made, flushed to disk. Not upstream's;
+        as it stands it reads them.
+        """
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         return {path: FileRecord(os.path.getsize(path), file_checksum(path))}

@@ -1,7 +1,7 @@
 """Files written in the background by another checkpoint engine, from a copy in host memory.
 
-`save_checkpoint` uses its copy and its inner engine, and publishes in the background too (`runtime/background_save`). Called as a
-checkpoint engine it is a queue and one thread.
+`save_checkpoint` uses its copy and its inner engine, and publishes in the background too
+(`runtime/background_save`). Called as a checkpoint engine it is a queue and one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class DecoupledCheckpointEngine(CheckpointEngine):
     def __init__(self, inner: CheckpointEngine) -> None:
         super().__init__()
         if isinstance(inner, TorchCheckpointEngine):
-            # Its threads would take cores from training, and an exiting interpreter does not let it start them.
+            # Its threads would take cores from training, and an exiting interpreter does not let it
+            # start them.
             inner.options = inner.options._replace(num_buffers=1, direct=True)
         self.inner = inner
         self.copy = HostCopy()

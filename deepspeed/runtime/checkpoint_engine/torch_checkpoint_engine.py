@@ -31,7 +31,9 @@ class TorchCheckpointEngine(CheckpointEngine):
         config = config_params or CheckpointConfig()
         self._writer = config.writer or CheckpointWriterConfig()
         self.options = WriteOptions(
-            self._writer.io_buffer_size, 2 if self._writer.io_buffer_double else 1, zip_format=config.checkpoint_serialization
+            self._writer.io_buffer_size,
+            2 if self._writer.io_buffer_double else 1,
+            zip_format=config.checkpoint_serialization,
         )
         self._records: dict[str, dict[str, FileRecord]] = {}
 
@@ -44,8 +46,13 @@ class TorchCheckpointEngine(CheckpointEngine):
         start = time.perf_counter()
         records = self._records[path] = self._write(path, state_dict)
         if self._writer.show_statistics:
-            seconds, count = time.perf_counter() - start, sum(record.bytes for record in records.values())
-            logger.info(f"wrote {path}: {count} bytes in {seconds:.3f} s, {count / seconds / 1e9:.2f} GB/s")
+            seconds, count = (
+                time.perf_counter() - start,
+                sum(record.bytes for record in records.values()),
+            )
+            logger.info(
+                f"wrote {path}: {count} bytes in {seconds:.3f} s, {count / seconds / 1e9:.2f} GB/s"
+            )
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """See base class."""

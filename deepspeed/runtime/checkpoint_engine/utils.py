@@ -24,13 +24,21 @@ def make_checkpoint_engine(config: CheckpointConfig) -> CheckpointEngine:
 
         engine = DcpCheckpointEngine(config)
     else:
-        engine = {"TORCH": TorchCheckpointEngine, "FAST": FastCheckpointEngine}[config.writer.type](config)
+        engine = {"TORCH": TorchCheckpointEngine, "FAST": FastCheckpointEngine}[config.writer.type](
+            config
+        )
     return DecoupledCheckpointEngine(engine) if config.writer.decoupled else engine
 
 
 def _warn_of_unused(writer: CheckpointWriterConfig) -> None:
     given = writer.model_fields_set
     if writer.type == "DCP" and given & {"io_buffer_size", "io_buffer_double"}:
-        logger.warning('checkpoint.writer.io_buffer_*: no effect on tensors with type "dcp", which buffers itself')
+        logger.warning(
+            'checkpoint.writer.io_buffer_*: no effect on tensors with type "dcp", which buffers '
+            "itself"
+        )
     elif writer.decoupled and writer.io_buffer_double and "io_buffer_double" in given:
-        logger.warning("checkpoint.writer.io_buffer_double: no effect with decoupled, whose one thread writes and sums in turn")
+        logger.warning(
+            "checkpoint.writer.io_buffer_double: no effect with decoupled, whose one thread writes "
+            "and sums in turn"
+        )

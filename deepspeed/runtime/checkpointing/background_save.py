@@ -1,22 +1,27 @@
-"""A checkpoint that is written while training goes on: the thread, how ranks tell each other, and when an error is raised.
+"""A checkpoint that is written while training goes on: the thread, how ranks tell each other, and
+when an error is raised.
 
-Threads call no collectives, whose order is the training's. They meet in the store in which the ranks of the world met, by a
-connection of their own:
+Threads call no collectives, whose order is the training's. They meet in the store in which the
+ranks of the world met, by a connection of their own:
 
 1. Each rank's thread writes its files, then sets `written/R` to its error, or to nothing.
 2. Rank 0's waits for all of these and sets `all_written`, which all wait for.
-3. Each publisher's thread publishes (or, if any rank failed, removes the folder), and sets `published/R`.
+3. Each publisher's thread publishes (or, if any rank failed, removes the folder), and sets
+   `published/R`.
 4. Rank 0's waits for these and sets `all_published`, which all wait for: they know the outcome.
 5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
 
-The step that waits for the copy shall not bear the writing too: the thread starts with the first backward of the next step, in
-which training leaves it the interpreter. Without one it starts after `_START_S`.
+The step that waits for the copy shall not bear the writing too: the thread starts with the first
+backward of the next step, in which training leaves it the interpreter. Without one it starts after
+`_START_S`.
 
-So a checkpoint is published though no step follows. After each step of a run with a save in flight, one small collective tells
-whether the threads of all ranks have ended; only then does any rank forget the save or raise its error, all at the same step. Who
-waits for a save repeats that collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
-calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its pulse: a rank with a save in flight
-counts in the store every `_PULSE_S`, however long its disk takes, and is given up when it has been silent for `SILENCE_S`.
+So a checkpoint is published though no step follows. After each step of a run with a save in flight,
+one small collective tells whether the threads of all ranks have ended; only then does any rank
+forget the save or raise its error, all at the same step. Who waits for a save repeats that
+collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
+calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its pulse:
+a rank with a save in flight counts in the store every `_PULSE_S`, however long its disk takes, and
+is given up when it has been silent for `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -63,11 +68,14 @@ class BackgroundSave:
         job: What is done.
     """
 
-    def __init__(self, job: SaveJob, description: Mapping[str, Any], fill: Callable[[Put], None]) -> None:
+    def __init__(
+        self, job: SaveJob, description: Mapping[str, Any], fill: Callable[[Put], None]
+    ) -> None:
         self.job = job
         self._description = description
         self._fill = fill
-        self._store = dist.get_store()  # the client may destroy the process group while the threads run
+        # the client may destroy the process group while the threads run
+        self._store = dist.get_store()
         self._prefix = f"deepspeed/save/{next(_numbers)}"
         self._ranks = range(dist.get_world_size())
         self._error: str | None = None
@@ -76,8 +84,11 @@ class BackgroundSave:
         self._is_first_step = True  # the one that has waited for the copy
         self._may_start, self._ended = threading.Event(), threading.Event()
         if len(self._ranks) > 1:
-            threading.Thread(target=self._beat, name=f"pulse of {job.info.tag}", daemon=True).start()
-        # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is published.
+            threading.Thread(
+                target=self._beat, name=f"pulse of {job.info.tag}", daemon=True
+            ).start()
+        # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is
+        # published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
         self._thread.start()
@@ -92,7 +103,8 @@ class BackgroundSave:
         self._may_start.set()
 
     def settle(self, device: torch.device, wait: bool) -> bool:
-        """Whether the save has ended on all ranks, which then forget it. All ranks call it, together.
+        """Whether the save has ended on all ranks, which then forget it. All ranks call it,
+        together.
 
         Args:
             device: Where the collective's tensor is.
@@ -111,12 +123,17 @@ class BackgroundSave:
             self._thread.join(_POLL_S[1])
         in_flight.remove(self)
         if not self._all_well:
-            raise CheckpointError(self._error or f"{self._what} failed: another rank has lost the connection to the others")
+            raise CheckpointError(
+                self._error
+                or f"{self._what} failed: another rank has lost the connection to the others"
+            )
         return True
 
     def _have_all_ended(self, device: torch.device) -> bool:
         ended = not self._thread.is_alive()
-        seen = torch.tensor([int(ended), int(ended and self._error is None)], dtype=torch.int32, device=device)
+        seen = torch.tensor(
+            [int(ended), int(ended and self._error is None)], dtype=torch.int32, device=device
+        )
         if dist.get_world_size() > 1:
             try:
                 dist.all_reduce(seen, op=dist.ReduceOp.MIN)
@@ -127,7 +144,9 @@ class BackgroundSave:
         return all_ended
 
     def join(self) -> None:
-        """Wait until this rank knows the outcome, without the others. What has failed is logged now and raised by `settle`."""
+        """Wait until this rank knows the outcome, without the others. What has failed is logged now
+        and raised by `settle`.
+        """
         self.start()
         self._thread.join()
         if self._error is not None:
@@ -141,7 +160,8 @@ class BackgroundSave:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have one priority
-            # Training goes first where both want a core. Only downwards: this needs no rights, and the thread ends with the save.
+            # Training goes first where both want a core. Only downwards: this needs no rights, and
+            # the thread ends with the save.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._may_start.wait(_START_S)
         try:
@@ -153,7 +173,10 @@ class BackgroundSave:
             failure = self._attempt(self.job.abandon if failed else self.job.publish)
             failed = failed or self._agree("published", failure, self.job.node.publishers)
             if failed:
-                told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items(), key=lambda item: int(item[0])))
+                told = "; ".join(
+                    f"rank {rank}: {reason}"
+                    for rank, reason in sorted(failed.items(), key=lambda item: int(item[0]))
+                )
                 self._error = f"{self._what} failed. {told}"
             self._part()
         except Exception as error:  # the connection is lost, or a rank does not answer
@@ -179,17 +202,31 @@ class BackgroundSave:
         if own in ranks:
             self._store.set(f"{self._prefix}/{phase}/{own}", failure)
         if own == 0:
-            told = {rank: self._get(f"{phase}/{rank}", rank, f"rank {rank} has not {phase} its files") for rank in ranks}
-            self._store.set(f"{self._prefix}/all_{phase}", json.dumps({rank: reason for rank, reason in told.items() if reason}))
-        agreed: dict[str, str] = json.loads(self._get(f"all_{phase}", 0, f"rank 0 has not told whether all ranks have {phase}"))
+            told = {
+                rank: self._get(f"{phase}/{rank}", rank, f"rank {rank} has not {phase} its files")
+                for rank in ranks
+            }
+            self._store.set(
+                f"{self._prefix}/all_{phase}",
+                json.dumps({rank: reason for rank, reason in told.items() if reason}),
+            )
+        agreed: dict[str, str] = json.loads(
+            self._get(f"all_{phase}", 0, f"rank 0 has not told whether all ranks have {phase}")
+        )
         return agreed
 
     def _part(self) -> None:
-        """Let rank 0, whose process may be the store, end after all others have heard the outcome."""
+        """Let rank 0, whose process may be the store, end after all others have heard the
+        outcome.
+        """
         if self.job.node.rank > 0:
             self._store.set(f"{self._prefix}/heard/{self.job.node.rank}", "")
-        elif not self._wait_for([f"{self._prefix}/heard/{rank}" for rank in self._ranks if rank > 0], PART_S):
-            logger.warning(f"{self._what}: a rank has not asked for the outcome; it may have been killed")
+        elif not self._wait_for(
+            [f"{self._prefix}/heard/{rank}" for rank in self._ranks if rank > 0], PART_S
+        ):
+            logger.warning(
+                f"{self._what}: a rank has not asked for the outcome; it may have been killed"
+            )
 
     def _get(self, name: str, rank: int, absent: str) -> str:
         """What `rank` has put into the store, once it has."""
@@ -200,17 +237,24 @@ class BackgroundSave:
         return value.decode()
 
     def _wait_for(self, names: list[str], limit: float, rank: int | None = None) -> bool:
-        """Whether all are in the store within `limit` seconds and while `rank` lives. Looks: a client that waits is busy."""
+        """Whether all are in the store within `limit` seconds and while `rank` lives. Looks: a
+        client that waits is busy.
+        """
         start = heard = asked = time.monotonic()
         pause, pulse = _POLL_S[0], b""
         while names and not self._store.check(names):
             now = time.monotonic()
-            # Asked no more often than it beats: what this thread does keeps training from the interpreter.
+            # Asked no more often than it beats: what this thread does keeps training from the
+            # interpreter.
             if rank is not None and now - asked > _PULSE_S:
                 asked = now
                 if (beat := self._pulse_of(rank)) != pulse:
                     pulse, heard = beat, now
-            if self._is_peer_lost or now - start > limit or (rank is not None and now - heard > SILENCE_S):
+            if (
+                self._is_peer_lost
+                or now - start > limit
+                or (rank is not None and now - heard > SILENCE_S)
+            ):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
@@ -221,7 +265,9 @@ class BackgroundSave:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _beat(self) -> None:
-        """In a thread of its own, and by a connection of its own: the other may be busy for minutes."""
+        """In a thread of its own, and by a connection of its own: the other may be busy for
+        minutes.
+        """
         store, key = None, f"{self._prefix}/pulse/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
             while not self._ended.wait(_PULSE_S):

@@ -1,8 +1,10 @@
-"""What the manifest of a checkpoint says is in the files: every weight, every fragment of the optimizer's state, random states.
+"""What the manifest of a checkpoint says is in the files: every weight, every fragment of the
+optimizer's state, random states.
 
-Made from the engine, not from the files, so that the two can be held against each other. Which ranks write which file is not known
-here: each rank describes all files whose content it has, and `checkpoint.manifest.write_part` keeps those that the rank did write.
-What must be true of descriptions is `checkpoint.verification`'s.
+Made from the engine, not from the files, so that the two can be held against each other. Which
+ranks write which file is not known here: each rank describes all files whose content it has, and
+`checkpoint.manifest.write_part` keeps those that the rank did write. What must be true of
+descriptions is `checkpoint.verification`'s.
 
 A rank's description is JSON:
 
@@ -47,9 +49,13 @@ TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
 
 def describe(
-    engine: CheckpointParts, model: ModelFiles, optimizer: OptimizerFiles, exclude_frozen_parameters: bool = False
+    engine: CheckpointParts,
+    model: ModelFiles,
+    optimizer: OptimizerFiles,
+    exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """What this rank knows of the files that are written for it, as in the module's text. Collective-free.
+    """What this rank knows of the files that are written for it, as in the module's text.
+    Collective-free.
 
     Args:
         engine: The engine.
@@ -63,14 +69,23 @@ def describe(
     if optimizer.optimizer is not None:
         files.setdefault(optimizer.file or model_file, {}).update(_state(optimizer))
     scheduler = engine.lr_scheduler
-    files.setdefault(model_file, {})["scheduler"] = None if scheduler is None else type(scheduler).__name__
-    random = ["python", "numpy", "torch", *([] if get_accelerator().device_name() == "cpu" else ["device"])]
+    files.setdefault(model_file, {})["scheduler"] = (
+        None if scheduler is None else type(scheduler).__name__
+    )
+    random = [
+        "python",
+        "numpy",
+        "torch",
+        *([] if get_accelerator().device_name() == "cpu" else ["device"]),
+    ]
     has_position = hasattr(engine.training_dataloader, "state_dict")
     files[keys.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
     return {"part": part, "files": files}
 
 
-def describe_whole(engine: CheckpointParts, tag: str, client_state: Iterable[str], save_latest: bool) -> dict[str, Any]:
+def describe_whole(
+    engine: CheckpointParts, tag: str, client_state: Iterable[str], save_latest: bool
+) -> dict[str, Any]:
     """What all ranks know alike, for the head of the manifest.
 
     Args:
@@ -94,11 +109,15 @@ def describe_whole(engine: CheckpointParts, tag: str, client_state: Iterable[str
     }
 
 
-def _weights(files: ModelFiles, optimizer: OptimizerFiles, model_file: str, without_frozen: bool) -> dict[str, Any]:
+def _weights(
+    files: ModelFiles, optimizer: OptimizerFiles, model_file: str, without_frozen: bool
+) -> dict[str, Any]:
     """Name of a file -> name of a weight -> shape, dtype, kind and, if it is tied, to which."""
     trained = {param for group in _param_groups(optimizer) for param in group}
     layers = files.layered.files_of_layers() if files.is_layered else {}
-    found: dict[str, dict[str, Any]] = {name: {} for name in layers} if files.is_layered else {model_file: {}}
+    found: dict[str, dict[str, Any]] = (
+        {name: {} for name in layers} if files.is_layered else {model_file: {}}
+    )
     names: dict[int, str] = {}
     for local, tensor in files.module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
@@ -122,10 +141,16 @@ def _kind(tensor: torch.Tensor, is_trained: bool) -> str:
     return TRAINED if is_trained else UNUSED
 
 
-def _files_of(name: str, files: ModelFiles, layers: Mapping[str, str], model_file: str) -> list[str]:
+def _files_of(
+    name: str, files: ModelFiles, layers: Mapping[str, str], model_file: str
+) -> list[str]:
     prefix, number = expert_prefix(name), expert_number(name)
     if prefix in files.experts.numbers and number is not None:
-        return [keys.expert_file(files.experts.numbers[prefix], number, groups._get_model_parallel_rank())]
+        return [
+            keys.expert_file(
+                files.experts.numbers[prefix], number, groups._get_model_parallel_rank()
+            )
+        ]
     if not files.is_layered:
         return [model_file]
     return [file for file, layer in layers.items() if name.startswith(f"{layer}.")]
@@ -162,4 +187,9 @@ def _state(optimizer: OptimizerFiles) -> dict[str, Any]:
                 fragments.append([name, start, numel, slots.index(found)])
     scale = getattr(getattr(sequence, "loss_scaler", None), "cur_scale", None)
     is_whole = not isinstance(sequence, ZeROOptimizer)
-    return {"slots": slots, "fragments": fragments, "whole": is_whole, "loss_scale": None if scale is None else float(scale)}
+    return {
+        "slots": slots,
+        "fragments": fragments,
+        "whole": is_whole,
+        "loss_scale": None if scale is None else float(scale),
+    }

@@ -1,4 +1,6 @@
-"""The engine's weights as a state dict and as one file, and with them all that saves and loads an engine."""
+"""The engine's weights as a state dict and as one file, and with them all that saves and loads an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class CheckpointMixin(SavingMixin, LoadingMixin):
         self._refresh_masters()
 
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save the weights alone, in the model's dtype, as one file. All ranks must call it."""
 
@@ -61,11 +66,17 @@ class CheckpointMixin(SavingMixin, LoadingMixin):
 
     # What clients gather weights with; below stage 3 every rank has them whole.
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
         """The whole state dict on rank 0 (host memory), None elsewhere."""
         if dist.get_rank() != 0:
             return None
-        return clone_tensors_for_torch_save(self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
+        return clone_tensors_for_torch_save(
+            self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        )

@@ -1,7 +1,9 @@
-"""What each process alone knows: random states and its position in the data. Saved in a file per process.
+"""What each process alone knows: random states and its position in the data. Saved in a file per
+process.
 
-Random states belong to a process, so they are restored where as many processes hold the same parts of the model. The position in
-the data is counted in samples over all ranks, so any number of ranks can go on from it.
+Random states belong to a process, so they are restored where as many processes hold the same parts
+of the model. The position in the data is counted in samples over all ranks, so any number of ranks
+can go on from it.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from deepspeed.runtime.dataloader import ResumableDistributedSampler
 from deepspeed.utils.logging import logger
 
 
-def host_state(loader: Any, micro_steps: int, cut: dict[str, int], num_forwards: Sequence[int]) -> dict[str, Any]:
+def host_state(
+    loader: Any, micro_steps: int, cut: dict[str, int], num_forwards: Sequence[int]
+) -> dict[str, Any]:
     """This process's state.
 
     Args:
         loader: The engine's training dataloader, or None.
         micro_steps: Micro-batches so far.
         cut: How model and data are divided over the ranks.
-        num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty without.
+        num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty
+            without.
     """
     import numpy  # startup: only needed here
 
@@ -32,9 +37,16 @@ def host_state(loader: Any, micro_steps: int, cut: dict[str, int], num_forwards:
     name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     version, words, gauss = random.getstate()
     return {
-        # Tensors: a thousand numbers cost a save in the background milliseconds, in which training waits for the interpreter.
+        # Tensors: a thousand numbers cost a save in the background milliseconds, in which training
+        # waits for the interpreter.
         "python": (version, torch.tensor(words), gauss),
-        "numpy": (name, torch.from_numpy(numpy.array(state, dtype=numpy.int64)), position, has_gauss, cached),
+        "numpy": (
+            name,
+            torch.from_numpy(numpy.array(state, dtype=numpy.int64)),
+            position,
+            has_gauss,
+            cached,
+        ),
         "torch": torch.get_rng_state(),
         "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
         "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
@@ -49,7 +61,8 @@ def restore_host_state(host: dict[str, Any], loader: Any) -> None:
     import numpy  # startup: only needed here
 
     version, words, gauss = host["python"]
-    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))  # plain numbers in older files
+    # plain numbers in older files
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, words, *rest = host["numpy"]
     numpy.random.set_state((name, torch.as_tensor(words).numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(host["torch"])
@@ -67,6 +80,6 @@ def restore_position(host: dict[str, Any], loader: Any) -> None:
         loader.load_state_dict(host["dataloader"])
     else:
         logger.warning(
-            "the checkpoint was saved by other ranks, and a sampler of the client orders the training data: its position is not "
-            "restored, the epoch begins anew"
+            "the checkpoint was saved by other ranks, and a sampler of the client orders the "
+            "training data: its position is not restored, the epoch begins anew"
         )

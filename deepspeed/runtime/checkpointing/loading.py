@@ -1,6 +1,8 @@
-"""`load_checkpoint`: every rank reads and checks everything; only when all ranks could, is anything changed.
+"""`load_checkpoint`: every rank reads and checks everything; only when all ranks could, is anything
+changed.
 
-What is in the files is `model_files`', `optimizer_files`' and `host_state`'s; saving is `checkpoint_saving`'s.
+What is in the files is `model_files`', `optimizer_files`' and `host_state`'s; saving is
+`checkpoint_saving`'s.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class LoadedFiles(NamedTuple):
         model: The model file.
         weights: The model's weights.
         optimizer: State as this rank's optimizer would have saved it.
-        host: State of the process in this one's place, if the run that saved it was divided over its ranks as this one is.
+        host: State of the process in this one's place, if the run that saved it was divided over
+            its ranks as this one is.
         position: State of any process, for the position in the data.
     """
 
@@ -86,29 +89,40 @@ class LoadingMixin(CheckpointParts):
             custom_load_fn: Called as `fn(src=state_dict, dst=module)` to load the weights.
 
         Returns:
-            Path of the checkpoint and the client state; `(None, None)` if `load_dir` has no `latest` file and no tag was given.
+            Path of the checkpoint and the client state; `(None, None)` if `load_dir` has no
+            `latest` file and no tag was given.
 
         Raises:
-            CheckpointError: On every rank if any could not read its files or they don't fit; nothing was changed then.
+            CheckpointError: On every rank if any could not read its files or they don't fit;
+                nothing was changed then.
         """
         self._finish_saves()
         load_dir = os.path.abspath(load_dir)
         node = self._storage_node()
         named = str(tag) if tag is not None else self._latest_tag(load_dir, node)
         if named is None:
-            logger.warning(f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one")
+            logger.warning(
+                f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one"
+            )
             return None, None
         folder = os.path.join(load_dir, named)
-        together(lambda: recover_folder(folder) if node.publishes else None, self.device, f"looking for {folder}")
+        together(
+            lambda: recover_folder(folder) if node.publishes else None,
+            self.device,
+            f"looking for {folder}",
+        )
         if custom_load_fn is not None and ModelFiles(self.module).is_layered:
             raise ValueError(
-                "custom_load_fn: a PipelineModule's weights are in a file per layer; load them with its load_state_dir()"
+                "custom_load_fn: a PipelineModule's weights are in a file per layer; load them "
+                "with its load_state_dir()"
             )
         self._verify_newest(folder, node) if tag is None else self._verify(folder, node)
         strict = load_module_strict if custom_load_fn is None else None
         with self._reading():
             loaded: LoadedFiles = together(
-                lambda: self._read(folder, load_module_only, strict, load_optimizer_states), self.device, f"loading {folder}"
+                lambda: self._read(folder, load_module_only, strict, load_optimizer_states),
+                self.device,
+                f"loading {folder}",
             )
         ModelFiles(self.module).load(loaded.weights, load_module_strict, custom_load_fn)
         self._refresh_masters()
@@ -128,7 +142,9 @@ class LoadingMixin(CheckpointParts):
         return newest_common_tag([everywhere[publisher] for publisher in node.publishers])
 
     @staticmethod
-    def _known_tags(load_dir: str, node: StorageNode, universal: bool) -> tuple[str | None, list[str]]:
+    def _known_tags(
+        load_dir: str, node: StorageNode, universal: bool
+    ) -> tuple[str | None, list[str]]:
         if not node.publishes:
             return None, []
         if universal:
@@ -137,24 +153,31 @@ class LoadingMixin(CheckpointParts):
         named, newest = latest_tag(load_dir), newest_published(load_dir)
         if newest is not None and named != newest:
             logger.warning(
-                f"{os.path.join(load_dir, keys.LATEST)} {'is missing' if named is None else f'names {named!r}'}, but the newest "
-                f"checkpoint that it was to name is {newest!r}: a save was killed before it wrote the file, or the file was lost "
-                f"or changed since. Loading {named or newest!r}; give a tag for another"
+                f"{os.path.join(load_dir, keys.LATEST)} "
+                f"{'is missing' if named is None else f'names {named!r}'}, but the newest "
+                f"checkpoint that it was to name is {newest!r}: a save was killed before it wrote "
+                f"the file, or the file was lost or changed since. Loading {named or newest!r}; "
+                "give a tag for another"
             )
         return named or newest, published_tags(load_dir)
 
     def _verify_newest(self, folder: str, node: StorageNode) -> None:
-        """`_verify`, and if it fails tell which older checkpoint could be loaded: no other is loaded unasked."""
+        """`_verify`, and if it fails tell which older checkpoint could be loaded: no other is
+        loaded unasked.
+        """
         try:
             return self._verify(folder, node)
         except CheckpointError as error:
             load_dir, tag = os.path.split(folder)
-            candidates: list[Any] = [[name for name in reversed(published_tags(load_dir)) if name != tag]]
+            candidates: list[Any] = [
+                [name for name in reversed(published_tags(load_dir)) if name != tag]
+            ]
             dist.broadcast_object_list(candidates, src=0)
             for name in candidates[0]:
                 if self._is_valid(os.path.join(load_dir, name), node):
                     raise CheckpointError(
-                        f"{error}. The newest other checkpoint that is as it was written has tag={name!r}"
+                        f"{error}. The newest other checkpoint that is as it was written has "
+                        f"tag={name!r}"
                     ) from error
             raise
 
@@ -166,25 +189,38 @@ class LoadingMixin(CheckpointParts):
         return True
 
     def _verify(self, folder: str, node: StorageNode) -> None:
-        """Hold the folder against its manifest, if it has one. All ranks call it, each reads a share of the files.
+        """Hold the folder against its manifest, if it has one. All ranks call it, each reads a
+        share of the files.
 
         Raises:
             CheckpointError: On every rank, naming what is wrong.
         """
         level = self._config.tree.checkpoint.verify  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        parts = together(lambda: _check_share(folder, node, level), self.device, f"checking {folder}")
+        parts = together(
+            lambda: _check_share(folder, node, level), self.device, f"checking {folder}"
+        )
         if len(node.publishers) > 1:
             everywhere: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everywhere, parts)
             parts = {rank: part for found in everywhere for rank, part in found.items()}
         # Of one folder its first rank has them all; of folders of several nodes now every rank has.
-        together(lambda: raise_problems(folder, check_coverage(parts.values())), self.device, f"checking {folder}")
+        together(
+            lambda: raise_problems(folder, check_coverage(parts.values())),
+            self.device,
+            f"checking {folder}",
+        )
 
-    def _read(self, folder: str, module_only: bool, strict: bool | None, load_optimizer_states: bool) -> LoadedFiles:
+    def _read(
+        self, folder: str, module_only: bool, strict: bool | None, load_optimizer_states: bool
+    ) -> LoadedFiles:
         model = self._read_model_file(folder)
         slices = own_slices(self.module, folder, model, self.load_universal_checkpoint())  # type: ignore[attr-defined]  # from EngineSettings
         files = ModelFiles(self.module)
-        weights = files.read(folder, model, strict) if slices is None else read_slices(files, slices, strict)
+        weights = (
+            files.read(folder, model, strict)
+            if slices is None
+            else read_slices(files, slices, strict)
+        )
         if module_only:
             return LoadedFiles(model, weights)
         host, position = self._read_host(folder)
@@ -192,7 +228,12 @@ class LoadingMixin(CheckpointParts):
         return LoadedFiles(model, weights, optimizer, host, position)
 
     def _read_optimizer(
-        self, files: ModelFiles, folder: str, model: dict[str, Any], slices: OwnSlices | None, load_optimizer_states: bool
+        self,
+        files: ModelFiles,
+        folder: str,
+        model: dict[str, Any],
+        slices: OwnSlices | None,
+        load_optimizer_states: bool,
     ) -> RecutState | None:
         try:
             return self._optimizer_files(files).read(folder, model, slices)
@@ -202,12 +243,18 @@ class LoadingMixin(CheckpointParts):
             return None  # masters are rounded up from the weights
 
     def _read_model_file(self, folder: str) -> dict[str, Any]:
-        """This rank's, or with other pipeline stages that of the first: what they have in common is the same."""
-        own, path = Cut.of_this_run(), os.path.join(folder, keys.model_file(groups._get_model_parallel_rank()))
+        """This rank's, or with other pipeline stages that of the first: what they have in common is
+        the same.
+        """
+        own, path = (
+            Cut.of_this_run(),
+            os.path.join(folder, keys.model_file(groups._get_model_parallel_rank())),
+        )
         if os.path.isfile(os.path.join(folder, f"{keys.ZERO_FILE_PREFIX}0_{keys.model_file(0)}")):
             raise CheckpointError(
-                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 and 2 can be loaded. Make its "
-                "weights whole with zero_to_fp32 and load those into the model"
+                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 "
+                "and 2 can be loaded. Make its weights whole with zero_to_fp32 and load those into "
+                "the model"
             )
         lead = os.path.join(folder, keys.model_file(0))
         if os.path.isfile(path) and not os.path.isfile(lead):
@@ -219,10 +266,16 @@ class LoadingMixin(CheckpointParts):
 
     def _check_manifest_is_there(self, folder: str, model: dict[str, Any]) -> None:
         is_checked = self._config.tree.checkpoint.verify != OFF  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        if is_checked and keys.MANIFEST_VERSION in model and not os.path.isfile(os.path.join(folder, MANIFEST)):
+        if (
+            is_checked
+            and keys.MANIFEST_VERSION in model
+            and not os.path.isfile(os.path.join(folder, MANIFEST))
+        ):
             raise CheckpointError(
-                f"{os.path.join(folder, MANIFEST)} is missing, so the folder cannot be checked. Restore it, load another tag "
-                f"({', '.join(existing_tags(os.path.dirname(folder)))}), or load without checks by checkpoint.verify 'off'"
+                f"{os.path.join(folder, MANIFEST)} is missing, so the folder cannot be checked. "
+                "Restore it, load another tag "
+                f"({', '.join(existing_tags(os.path.dirname(folder)))}), or load without checks by "
+                "checkpoint.verify 'off'"
             )
 
     def _read_host(self, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -233,7 +286,9 @@ class LoadingMixin(CheckpointParts):
         equal = own is not None and own.get("cut", self._host_cut()) == self._host_cut()
         return (own, None) if equal else (None, position)
 
-    def _restore_training(self, loaded: LoadedFiles, load_optimizer_states: bool, load_lr_scheduler_states: bool) -> None:
+    def _restore_training(
+        self, loaded: LoadedFiles, load_optimizer_states: bool, load_lr_scheduler_states: bool
+    ) -> None:
         if loaded.optimizer is not None:
             from_fp32 = self.zero_load_from_fp32_weights()  # type: ignore[attr-defined]  # from EngineSettings
             files = self._optimizer_files(ModelFiles(self.module))
@@ -250,16 +305,24 @@ class LoadingMixin(CheckpointParts):
             self._restore_host(loaded)
 
     def _apply_schedule(self) -> None:
-        """Set the rates that the schedule is at; without the optimizer's groups they would be its first until the next step."""
+        """Set the rates that the schedule is at; without the optimizer's groups they would be its
+        first until the next step.
+        """
         schedule = self.lr_scheduler
         # Our schedules read their last rate from the groups; torch's keep it.
-        rates = schedule.get_lr() if type(schedule).__name__ in VALID_LR_SCHEDULES else schedule.get_last_lr()
+        rates = (
+            schedule.get_lr()
+            if type(schedule).__name__ in VALID_LR_SCHEDULES
+            else schedule.get_last_lr()
+        )
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
 
     def _restore_host(self, loaded: LoadedFiles) -> None:
         steps = self.gradient_accumulation_steps()  # type: ignore[attr-defined]  # from EngineSettings
-        self.tracker.micro_steps = self.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        self.tracker.micro_steps = (
+            self.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]
+        )  # type: ignore[attr-defined]  # from DeepSpeedEngine
         if loaded.host is not None:
             restore_host_state(loaded.host, self.training_dataloader)
         elif loaded.position is not None:
@@ -267,21 +330,27 @@ class LoadingMixin(CheckpointParts):
         counts = (loaded.host or loaded.position or {}).get("num_forwards")
         if counts and isinstance(self.module, LayeredModule):
             same = len(counts) == len(self.module.num_forwards)
-            self.module.num_forwards[:] = counts if same else [counts[0]] * len(self.module.num_forwards)
+            self.module.num_forwards[:] = (
+                counts if same else [counts[0]] * len(self.module.num_forwards)
+            )
 
 
 def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:
     """Check what is this rank's share of a folder.
 
     Returns:
-        What the ranks that wrote the folder describe, for the first of those that share it; nothing for others.
+        What the ranks that wrote the folder describe, for the first of those that share it; nothing
+        for others.
 
     Raises:
         CheckpointError: Something is wrong with it.
     """
     load_dir, tag = os.path.split(folder)
     if not os.path.isdir(folder):
-        raise CheckpointError(f"tag {tag!r} is not in {load_dir}; there are: {', '.join(existing_tags(load_dir)) or 'none'}")
+        raise CheckpointError(
+            f"tag {tag!r} is not in {load_dir}; there are: "
+            f"{', '.join(existing_tags(load_dir)) or 'none'}"
+        )
     manifest = read_manifest(folder) if level != OFF else None
     if manifest is None:
         return {}

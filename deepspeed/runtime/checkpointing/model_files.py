@@ -1,7 +1,9 @@
-"""The weights of a model in a checkpoint folder: in the model file, experts in files of their own, pipeline layers in theirs.
+"""The weights of a model in a checkpoint folder: in the model file, experts in files of their own,
+pipeline layers in theirs.
 
-Reading and loading are apart, so that every rank can read and check everything before any changes a weight. Nothing here
-communicates. Who calls it when is `checkpointing`'s; names are in `checkpoint.constants` and `checkpoint.experts`.
+Reading and loading are apart, so that every rank can read and check everything before any changes a
+weight. Nothing here communicates. Who calls it when is `checkpointing`'s; names are in
+`checkpoint.constants` and `checkpoint.experts`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class LayeredModule(Protocol):
     def files_of_layers(self) -> dict[str, str]:
         """Name of a layer's file -> the layer's name as a submodule."""
 
-    def read_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> Any:
+    def read_state_dir(
+        self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
+    ) -> Any:
         """Read and check this stage's layers."""
 
     def load_layers(self, loaded: Any, strict: bool = True) -> None:
@@ -49,7 +53,9 @@ class LayeredModule(Protocol):
 
 
 class Cut(NamedTuple):
-    """How a run divides model and data over ranks: its pipeline stages, its tensor-parallel and all its model-parallel ranks."""
+    """How a run divides model and data over ranks: its pipeline stages, its tensor-parallel and all
+    its model-parallel ranks.
+    """
 
     stages: int
     tensor: int
@@ -58,7 +64,10 @@ class Cut(NamedTuple):
     @classmethod
     def of_this_run(cls) -> Cut:
         """That of the process groups."""
-        tensor, parts = groups.get_tensor_model_parallel_world_size(), groups._get_model_parallel_world_size()
+        tensor, parts = (
+            groups.get_tensor_model_parallel_world_size(),
+            groups._get_model_parallel_world_size(),
+        )
         return cls(max(1, parts // tensor), tensor, parts)
 
     @classmethod
@@ -66,15 +75,21 @@ class Cut(NamedTuple):
         """That of the run that wrote a model file."""
         parts = int(model.get(keys.MP_WORLD_SIZE, 1))
         degrees = model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
-        return cls(int(degrees.get(keys.CHECKPOINT_PP_DEGREE, 1)), int(degrees.get(keys.CHECKPOINT_TP_DEGREE, parts)), parts)
+        return cls(
+            int(degrees.get(keys.CHECKPOINT_PP_DEGREE, 1)),
+            int(degrees.get(keys.CHECKPOINT_TP_DEGREE, parts)),
+            parts,
+        )
 
 
 class ModelExperts:
     """The layers with experts of a model, whose groups are made.
 
     Attributes:
-        layers: Prefix of the names of a layer's experts -> the layer, in the order of the files' numbers.
-        numbers: Prefix -> the layer's number in files: its place among those of the whole model, on whatever stage it is.
+        layers: Prefix of the names of a layer's experts -> the layer, in the order of the files'
+            numbers.
+        numbers: Prefix -> the layer's number in files: its place among those of the whole model, on
+            whatever stage it is.
         first: Prefix -> number over all ranks of the first expert of this rank.
         group_sizes: Prefix -> how many ranks the experts are spread over.
     """
@@ -83,16 +98,27 @@ class ModelExperts:
         if isinstance(module, LayeredModule):
             found = module.numbered_moe_layers()
         else:
-            found = [(number, name, layer) for number, (name, layer) in enumerate(named_moe_layers(module))]
-        prefixes = [f"{name}.deepspeed_moe.experts.deepspeed_experts.".lstrip(".") for _, name, _ in found]
+            found = [
+                (number, name, layer)
+                for number, (name, layer) in enumerate(named_moe_layers(module))
+            ]
+        prefixes = [
+            f"{name}.deepspeed_moe.experts.deepspeed_experts.".lstrip(".") for _, name, _ in found
+        ]
         self.layers = {prefix: layer for prefix, (_, _, layer) in zip(prefixes, found, strict=True)}
-        self.numbers = {prefix: number for prefix, (number, _, _) in zip(prefixes, found, strict=True)}
-        self.first = {prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()}
+        self.numbers = {
+            prefix: number for prefix, (number, _, _) in zip(prefixes, found, strict=True)
+        }
+        self.first = {
+            prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()
+        }
         self.group_sizes = {prefix: layer.ep_size for prefix, layer in self.layers.items()}
 
     @property
     def largest_group(self) -> str:
-        """Name of the expert groups by whose ranks files are numbered: those of this model, not of all models of the process."""
+        """Name of the expert groups by whose ranks files are numbered: those of this model, not of
+        all models of the process.
+        """
         return max(self.layers.values(), key=lambda layer: layer.ep_size).expert_group_name
 
     @property
@@ -101,14 +127,20 @@ class ModelExperts:
         return [layer.num_experts for layer in self.layers.values()]
 
     def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
-        """Give `put` the files of those experts in `state` of which this rank is the first owner that shares the folder."""
+        """Give `put` the files of those experts in `state` of which this rank is the first owner
+        that shares the folder.
+        """
         part = groups._get_model_parallel_rank()
         for prefix, layer in self.layers.items():
-            if not node.is_first(groups._get_expert_data_parallel_group_ranks(layer.expert_group_name)):
+            if not node.is_first(
+                groups._get_expert_data_parallel_group_ranks(layer.expert_group_name)
+            ):
                 continue
             for local, number in enumerate(layer.global_expert_ids):
                 own = experts.of_expert(state, prefix, local)
-                renamed = {experts.renumbered(name, self.first): value for name, value in own.items()}
+                renamed = {
+                    experts.renumbered(name, self.first): value for name, value in own.items()
+                }
                 put(keys.expert_file(self.numbers[prefix], number, part), renamed)
 
     def read(self, folder: str, read: Callable[[str], Any] = read_file) -> dict[str, Any]:
@@ -118,19 +150,28 @@ class ModelExperts:
         for prefix, layer in self.layers.items():
             for number in layer.global_expert_ids:
                 saved = read(self._path(folder, layer, self.numbers[prefix], number))
-                state.update((experts.renumbered(name, back), value) for name, value in saved.items())
+                state.update(
+                    (experts.renumbered(name, back), value) for name, value in saved.items()
+                )
         return state
 
     @staticmethod
     def _path(folder: str, layer: MoE, index: int, number: int) -> str:
-        """The layer may have been on another stage; experts that are not tensor parallel are those of any tensor-parallel rank."""
-        part, num_slices = groups._get_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+        """The layer may have been on another stage; experts that are not tensor parallel are those
+        of any tensor-parallel rank.
+        """
+        part, num_slices = (
+            groups._get_model_parallel_rank(),
+            groups.get_tensor_model_parallel_world_size(),
+        )
         path = os.path.join(folder, keys.expert_file(index, number, part))
         if os.path.isfile(path) or not os.path.isdir(folder):
             return path
         before, after = keys.expert_file(index, number, 0).rsplit("00", 1)
         writers = [
-            name[len(before) : -len(after)] for name in os.listdir(folder) if name.startswith(before) and name.endswith(after)
+            name[len(before) : -len(after)]
+            for name in os.listdir(folder)
+            if name.startswith(before) and name.endswith(after)
         ]
         of_slice = [writer for writer in writers if int(writer) % num_slices == part % num_slices]
         usable = of_slice if of_slice or layer.enable_expert_tensor_parallelism else writers
@@ -168,7 +209,8 @@ class ModelFiles:
             put: Called with name and content of each file.
             node: The ranks that share the folder.
             state: The model's state dict.
-            exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out already).
+            exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out
+                already).
         """
         if self.is_layered:
             self.layered.put_layers(put, node, exclude_frozen)
@@ -187,23 +229,32 @@ class ModelFiles:
         Args:
             folder: The tag's.
             model: Content of the model file.
-            strict: All names must be this model's; None: a function of the client's knows what to do with any names and shapes.
+            strict: All names must be this model's; None: a function of the client's knows what to
+                do with any names and shapes.
 
         Raises:
-            CheckpointError: A file is missing or damaged, shapes are not this model's, or (`strict`) names aren't.
+            CheckpointError: A file is missing or damaged, shapes are not this model's, or
+                (`strict`) names aren't.
         """
         if self.is_layered:
             return ReadWeights(None, self.layered.read_state_dir(folder, strict=bool(strict)))
         if model[keys.MODULE] is None:
             raise CheckpointError(
-                f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 runs on ranks without a pipeline"
+                f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 "
+                "runs on ranks without a pipeline"
             )
-        state = {**model[keys.MODULE], **self.experts.read(folder)} if self.experts.layers else model[keys.MODULE]
+        state = (
+            {**model[keys.MODULE], **self.experts.read(folder)}
+            if self.experts.layers
+            else model[keys.MODULE]
+        )
         if strict is not None:
             self.check(state, strict)
         return ReadWeights(state, None)
 
-    def load(self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None) -> None:
+    def load(
+        self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None
+    ) -> None:
         """Change the model's weights to those read."""
         if read.state is None:
             self.layered.load_layers(read.layers, strict=strict)
@@ -213,18 +264,23 @@ class ModelFiles:
             self.module.load_state_dict(read.state, strict=strict)
 
     def check(self, saved: Mapping[str, Any], strict: bool = True) -> None:
-        """Raise what `load_state_dict` would, before anything is changed: it finds another shape when others are loaded."""
+        """Raise what `load_state_dict` would, before anything is changed: it finds another shape
+        when others are loaded.
+        """
         own = self.module.state_dict()
         problems = [f"{name} is missing" for name in own if strict and name not in saved]
         problems += [f"{name} is not in this model" for name in saved if strict and name not in own]
         problems += [
             f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
             for name in own
-            if name in saved and isinstance(own[name], torch.Tensor) and saved[name].shape != own[name].shape
+            if name in saved
+            and isinstance(own[name], torch.Tensor)
+            and saved[name].shape != own[name].shape
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was saved without frozen parameters, "
-                "or only some names are wanted, give load_module_strict=False; custom_load_fn may load weights of other shapes"
+                f"the checkpoint is of another model: {'; '.join(problems[:5])}{more}. If it was "
+                "saved without frozen parameters, or only some names are wanted, give "
+                "load_module_strict=False; custom_load_fn may load weights of other shapes"
             )

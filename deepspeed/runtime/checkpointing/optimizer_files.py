@@ -1,7 +1,9 @@
-"""The optimizer's state in a checkpoint folder: which file holds it, and how a run that is divided otherwise gets its own.
+"""The optimizer's state in a checkpoint folder: which file holds it, and how a run that is divided
+otherwise gets its own.
 
-State of an equal run is read from the one file that this rank would write. Where ranks, stages or parameter groups are others, it
-is put together by parameter name from all files (`recut`). Nothing here communicates; who calls it when is `checkpointing`'s.
+State of an equal run is read from the one file that this rank would write. Where ranks, stages or
+parameter groups are others, it is put together by parameter name from all files (`recut`). Nothing
+here communicates; who calls it when is `checkpointing`'s.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ NAMELESS = "a parameter that is not the module's"
 class OptimizerFiles:
     """Writes and reads the state of one engine's optimizer.
 
-    Sharded state is in a file per data-parallel rank, whole state in the model file; with experts, which differ from rank to rank,
-    whole state is in a file per expert rank.
+    Sharded state is in a file per data-parallel rank, whole state in the model file; with experts,
+    which differ from rank to rank, whole state is in a file per expert rank.
 
     Args:
         sequence: The step sequence; None for an engine that does not train.
@@ -72,7 +74,9 @@ class OptimizerFiles:
 
     @property
     def file(self) -> str | None:
-        """Name of the file of its own that this rank's state is in; None: it is in the model file."""
+        """Name of the file of its own that this rank's state is in; None: it is in the model
+        file.
+        """
         if isinstance(self.sequence, ZeROOptimizer):
             return keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16)
         return self._expert_file() if self.experts.layers else None
@@ -82,12 +86,15 @@ class OptimizerFiles:
         return None if self.experts.layers else self._whole_state()
 
     def own_files(self, node: StorageNode) -> dict[str, Any]:
-        """Name -> content of the files of their own that this rank writes; `node` are the ranks that share the folder."""
+        """Name -> content of the files of their own that this rank writes; `node` are the ranks
+        that share the folder.
+        """
         if not isinstance(self.sequence, ZeROOptimizer):
             return self._expert_files(node)
         others = self.sequence.instances.across
         if others is not None and not node.is_first(dist.get_all_ranks_from_group(others)):
-            # Other instances hold copies. The files are those of one instance alone, so offline tools read them as ever.
+            # Other instances hold copies. The files are those of one instance alone, so offline
+            # tools read them as ever.
             return {}
         content = {
             keys.OPTIMIZER_STATE_DICT: self.sequence.state_dict(),
@@ -102,15 +109,20 @@ class OptimizerFiles:
         writer = groups._get_expert_broadcast_src_rank(self.experts.largest_group)
         if writer not in dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group()):
             raise CheckpointError(
-                f"stage 0 with experts (groups {self.experts.largest_group!r}) shared with ranks of other slices: the "
-                "state of the slices here would be in no file; use zero_optimization.stage 1 or 2"
+                f"stage 0 with experts (groups {self.experts.largest_group!r}) shared with ranks "
+                "of other slices: the state of the slices here would be in no file; use "
+                "zero_optimization.stage 1 or 2"
             )
-        if not node.is_first(groups._get_expert_data_parallel_group_ranks(self.experts.largest_group)):
+        if not node.is_first(
+            groups._get_expert_data_parallel_group_ranks(self.experts.largest_group)
+        ):
             return {}
         return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
 
     def _expert_file(self) -> str:
-        return keys.expert_optimizer_file(groups._get_expert_parallel_rank(self.experts.largest_group), self.part)
+        return keys.expert_optimizer_file(
+            groups._get_expert_parallel_rank(self.experts.largest_group), self.part
+        )
 
     def _whole_state(self) -> dict[str, Any] | None:
         """State of an optimizer that is not sharded; None if it is, or if there is none."""
@@ -119,13 +131,18 @@ class OptimizerFiles:
         return {**self.optimizer.state_dict(), **self._numbering()}
 
     def _numbering(self) -> dict[str, Any]:
-        """What the numbers of parameters in whole state mean, for runs that number them otherwise."""
+        """What the numbers of parameters in whole state mean, for runs that number them
+        otherwise.
+        """
         if isinstance(self.sequence, MasterWeightOptimizer):
             numbered = [group.params for group in self.sequence.groups]
         else:
             numbered = [group["params"] for group in self.optimizer.param_groups]
         shapes = [
-            OrderedDict((self.names.get(param, f"unnamed.{group}.{index}"), param.shape) for index, param in enumerate(params))
+            OrderedDict(
+                (self.names.get(param, f"unnamed.{group}.{index}"), param.shape)
+                for index, param in enumerate(params)
+            )
             for group, params in enumerate(numbered)
         ]
         if not self.experts.layers:
@@ -138,8 +155,11 @@ class OptimizerFiles:
 
     # Reading
 
-    def read(self, folder: str, model: Mapping[str, Any], slices: OwnSlices | None = None) -> RecutState | None:
-        """State as this rank would have saved it; None if the checkpoint, or this run, has no optimizer.
+    def read(
+        self, folder: str, model: Mapping[str, Any], slices: OwnSlices | None = None
+    ) -> RecutState | None:
+        """State as this rank would have saved it; None if the checkpoint, or this run, has no
+        optimizer.
 
         Args:
             folder: The checkpoint.
@@ -162,13 +182,17 @@ class OptimizerFiles:
         return recut_state(self.sequence, saved, lambda param: names.get(param, NAMELESS))
 
     def _read_own_cut(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What this rank, or one in its place, wrote; None if the run that wrote it was divided otherwise."""
+        """What this rank, or one in its place, wrote; None if the run that wrote it was divided
+        otherwise.
+        """
         if Cut.of_file(model) != Cut.of_this_run():
             return None
         whole = self._read_whole_state(folder, model)
         if isinstance(self.sequence, ZeROOptimizer):
             return self._read_own_shard(self.sequence, folder, model) if whole is None else None
-        if whole is None or any(whole.get(key, own) != own for key, own in self._numbering().items()):
+        if whole is None or any(
+            whole.get(key, own) != own for key, own in self._numbering().items()
+        ):
             return None
         return whole if {*whole} & MASTERS == self._masters_key() else None
 
@@ -176,16 +200,25 @@ class OptimizerFiles:
         """Under what whole state has its masters."""
         if not isinstance(self.sequence, FP16_Optimizer):
             return set()
-        return {keys.FP32_GROUPS if isinstance(self.sequence, FP16_UnfusedOptimizer) else keys.FP32_GROUPS_FLAT}
+        return {
+            keys.FP32_GROUPS
+            if isinstance(self.sequence, FP16_UnfusedOptimizer)
+            else keys.FP32_GROUPS_FLAT
+        }
 
-    def _read_own_shard(self, sequence: ZeROOptimizer, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _read_own_shard(
+        self, sequence: ZeROOptimizer, folder: str, model: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         if model.get(keys.DP_WORLD_SIZE, sequence.num_shards) != sequence.num_shards:
             return None
-        data_before_experts = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
+        data_before_experts = bool(
+            (model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False)
+        )
         if self.experts.layers and data_before_experts != self.data_before_experts:
             return None
         path, in_other_dtype = (
-            os.path.join(folder, keys.optimizer_file(sequence.shard_rank, self.part, bf16)) for bf16 in (self.bf16, not self.bf16)
+            os.path.join(folder, keys.optimizer_file(sequence.shard_rank, self.part, bf16))
+            for bf16 in (self.bf16, not self.bf16)
         )
         if not os.path.isfile(path) and os.path.isfile(in_other_dtype):
             return None
@@ -204,13 +237,16 @@ class OptimizerFiles:
         path = os.path.join(folder, self._expert_file())
         return read_file(path)[keys.OPTIMIZER] if os.path.isfile(path) else None
 
-    def load(self, loaded: RecutState, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+    def load(
+        self, loaded: RecutState, load_optimizer_states: bool, load_from_fp32_weights: bool
+    ) -> None:
         """Give the optimizer what `read` returned.
 
         Args:
             loaded: The state.
             load_optimizer_states: Moments too, not masters only.
-            load_from_fp32_weights: Masters, where there are any; otherwise they are rounded up from the model's weights.
+            load_from_fp32_weights: Masters, where there are any; otherwise they are rounded up from
+                the model's weights.
         """
         if isinstance(self.sequence, (ZeROOptimizer, FP16_Optimizer)):
             self.sequence.load_state_dict(
@@ -220,4 +256,6 @@ class OptimizerFiles:
             )
         elif load_optimizer_states:
             # Clients' optimizers may not expect what stands beside their own state.
-            self.optimizer.load_state_dict({key: value for key, value in loaded.state.items() if key not in self._numbering()})
+            self.optimizer.load_state_dict(
+                {key: value for key, value in loaded.state.items() if key not in self._numbering()}
+            )

@@ -1,4 +1,6 @@
-"""What saving and loading of an engine both need: its state, and how the run is divided over ranks."""
+"""What saving and loading of an engine both need: its state, and how the run is divided over
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class CheckpointParts:
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set here before saving."""
+        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set
+        here before saving.
+        """
         if self._checkpoint_engine is None:
             self._checkpoint_engine = make_checkpoint_engine(self._config.tree.checkpoint)  # type: ignore[attr-defined]  # from DeepSpeedEngine
         return self._checkpoint_engine
@@ -55,15 +59,20 @@ class CheckpointParts:
         if not isinstance(engine, CheckpointEngine):
             raise TypeError(
                 f"checkpoint_engine: {type(engine).__name__} is no "
-                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it from that"
+                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it "
+                "from that"
             )
         self._checkpoint_engine = engine
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Read files by the client's checkpoint engine, if it has one that reads otherwise than ours."""
+        """Read files by the client's checkpoint engine, if it has one that reads otherwise than
+        ours.
+        """
         engine = self.checkpoint_engine
         inner = engine.inner if isinstance(engine, DecoupledCheckpointEngine) else engine
-        return nullcontext() if type(inner).load is TorchCheckpointEngine.load else read_by(inner.load)
+        return (
+            nullcontext() if type(inner).load is TorchCheckpointEngine.load else read_by(inner.load)
+        )
 
     def module_state_dict(
         self,
@@ -81,7 +90,9 @@ class CheckpointParts:
         return state
 
     def _finish_saves(self) -> None:
-        """Wait for saves in the background, of other engines of this process too, whose files this one may read or replace."""
+        """Wait for saves in the background, of other engines of this process too, whose files this
+        one may read or replace.
+        """
         finish_saves(self.device)
 
     def _optimizer_files(self, model: ModelFiles) -> OptimizerFiles:

@@ -1,8 +1,11 @@
-"""Optimizer state that was saved by other ranks, stages or parameter groups, made into what this rank would have saved.
+"""Optimizer state that was saved by other ranks, stages or parameter groups, made into what this
+rank would have saved.
 
-`checkpoint.reshape` says what the files hold, by parameter name; here it is copied to where this rank's optimizer has those
-elements. The result has the layout of the optimizer's own `state_dict()`, so everything that comes after is the same as for state
-that need not be cut anew. Every element of every parameter of this rank must be there once; until that is known nothing changes.
+`checkpoint.reshape` says what the files hold, by parameter name; here it is copied to where this
+rank's optimizer has those elements. The result has the layout of the optimizer's own
+`state_dict()`, so everything that comes after is the same as for state that need not be cut anew.
+Every element of every parameter of this rank must be there once; until that is known nothing
+changes.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ NameOf = Callable[[nn.Parameter], str]
 
 
 class RecutState(NamedTuple):
-    """State in the layout of the optimizer's `state_dict()`, and whether master weights are in it."""
+    """State in the layout of the optimizer's `state_dict()`, and whether master weights are in
+    it.
+    """
 
     state: dict[str, Any]
     has_masters: bool
 
 
 class _Place(NamedTuple):
-    """Where `numel` elements of a parameter of `whole` elements, from `start`, lie in a tensor of this rank's optimizer."""
+    """Where `numel` elements of a parameter of `whole` elements, from `start`, lie in a tensor of
+    this rank's optimizer.
+    """
 
     tensor: _OwnTensor
     start: int
@@ -74,7 +81,10 @@ class _OwnTensor:
 
     def take(self, place: _Place, piece: SavedPiece) -> None:
         """Copy what this tensor has of a piece."""
-        first, last = max(place.start, piece.start), min(place.start + place.numel, piece.start + piece.numel)
+        first, last = (
+            max(place.start, piece.start),
+            min(place.start + place.numel, piece.start + piece.numel),
+        )
         if first >= last:
             return
         count, target, source = last - first, place.at + first - place.start, first - piece.start
@@ -87,26 +97,33 @@ class _OwnTensor:
         for key, value in piece.shared.items():
             if not _same(self.shared.setdefault(key, value), value):
                 raise CheckpointMismatchError(
-                    f"{piece.name}: its optimizer state {key!r} is {value}, that of {self.names[0]} {self.shared[key]}; here one "
-                    "tensor holds both and has one value"
+                    f"{piece.name}: its optimizer state {key!r} is {value}, that of "
+                    f"{self.names[0]} {self.shared[key]}; here one tensor holds both and has one "
+                    "value"
                 )
 
     def resemble(self, piece: SavedPiece) -> None:
-        """Have the state of a tensor that holds padding only, as the optimizer would have made it with all others."""
-        self.values = {key: torch.zeros(self.numel, dtype=value.dtype) for key, value in piece.values.items()}
+        """Have the state of a tensor that holds padding only, as the optimizer would have made it
+        with all others.
+        """
+        self.values = {
+            key: torch.zeros(self.numel, dtype=value.dtype) for key, value in piece.values.items()
+        }
         self.shared = dict(piece.shared)
 
     def check(self) -> None:
         """Raise unless every element was found, with all state that any of them has."""
         if self.required and self.found != self.used:
             raise CheckpointMismatchError(
-                f"the checkpoint has optimizer state of {self.found} of the {self.used} elements that this rank holds of "
-                f"{_listed(self.names)}: it is of another model, or of one with other parameters trained"
+                f"the checkpoint has optimizer state of {self.found} of the {self.used} elements "
+                f"that this rank holds of {_listed(self.names)}: it is of another model, or of one "
+                "with other parameters trained"
             )
         lacking = [key for key, count in self.filled.items() if count != self.found]
         if lacking:
             raise CheckpointMismatchError(
-                f"in the checkpoint only some of {_listed(self.names)} have optimizer state {lacking[0]!r}"
+                f"in the checkpoint only some of {_listed(self.names)} have optimizer state "
+                f"{lacking[0]!r}"
             )
 
 
@@ -134,7 +151,9 @@ class _Recut:
             for param, start, at, numel in runs:
                 name = name_of(param)
                 tensor.names.append(name)
-                self.places.setdefault(name, []).append(_Place(tensor, start, at, numel, param.numel()))
+                self.places.setdefault(name, []).append(
+                    _Place(tensor, start, at, numel, param.numel())
+                )
 
     def fill(self, saved: SavedOptimizer | OwnSlices) -> None:
         """Take everything that is this rank's."""
@@ -144,7 +163,8 @@ class _Recut:
             for place in self.places.get(piece.name, ()):
                 if piece.start + piece.numel > place.whole:
                     raise CheckpointMismatchError(
-                        f"{piece.name} has {place.whole} elements, in the checkpoint at least {piece.start + piece.numel}"
+                        f"{piece.name} has {place.whole} elements, in the checkpoint at least "
+                        f"{piece.start + piece.numel}"
                     )
                 place.tensor.take(place, piece)
                 self._take_options(place.tensor.group, piece)
@@ -153,16 +173,22 @@ class _Recut:
             if tensor.used == 0 and first is not None:
                 tensor.resemble(first)
         for index, options in saved.options.items():
-            self.options.setdefault(index, dict(options))  # a group without parameters on this stage
+            # a group without parameters on this stage
+            self.options.setdefault(index, dict(options))
 
     def _take_options(self, group: int, piece: SavedPiece) -> None:
         known = self.options.setdefault(group, dict(piece.options))
         first = self._from.setdefault(group, piece.name)
-        differing = [key for key in piece.options if key not in known or not _same(known[key], piece.options[key])]
+        differing = [
+            key
+            for key in piece.options
+            if key not in known or not _same(known[key], piece.options[key])
+        ]
         if differing:
             raise CheckpointMismatchError(
-                f"parameter group {group} holds {first} and {piece.name}, which were saved with different {differing[0]!r} "
-                f"({known.get(differing[0])} and {piece.options[differing[0]]}): give them groups of their own, as before"
+                f"parameter group {group} holds {first} and {piece.name}, which were saved with "
+                f"different {differing[0]!r} ({known.get(differing[0])} and "
+                f"{piece.options[differing[0]]}): give them groups of their own, as before"
             )
 
     def base_state(self) -> dict[str, Any]:
@@ -171,22 +197,34 @@ class _Recut:
         numbers = iter(range(len(self.tensors)))
         for index, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**own, **self.options.get(index, {}), "params": [next(numbers) for _ in group["params"]]})
+            groups.append(
+                {
+                    **own,
+                    **self.options.get(index, {}),
+                    "params": [next(numbers) for _ in group["params"]],
+                }
+            )
         return {"state": dict(self._states()), "param_groups": groups}
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, tensor in enumerate(self.tensors):
-            moments = {key: value.view(tensor.shape) for key, value in tensor.values.items() if key != FP32}
+            moments = {
+                key: value.view(tensor.shape) for key, value in tensor.values.items() if key != FP32
+            }
             if moments or tensor.shared:
                 yield number, {**tensor.shared, **moments}
 
     @property
     def has_masters(self) -> bool:
         """Whether every trained tensor's master weight was saved."""
-        return all(FP32 in tensor.values for tensor in self.tensors if tensor.used and tensor.required)
+        return all(
+            FP32 in tensor.values for tensor in self.tensors if tensor.used and tensor.required
+        )
 
     def masters(self) -> list[torch.Tensor]:
-        """The master of each tensor without padding, in its shape if there is none; zeros where none was saved."""
+        """The master of each tensor without padding, in its shape if there is none; zeros where
+        none was saved.
+        """
         flat = [tensor.values.get(FP32, torch.zeros(tensor.numel)) for tensor in self.tensors]
         return [
             value.view(tensor.shape) if tensor.used == tensor.numel else value[: tensor.used]
@@ -198,28 +236,41 @@ _ParamRun = tuple[nn.Parameter, int, int, int]
 
 
 def own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]:
-    """Every tensor that the wrapped optimizer updates, in its order, with parts of parameters as (param, start, at, numel)."""
+    """Every tensor that the wrapped optimizer updates, in its order, with parts of parameters as
+    (param, start, at, numel).
+    """
     if not isinstance(optimizer, MasterWeightOptimizer):
         for index, param_group in enumerate(optimizer.param_groups):
             for param in param_group["params"]:
-                tensor = _OwnTensor(index, param.numel(), param.numel(), param.shape, required=param.requires_grad)
+                tensor = _OwnTensor(
+                    index, param.numel(), param.numel(), param.shape, required=param.requires_grad
+                )
                 yield tensor, [(param, 0, 0, param.numel())]
         return
     for index, group in enumerate(optimizer.groups):
         # Where masters are not one tensor per group, they are one per parameter.
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             for param in group.params:
-                yield _OwnTensor(index, param.numel(), param.numel(), param.shape), [(param, 0, 0, param.numel())]
+                yield (
+                    _OwnTensor(index, param.numel(), param.numel(), param.shape),
+                    [(param, 0, 0, param.numel())],
+                )
             continue
         fragments = group.table.of_shard(group.shard_rank)
-        runs = [(group.params[part.param], part.param_start, part.shard_start, part.numel) for part in fragments]
+        runs = [
+            (group.params[part.param], part.param_start, part.shard_start, part.numel)
+            for part in fragments
+        ]
         numel = group.table.shard_numel
         used = numel - group.table.shard_padding(group.shard_rank)
         yield _OwnTensor(index, numel, used, (numel,)), runs
 
 
-def recut_state(sequence: StepSequence, saved: SavedOptimizer | OwnSlices, name_of: NameOf) -> RecutState:
-    """What `sequence` (or the client's optimizer, where that has the state) would have saved on this rank.
+def recut_state(
+    sequence: StepSequence, saved: SavedOptimizer | OwnSlices, name_of: NameOf
+) -> RecutState:
+    """What `sequence` (or the client's optimizer, where that has the state) would have saved on
+    this rank.
 
     Args:
         sequence: This rank's optimizer.
@@ -237,14 +288,21 @@ def recut_state(sequence: StepSequence, saved: SavedOptimizer | OwnSlices, name_
     if isinstance(sequence, ZeROOptimizer):
         state = _zero_state(sequence, base, recut.masters(), saved.scaler)
     elif isinstance(sequence, FP16_Optimizer):
-        state = {**saved.scaler, keys.OPTIMIZER_STATE_DICT: base, **_fp16_masters(sequence, recut.masters())}
+        state = {
+            **saved.scaler,
+            keys.OPTIMIZER_STATE_DICT: base,
+            **_fp16_masters(sequence, recut.masters()),
+        }
     else:
         state = base
     return RecutState(state, recut.has_masters)
 
 
 def _zero_state(
-    optimizer: ZeROOptimizer, base: dict[str, Any], masters: list[torch.Tensor], scaler: Mapping[str, Any]
+    optimizer: ZeROOptimizer,
+    base: dict[str, Any],
+    masters: list[torch.Tensor],
+    scaler: Mapping[str, Any],
 ) -> dict[str, Any]:
     return {
         keys.CLIP_GRAD: optimizer.clip_grad,
@@ -271,4 +329,6 @@ def _fp16_masters(optimizer: FP16_Optimizer, masters: list[torch.Tensor]) -> dic
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return {keys.FP32_GROUPS_FLAT: masters}
     following = iter(masters)
-    return {keys.FP32_GROUPS: [[next(following) for _ in group.masters] for group in optimizer.groups]}
+    return {
+        keys.FP32_GROUPS: [[next(following) for _ in group.masters] for group in optimizer.groups]
+    }

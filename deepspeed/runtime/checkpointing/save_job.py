@@ -1,18 +1,22 @@
-"""One checkpoint being written: its folder, from a temporary name to a published one. Knows no engine and does not communicate.
+"""One checkpoint being written: its folder, from a temporary name to a published one. Knows no
+engine and does not communicate.
 
-[Note: sequence of a save]
-Publisher is the first rank of those that share the folder. `D` is the folder of all checkpoints, `T` the tag.
+[Note: sequence of a save] Publisher is the first rank of those that share the folder. `D` is the
+folder of all checkpoints, `T` the tag.
 
 1. The publisher removes `D/.T.saving` of an earlier save and makes it anew. All wait.
-2. Each rank writes its files into it, each flushed to disk, then what it knows of them as `.manifest_part_R.json`, not flushed.
-   All wait: when one rank could not write, the publisher removes the folder and every rank raises.
-3. The publisher makes `manifest.json` of the parts, flushes it and the folder, and writes `D/zero_to_fp32.py`.
-4. The publisher renames: an existing `D/T` to `D/.T.replaced`, then `D/.T.saving` to `D/T`; flushes `D`; removes `D/.T.replaced`.
+2. Each rank writes its files into it, each flushed to disk, then what it knows of them as
+   `.manifest_part_R.json`, not flushed. All wait: when one rank could not write, the publisher
+   removes the folder and every rank raises.
+3. The publisher makes `manifest.json` of the parts, flushes it and the folder, and writes
+   `D/zero_to_fp32.py`.
+4. The publisher renames: an existing `D/T` to `D/.T.replaced`, then `D/.T.saving` to `D/T`; flushes
+   `D`; removes `D/.T.replaced`.
 5. The publisher writes `D/.latest.saving`, flushes it, renames it to `D/latest`, flushes `D`.
 6. With `keep_last`, the publisher renames the oldest to `D/.OLD.removed` and removes them.
 
-So `D/T` is whole whenever it is there, and `latest` names a whole one. After a kill between the two renames of 4 the older `T` is
-in `D/.T.replaced`; loading puts it back.
+So `D/T` is whole whenever it is there, and `latest` names a whole one. After a kill between the two
+renames of 4 the older `T` is in `D/.T.replaced`; loading puts it back.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ class SaveJob:
 
         Args:
             description: What this rank's files hold, for the manifest.
-            fill: Calls what it is given with name and content of each file, in which each tensor has storage of its own: a client's
-                engine may save them by `torch.save`.
+            fill: Calls what it is given with name and content of each file, in which each tensor
+                has storage of its own: a client's engine may save them by `torch.save`.
         """
         paths: list[str] = []
 
@@ -86,16 +90,22 @@ class SaveJob:
         self.writer.create(self.info)
         fill(put)
         if self.writer.commit(self.info) is False:
-            raise CheckpointError(f"{type(self.writer).__name__}.commit() says that {self.folder} is not complete")
+            raise CheckpointError(
+                f"{type(self.writer).__name__}.commit() says that {self.folder} is not complete"
+            )
         self.writer.set_commit_info(None)
         records: dict[str, FileRecord] = {}
         for path in paths:
             found = self.writer.records_of(path)
-            records.update((os.path.relpath(name, self.folder), record) for name, record in found.items())
+            records.update(
+                (os.path.relpath(name, self.folder), record) for name, record in found.items()
+            )
         write_part(self.folder, self.node.rank, records, description)
 
     def publish(self) -> None:
-        """Give the folder its name, when all ranks have written; the publisher does. See [Note: sequence of a save]."""
+        """Give the folder its name, when all ranks have written; the publisher does. See [Note:
+        sequence of a save].
+        """
         if not self.node.publishes:
             return
         save_dir, tag = self.info.save_dir, self.info.tag
@@ -109,13 +119,17 @@ class SaveJob:
         logger.info(f"saved checkpoint {os.path.join(save_dir, tag)}")
 
     def abandon(self) -> None:
-        """Remove what was written, when not all ranks could: a full disk is why most saves fail. The publisher does."""
+        """Remove what was written, when not all ranks could: a full disk is why most saves fail.
+        The publisher does.
+        """
         if self.node.publishes:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _put_converter(save_dir: str) -> None:
-    """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this package."""
+    """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this
+    package.
+    """
     path = os.path.join(save_dir, os.path.basename(_CONVERTER))
     if os.path.isfile(path) and filecmp.cmp(_CONVERTER, path, shallow=False):
         return

@@ -1,8 +1,9 @@
 """`save_checkpoint`: what goes into which file, in the foreground or the background.
 
-In which order folders are made, written and renamed is `save_job`'s; how ranks agree in the background `background_save`'s. Names
-are in `checkpoint/constants`; weights are `model_files`', optimizer state `optimizer_files`', a process's own state `host_state`'s.
-Loading is `checkpoint_loading`'s.
+In which order folders are made, written and renamed is `save_job`'s; how ranks agree in the
+background `background_save`'s. Names are in `checkpoint/constants`; weights are `model_files`',
+optimizer state `optimizer_files`', a process's own state `host_state`'s. Loading is
+`checkpoint_loading`'s.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ class SavingMixin(CheckpointParts):
     ) -> bool:
         """Save everything needed to go on, under `save_dir/tag`. All ranks must call it.
 
-        With `checkpoint.writer.decoupled` it returns when the state is copied to host memory; what fails after that is raised by a
-        later `step()`, on all ranks at the same one, after that step is taken: training can go on.
+        With `checkpoint.writer.decoupled` it returns when the state is copied to host memory; what
+        fails after that is raised by a later `step()`, on all ranks at the same one, after that
+        step is taken: training can go on.
 
         Args:
             save_dir: Folder of all checkpoints of a run, shared by all ranks, or by those of a node
                 (`checkpoint.use_node_local_storage`).
-            tag: Name of this one, the same on all ranks (see `checkpoint.tag_validation`); None is `global_step{N}`.
+            tag: Name of this one, the same on all ranks (see `checkpoint.tag_validation`); None is
+                `global_step{N}`.
             client_state: Returned by `load_checkpoint`.
             save_latest: Let the `latest` file name it.
             exclude_frozen_parameters: Leave frozen parameters out of the weights.
@@ -70,15 +73,17 @@ class SavingMixin(CheckpointParts):
             True.
 
         Raises:
-            CheckpointError: On every rank if any could not write, or an earlier save in the background has failed; an earlier
-                checkpoint of that tag is untouched.
+            CheckpointError: On every rank if any could not write, or an earlier save in the
+                background has failed; an earlier checkpoint of that tag is untouched.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
         tag = self._agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
         client_state = dict(client_state or {})
         taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
         if taken:
-            raise ValueError(f"client_state: {', '.join(taken)} are the engine's own keys; rename them")
+            raise ValueError(
+                f"client_state: {', '.join(taken)} are the engine's own keys; rename them"
+            )
         check_loadable(client_state, "client_state")
         self._finish_saves()
         info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
@@ -92,7 +97,9 @@ class SavingMixin(CheckpointParts):
             optimizer = self._optimizer_files(model)
 
             def fill(put: Put) -> None:
-                self._put_files(put, job.node, model, optimizer, client_state, exclude_frozen_parameters)
+                self._put_files(
+                    put, job.node, model, optimizer, client_state, exclude_frozen_parameters
+                )
 
             description = describe(self, model, optimizer, exclude_frozen_parameters)
             return description, _separated(fill) if copy is None else _copied(fill, copy)
@@ -119,13 +126,17 @@ class SavingMixin(CheckpointParts):
         return SaveJob(writer, info, self._storage_node(), checkpoint.keep_last, head)
 
     def _look_after_save(self) -> None:
-        """After a step: raise if the save in the background has failed. All ranks call it, together."""
+        """After a step: raise if the save in the background has failed. All ranks call it,
+        together.
+        """
         save = self._background_save
         if save is not None and save.settle(self.device, wait=False):
             self._background_save = None
 
     def _close_checkpoints(self) -> None:
-        """The engine ends: wait for this rank's part. Other ranks may not come here together, so nothing is agreed."""
+        """The engine ends: wait for this rank's part. Other ranks may not come here together, so
+        nothing is agreed.
+        """
         if self._background_save is not None:
             self._background_save.join()
             self._background_save = None
@@ -133,10 +144,12 @@ class SavingMixin(CheckpointParts):
             self._checkpoint_engine.cleanup()
 
     def _agreed_tag(self, tag: str) -> str:
-        """The tag under which all ranks save. Files of one checkpoint under several tags could never be loaded.
+        """The tag under which all ranks save. Files of one checkpoint under several tags could
+        never be loaded.
 
         Raises:
-            CheckpointError: Ranks gave different tags, and `checkpoint.tag_validation` is "Fail"; "Warn" takes rank 0's.
+            CheckpointError: Ranks gave different tags, and `checkpoint.tag_validation` is "Fail";
+                "Warn" takes rank 0's.
             ValueError: It is no folder name.
         """
         if self.checkpoint_tag_validation_enabled() and not self._is_tag_of_all(tag):  # type: ignore[attr-defined]  # from EngineSettings
@@ -144,7 +157,10 @@ class SavingMixin(CheckpointParts):
             dist.all_gather_object(tags, tag)
             message = f"tag: ranks save under different tags {sorted(set(tags))}"
             if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]  # from EngineSettings
-                raise CheckpointError(f'{message}; every rank must give the same (checkpoint.tag_validation is "Fail")')
+                raise CheckpointError(
+                    f"{message}; every rank must give the same (checkpoint.tag_validation is "
+                    '"Fail")'
+                )
             logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
             tag = tags[0]
         if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
@@ -152,7 +168,9 @@ class SavingMixin(CheckpointParts):
         return tag
 
     def _is_tag_of_all(self, tag: str) -> bool:
-        """Whether all ranks have the same, by one collective of a number; which they are is asked when they differ."""
+        """Whether all ranks have the same, by one collective of a number; which they are is asked
+        when they differ.
+        """
         if dist.get_world_size() == 1:
             return True
         number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
@@ -172,7 +190,8 @@ class SavingMixin(CheckpointParts):
     ) -> None:
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         files.put(put, node, weights, exclude_frozen_parameters)
-        # One of those that hold the same part of the model: with sequence parallelism more than the data-parallel ranks.
+        # One of those that hold the same part of the model: with sequence parallelism more than the
+        # data-parallel ranks.
         if node.is_first(dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group())):
             state = self._model_state(files.in_model_file(weights), exclude_frozen_parameters)
             state[keys.OPTIMIZER] = optimizer.in_model_file()
@@ -186,7 +205,9 @@ class SavingMixin(CheckpointParts):
         host = host_state(self.training_dataloader, micro_steps, self._host_cut(), num_forwards)
         put(keys.host_file(dist.get_rank()), host)
 
-    def _model_state(self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool) -> dict[str, Any]:
+    def _model_state(
+        self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool
+    ) -> dict[str, Any]:
         sequence = self._sequence
         sharded = isinstance(sequence, ZeROOptimizer)
         cut = Cut.of_this_run()
@@ -197,17 +218,25 @@ class SavingMixin(CheckpointParts):
             keys.PARAM_SHAPES: self._param_shapes() if sharded else None,
             **self._frozen_state(exclude_frozen_parameters),
             keys.SHARED_PARAMS: self._shared_params() if sharded else None,
-            keys.LR_SCHEDULER: self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            keys.LR_SCHEDULER: self.lr_scheduler.state_dict()
+            if self.lr_scheduler is not None
+            else None,
             keys.DATA_SAMPLER: None,
             keys.RANDOM_LTD: None,
             keys.SPARSE_TENSOR_MODULE_NAMES: set(),
             keys.SKIPPED_STEPS: self.skipped_steps,
             keys.GLOBAL_STEPS: self.global_steps,
             keys.GLOBAL_SAMPLES: self.global_samples,
-            # Readers take it for the number of optimizer files: with optimizer instances those of one instance.
-            keys.DP_WORLD_SIZE: sequence.num_shards if sharded else groups._get_data_parallel_world_size(),
+            # Readers take it for the number of optimizer files: with optimizer instances those of
+            # one instance.
+            keys.DP_WORLD_SIZE: sequence.num_shards
+            if sharded
+            else groups._get_data_parallel_world_size(),
             keys.MP_WORLD_SIZE: cut.parts,
-            keys.CHECKPOINT_PARALLEL_DIMS: {keys.CHECKPOINT_PP_DEGREE: cut.stages, keys.CHECKPOINT_TP_DEGREE: cut.tensor},
+            keys.CHECKPOINT_PARALLEL_DIMS: {
+                keys.CHECKPOINT_PP_DEGREE: cut.stages,
+                keys.CHECKPOINT_TP_DEGREE: cut.tensor,
+            },
             keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
             keys.DS_VERSION: __version__,
             keys.MANIFEST_VERSION: manifest.VERSION,
@@ -216,15 +245,24 @@ class SavingMixin(CheckpointParts):
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
         """Shapes per group in flat order: offline tools cut the concatenated shards by them."""
         names = self._sequence.param_names
-        return [OrderedDict((names[param], param.shape) for param in group.params) for group in self._sequence.groups]
+        return [
+            OrderedDict((names[param], param.shape) for param in group.params)
+            for group in self._sequence.groups
+        ]
 
     def _frozen_state(self, exclude: bool) -> dict[str, Any]:
-        if not isinstance(self._sequence, ZeROOptimizer) or isinstance(self._sequence, BF16_Optimizer):
+        if not isinstance(self._sequence, ZeROOptimizer) or isinstance(
+            self._sequence, BF16_Optimizer
+        ):
             return {keys.FROZEN_PARAM_SHAPES: None, keys.FROZEN_PARAM_FRAGMENTS: None}
-        frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad and not exclude]
+        frozen = [
+            (n, p) for n, p in self.module.named_parameters() if not p.requires_grad and not exclude
+        ]
         return {
             keys.FROZEN_PARAM_SHAPES: OrderedDict((name, param.shape) for name, param in frozen),
-            keys.FROZEN_PARAM_FRAGMENTS: OrderedDict((name, param.detach()) for name, param in frozen),
+            keys.FROZEN_PARAM_FRAGMENTS: OrderedDict(
+                (name, param.detach()) for name, param in frozen
+            ),
         }
 
     def _shared_params(self) -> dict[str, str]:

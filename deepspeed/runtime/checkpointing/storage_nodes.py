@@ -1,6 +1,7 @@
 """Which ranks share a checkpoint folder: all, or with node-local storage those of one node.
 
-What several ranks have, one of them writes: the first of those that share a folder, so with node-local storage one on each node.
+What several ranks have, one of them writes: the first of those that share a folder, so with
+node-local storage one on each node.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 
-# Number of the node, from the launcher of ours and that of torch; without either the machine's name tells nodes apart.
+# Number of the node, from the launcher of ours and that of torch; without either the machine's name
+# tells nodes apart.
 _NODE_VARIABLES = ("CROSS_RANK", "GROUP_RANK")
 
-Put = Callable[[str, Any], None]  # takes a file's name in the folder and its content, which may change after
+# takes a file's name in the folder and its content, which may change after
+Put = Callable[[str, Any], None]
 
 
 class StorageNode(NamedTuple):
@@ -62,12 +65,14 @@ def node_local_storage() -> StorageNode:
     dist.all_gather_object(places, ((own, socket.gethostname()), dist.get_local_rank()))
     if len(set(places)) < len(places):
         raise ValueError(
-            "checkpoint.use_node_local_storage: ranks of one node have the same local rank, so which ranks share a folder is not "
-            f"known; let the launcher set LOCAL_RANK, and {' or '.join(_NODE_VARIABLES)} where nodes have the same name. "
-            f"Rank by rank: {places}"
+            "checkpoint.use_node_local_storage: ranks of one node have the same local rank, so "
+            "which ranks share a folder is not known; let the launcher set LOCAL_RANK, and "
+            f"{' or '.join(_NODE_VARIABLES)} where nodes have the same name. Rank by rank: {places}"
         )
     nodes: dict[Any, list[int]] = {}
     for rank, (node, _) in enumerate(places):
         nodes.setdefault(node, []).append(rank)
     own_ranks = nodes[places[dist.get_rank()][0]]
-    return StorageNode(dist.get_rank(), tuple(own_ranks), tuple(ranks[0] for ranks in nodes.values()))
+    return StorageNode(
+        dist.get_rank(), tuple(own_ranks), tuple(ranks[0] for ranks in nodes.values())
+    )

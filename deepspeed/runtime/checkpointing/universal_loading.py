@@ -1,7 +1,9 @@
-"""This rank's share of whole parameters: of a universal checkpoint, or of one saved by another number of tensor-parallel ranks.
+"""This rank's share of whole parameters: of a universal checkpoint, or of one saved by another
+number of tensor-parallel ranks.
 
-Which slice of a parameter is whose is `checkpoint.universal_checkpoint`'s; here the names and shapes of the model at hand are put
-to it. Nothing here communicates or changes the model; who calls it when is `checkpoint_loading`'s.
+Which slice of a parameter is whose is `checkpoint.universal_checkpoint`'s; here the names and
+shapes of the model at hand are put to it. Nothing here communicates or changes the model; who calls
+it when is `checkpoint_loading`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles, ReadWei
 from deepspeed.utils import groups
 
 
-def own_slices(module: nn.Module, folder: str, model: Mapping[str, Any], universal: bool) -> OwnSlices | None:
+def own_slices(
+    module: nn.Module, folder: str, model: Mapping[str, Any], universal: bool
+) -> OwnSlices | None:
     """This rank's share of whole parameters; None for a folder whose files can be read as they are.
 
     Args:
@@ -48,7 +52,9 @@ def own_slices(module: nn.Module, folder: str, model: Mapping[str, Any], univers
 
 
 def file_names(module: nn.Module) -> dict[str, str]:
-    """Name of each parameter in the model -> that in files: of tied weights the first, and experts numbered over all ranks."""
+    """Name of each parameter in the model -> that in files: of tied weights the first, and experts
+    numbered over all ranks.
+    """
     first = ModelFiles(module).experts.first
     names: dict[int, str] = {}
     return {
@@ -58,10 +64,12 @@ def file_names(module: nn.Module) -> dict[str, str]:
 
 
 def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> ReadWeights:
-    """The model's weights: parameters rounded from what is whole, the rest from the files of weights.
+    """The model's weights: parameters rounded from what is whole, the rest from the files of
+    weights.
 
     Raises:
-        CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of another model.
+        CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of
+            another model.
     """
     names, own = file_names(files.module), files.module.state_dict(keep_vars=True)
     of_layers = dict(_in_layers(files, slices)) if files.is_layered else {}
@@ -78,7 +86,9 @@ def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> Re
 
 
 def _in_layers(files: ModelFiles, slices: OwnSlices) -> Iterator[tuple[int, torch.Tensor]]:
-    """What the layers' files have for each tensor of this stage, by identity: a tied weight's file has another name for it."""
+    """What the layers' files have for each tensor of this stage, by identity: a tied weight's file
+    has another name for it.
+    """
     if slices.is_cut_anew:
         return
     for layer, state in files.layered.read_state_dir(slices.parameters.folder, strict=False):
@@ -87,11 +97,17 @@ def _in_layers(files: ModelFiles, slices: OwnSlices) -> Iterator[tuple[int, torc
 
 
 def _foreign(files: ModelFiles, slices: OwnSlices, own: set[str]) -> dict[str, Any]:
-    """Parameters that are not this model's; another stage or expert rank may have them where there are any."""
+    """Parameters that are not this model's; another stage or expert rank may have them where there
+    are any.
+    """
     if files.is_layered or files.experts.layers:
         return {}
     parameters = slices.parameters
-    return {name: torch.empty(0) for name in parameters.names() if name not in own and _is_trained(parameters, name)}
+    return {
+        name: torch.empty(0)
+        for name in parameters.names()
+        if name not in own and _is_trained(parameters, name)
+    }
 
 
 def _is_trained(parameters: Parameters, name: str) -> bool:

@@ -1,7 +1,8 @@
 """Base class and value types of every configuration model.
 
-Owns how a JSON value becomes a Python value. The types are stricter than pydantic's own where leniency hides a mistake
-(``"8"`` is no integer, ``1`` is no boolean) and looser where clients rely on it (``2e8`` is an integer).
+Owns how a JSON value becomes a Python value. The types are stricter than pydantic's own where
+leniency hides a mistake (``"8"`` is no integer, ``1`` is no boolean) and looser where clients rely
+on it (``2e8`` is an integer).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pydantic_core import PydanticCustomError
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of the configuration; unknown keys are refused, fields are known by name and by alias."""
+    """A block of the configuration; unknown keys are refused, fields are known by name and by
+    alias.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -29,8 +32,12 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
-    """Return a pydantic field: default, one-sentence documentation, and limits such as ``ge=0`` or ``alias=``."""
-    if isinstance(default, (dict, list)) or (isinstance(default, type) and issubclass(default, BaseModel)):
+    """Return a pydantic field: default, one-sentence documentation, and limits such as ``ge=0`` or
+    ``alias=``.
+    """
+    if isinstance(default, (dict, list)) or (
+        isinstance(default, type) and issubclass(default, BaseModel)
+    ):
         factory = default if isinstance(default, type) else default.copy
         return Field(default_factory=factory, description=doc, **limits)
     return Field(default=default, description=doc, **limits)

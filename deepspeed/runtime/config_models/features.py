@@ -1,4 +1,6 @@
-"""Blocks of features that this release refuses when enabled (``refusals``), typed so that disabled ones are read."""
+"""Blocks of features that this release refuses when enabled (``refusals``), typed so that disabled
+ones are read.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,14 @@ class OpenFeatureConfig(DeepSpeedConfigModel):
 class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     """How ``deepspeed.checkpointing`` recomputes activations."""
 
-    partition_activations: Bool = option(False, "Split saved activations over model-parallel ranks.")
+    partition_activations: Bool = option(
+        False, "Split saved activations over model-parallel ranks."
+    )
     contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
     cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
-    number_checkpoints: Int | None = option(None, "Number of checkpoints, for the contiguous buffer.")
+    number_checkpoints: Int | None = option(
+        None, "Number of checkpoints, for the contiguous buffer."
+    )
     synchronize_checkpoint_boundary: Bool = option(False, "Wait for the device at each checkpoint.")
     profile: Bool = option(False, "Time each checkpoint.")
 
@@ -61,15 +67,25 @@ class DeepSpeedNebulaConfig(DeepSpeedConfigModel):
 class PipelineConfig(DeepSpeedConfigModel):
     """Pipeline parallelism; read by the pipeline engine only."""
 
-    stages: int | str = option("auto", "Number of stages; the PipelineModule decides it, another number is an error.")
-    partition: Text = option("best", "How layers are split; the PipelineModule's partition_method decides it.")
-    seed_layers: Bool = option(False, "Seed each layer by itself; PipelineModule(seed_layers=True) does it.")
-    activation_checkpoint_interval: Int = option(0, "Layers between activation checkpoints; 0: as the PipelineModule says.", ge=0)
+    stages: int | str = option(
+        "auto", "Number of stages; the PipelineModule decides it, another number is an error."
+    )
+    partition: Text = option(
+        "best", "How layers are split; the PipelineModule's partition_method decides it."
+    )
+    seed_layers: Bool = option(
+        False, "Seed each layer by itself; PipelineModule(seed_layers=True) does it."
+    )
+    activation_checkpoint_interval: Int = option(
+        0, "Layers between activation checkpoints; 0: as the PipelineModule says.", ge=0
+    )
     pipe_partitioned: Bool = option(False, "Send activations in pieces over tensor-parallel ranks.")
     grad_partitioned: Bool = option(False, "Send gradients in pieces over tensor-parallel ranks.")
     use_reentrant: Bool = option(True, "Reentrant activation checkpoints.")
     schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = option(
-        "auto", "Order of forward and backward; auto: interleaved with several model chunks per stage, otherwise 1f1b."
+        "auto",
+        "Order of forward and backward; auto: interleaved with several model chunks per stage, "
+        "otherwise 1f1b.",
     )
 
 
@@ -99,17 +115,33 @@ class TPTrainingConfig(DeepSpeedConfigModel):
 class ElasticityConfig(DeepSpeedConfigModel):
     """Batch sizes that fit many world sizes."""
 
-    enabled: Bool = option(False, "Choose batch sizes that fit many world sizes; no other batch keys beside it.")
-    max_train_batch_size: Int = option(2000, "Largest global batch, in samples; required when enabled.", ge=1)
-    micro_batch_sizes: list[Int] = option([2, 4, 6], "Micro-batch sizes to choose from; required when enabled.")
+    enabled: Bool = option(
+        False, "Choose batch sizes that fit many world sizes; no other batch keys beside it."
+    )
+    max_train_batch_size: Int = option(
+        2000, "Largest global batch, in samples; required when enabled.", ge=1
+    )
+    micro_batch_sizes: list[Int] = option(
+        [2, 4, 6], "Micro-batch sizes to choose from; required when enabled."
+    )
     min_gpus: Int = option(1, "Fewest ranks; version 0.2 rounds down to whole nodes.", ge=1)
     max_gpus: Int = option(10000, "Most ranks; version 0.2 rounds down to whole nodes.", ge=1)
     num_gpus_per_node: Int = option(1, "Ranks per node (version 0.2).", ge=1)
-    model_parallel_size: Int = option(1, "Ranks that hold one copy of the model (version 0.2).", ge=1)
-    min_time: Int = option(0, "Shortest time between two changes of world size, in minutes; for schedulers that read it.", ge=0)
+    model_parallel_size: Int = option(
+        1, "Ranks that hold one copy of the model (version 0.2).", ge=1
+    )
+    min_time: Int = option(
+        0,
+        "Shortest time between two changes of world size, in minutes; for schedulers that read it.",
+        ge=0,
+    )
     prefer_larger_batch: Bool = option(True, "Of equal choices take the larger batch.")
-    ignore_non_elastic_batch_info: Bool = option(False, "Override batch keys beside this block instead of refusing them.")
-    version: Float = option(0.2, "Version of the algorithm, 0.1 (ranks) or 0.2 (whole nodes, model parallelism).")
+    ignore_non_elastic_batch_info: Bool = option(
+        False, "Override batch keys beside this block instead of refusing them."
+    )
+    version: Float = option(
+        0.2, "Version of the algorithm, 0.1 (ranks) or 0.2 (whole nodes, model parallelism)."
+    )
 
 
 class CompileConfig(DeepSpeedConfigModel):
@@ -117,9 +149,13 @@ class CompileConfig(DeepSpeedConfigModel):
 
     deepcompile: Bool = option(False, "Use DeepCompile in engine.compile().")
     free_activation: Bool = option(False, "Free activations early.")
-    free_activation_threshold: Size = option(10485760, "Bytes of the smallest activation to free.", ge=0)
+    free_activation_threshold: Size = option(
+        10485760, "Bytes of the smallest activation to free.", ge=0
+    )
     offload_activation: Bool = option(False, "Offload activations.")
-    offload_activation_pin_memory: Bool = option(True, "Page-locked memory for offloaded activations.")
+    offload_activation_pin_memory: Bool = option(
+        True, "Page-locked memory for offloaded activations."
+    )
     offload_opt_states: Bool = option(False, "Offload optimizer state.")
     double_buffer: Bool = option(True, "Two communication buffers.")
     symmetric_memory: Bool = option(False, "Symmetric memory for collectives.")

@@ -1,4 +1,5 @@
-"""One function per key that scripts read from a raw configuration dict (``get_train_batch_size(ds_config)``).
+"""One function per key that scripts read from a raw configuration dict
+(``get_train_batch_size(ds_config)``).
 
 They look a value up and supply its default, nothing else; validation is ``DeepSpeedConfig``'s.
 """
@@ -46,7 +47,9 @@ def get_train_batch_size(param_dict: Config) -> int | None:
 
 def get_train_micro_batch_size_per_gpu(param_dict: Config) -> int | None:
     """Samples per forward on one rank."""
-    return param_dict.get(c.TRAIN_MICRO_BATCH_SIZE_PER_GPU, c.TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT)
+    return param_dict.get(
+        c.TRAIN_MICRO_BATCH_SIZE_PER_GPU, c.TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT
+    )
 
 
 def get_gradient_accumulation_steps(param_dict: Config) -> int | None:
@@ -75,7 +78,9 @@ def get_gradient_allreduce_op(param_dict: Config) -> str:
 
 
 def get_communication_data_type(
-    param_dict: Config, comm_type: str = c.COMMUNICATION_DATA_TYPE, comm_data_type_default: str | None = None
+    param_dict: Config,
+    comm_type: str = c.COMMUNICATION_DATA_TYPE,
+    comm_data_type_default: str | None = None,
 ) -> torch.dtype | None:
     """Type that gradients are reduced in, None for their own."""
     return parse_dtype(param_dict.get(comm_type, comm_data_type_default), comm_type)
@@ -114,12 +119,16 @@ def get_scheduler_params(param_dict: Config) -> Config | None:
 
 def get_torch_autocast_enabled(param_dict: Config) -> bool:
     """Whether forward runs under torch.autocast."""
-    return param_dict.get(c.TORCH_AUTOCAST, {}).get(c.TORCH_AUTOCAST_ENABLED, c.TORCH_AUTOCAST_ENABLED_DEFAULT)
+    return param_dict.get(c.TORCH_AUTOCAST, {}).get(
+        c.TORCH_AUTOCAST_ENABLED, c.TORCH_AUTOCAST_ENABLED_DEFAULT
+    )
 
 
 def get_torch_autocast_dtype(param_dict: Config) -> torch.dtype | None:
     """Type of torch.autocast, None for torch's default."""
-    return parse_dtype(param_dict.get(c.TORCH_AUTOCAST, {}).get(c.TORCH_AUTOCAST_DTYPE), "torch_autocast.dtype")
+    return parse_dtype(
+        param_dict.get(c.TORCH_AUTOCAST, {}).get(c.TORCH_AUTOCAST_DTYPE), "torch_autocast.dtype"
+    )
 
 
 def get_steps_per_print(param_dict: Config) -> int | None:

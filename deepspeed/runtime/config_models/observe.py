@@ -62,14 +62,18 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     @property
     def enabled(self) -> bool:
         """Whether any monitor is on."""
-        return any(block.enabled for block in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
+        return any(
+            block.enabled for block in (self.tensorboard, self.comet, self.wandb, self.csv_monitor)
+        )
 
 
 class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
     """Profiler of floating-point operations."""
 
     enabled: Bool = option(False, "Profile one step.")
-    recompute_fwd_factor: Float = option(0.0, "Share of forward that backward computes again.", ge=0)
+    recompute_fwd_factor: Float = option(
+        0.0, "Share of forward that backward computes again.", ge=0
+    )
     profile_step: Int = option(1, "The step to profile.", ge=0)
     module_depth: Int = option(-1, "Depth of modules shown; -1: all.")
     top_modules: Int = option(1, "Modules shown per depth.", ge=1)
@@ -80,7 +84,9 @@ class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
 class CommsLoggerConfig(DeepSpeedConfigModel):
     """Log of collectives."""
 
-    enabled: Bool = option(False, "Record every collective: operation, count, bytes, latency, bandwidth.")
+    enabled: Bool = option(
+        False, "Record every collective: operation, count, bytes, latency, bandwidth."
+    )
     prof_all: Bool = option(True, "Record all operations; otherwise those of prof_ops.")
     prof_ops: list[Text] = option([], "Names of the operations to record.")
     verbose: Bool = option(False, "Print each record.")
@@ -95,15 +101,25 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
 
 
 class VerifyConfig(DeepSpeedConfigModel):
-    """Checks of gradient synchronization while training; the environment variable DS_VERIFY switches them on too."""
+    """Checks of gradient synchronization while training; the environment variable DS_VERIFY
+    switches them on too.
+    """
 
-    ledger: Bool = option(False, "Compare the gradient that is used with every contribution that autograd made.")
-    collectives: Bool = option(False, "Compare each collective with the other ranks' before it starts.")
-    collectives_timeout: Float = option(30.0, "Seconds after which a rank that does not come to a collective is missing.", gt=0)
+    ledger: Bool = option(
+        False, "Compare the gradient that is used with every contribution that autograd made."
+    )
+    collectives: Bool = option(
+        False, "Compare each collective with the other ranks' before it starts."
+    )
+    collectives_timeout: Float = option(
+        30.0, "Seconds after which a rank that does not come to a collective is missing.", gt=0
+    )
     streams: Bool = option(False, "Look for races and lifetime errors between streams.")
 
 
 class TimersConfig(DeepSpeedConfigModel):
     """Timers."""
 
-    throughput: DeepSpeedThroughputTimerConfig = option(DeepSpeedThroughputTimerConfig, "Timer of samples per second.")
+    throughput: DeepSpeedThroughputTimerConfig = option(
+        DeepSpeedThroughputTimerConfig, "Timer of samples per second."
+    )

@@ -34,11 +34,19 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     auto_cast: Bool = option(False, "Cast the floating-point inputs of forward to fp16.")
     loss_scale: Float = option(0.0, "Static loss scale; 0 chooses dynamic scaling.", ge=0)
     initial_scale_power: Int = option(16, "Dynamic scaling starts at 2 to this power.", ge=0)
-    loss_scale_window: Int = option(1000, "Clean steps after which the dynamic scale doubles.", ge=1)
+    loss_scale_window: Int = option(
+        1000, "Clean steps after which the dynamic scale doubles.", ge=1
+    )
     hysteresis: Int = option(2, "Overflows needed before the dynamic scale is halved.", ge=1)
-    consecutive_hysteresis: Bool = option(False, "Refill the hysteresis on each clean step, not only on growth.")
-    min_loss_scale: Int = option(1, "The dynamic scale never goes below; overflow at it is an error.", ge=0)
-    fp16_master_weights_and_grads: Bool = option(False, "Keep master weights and gradients in fp16.")
+    consecutive_hysteresis: Bool = option(
+        False, "Refill the hysteresis on each clean step, not only on growth."
+    )
+    min_loss_scale: Int = option(
+        1, "The dynamic scale never goes below; overflow at it is an error.", ge=0
+    )
+    fp16_master_weights_and_grads: Bool = option(
+        False, "Keep master weights and gradients in fp16."
+    )
 
     @property
     def dynamic(self) -> bool:
@@ -64,16 +72,24 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
     """Training in bf16 with fp32 master weights."""
 
     enabled: Bool = option(False, "Train in bf16.")
-    immediate_grad_update: Bool = option(False, "Add each gradient to the fp32 accumulator as soon as it is made.")
-    check_grad_overflow: Bool = option(True, "Skip the step on every rank when a gradient on any rank is not finite.")
-    bf16_master_weights_and_grads: Bool = option(False, "Keep master weights and gradients in bf16.")
+    immediate_grad_update: Bool = option(
+        False, "Add each gradient to the fp32 accumulator as soon as it is made."
+    )
+    check_grad_overflow: Bool = option(
+        True, "Skip the step on every rank when a gradient on any rank is not finite."
+    )
+    bf16_master_weights_and_grads: Bool = option(
+        False, "Keep master weights and gradients in bf16."
+    )
     bf16_optimizer_states: Bool = option(False, "Keep optimizer state in bf16.")
 
 
 class DataTypesConfig(DeepSpeedConfigModel):
     """Types of intermediate buffers: "fp32", "fp16", "bf16" or null."""
 
-    grad_accum_dtype: Text | None = option(None, "Type in which gradients accumulate; null: the model's type.")
+    grad_accum_dtype: Text | None = option(
+        None, "Type in which gradients accumulate; null: the model's type."
+    )
     param_dtype: Text | None = option(None, "Type that parameters are cast to.")
     buffer_dtype: Text | None = option(None, "Type that module buffers are cast to.")
 
@@ -86,7 +102,9 @@ class TorchAutocastConfig(DeepSpeedConfigModel):
     enabled: Bool = option(False, "Run forward under torch.autocast.")
     dtype: Text | None = option(None, "Autocast type; null: torch's default for the device.")
     lower_precision_safe_modules: list[Text] | None = option(
-        None, "Class paths of modules whose gradients may be communicated in the autocast type; null: a built-in list."
+        None,
+        "Class paths of modules whose gradients may be communicated in the autocast type; null: a "
+        "built-in list.",
     )
 
     _check = field_validator("dtype")(checked_dtype_name)

@@ -1,7 +1,7 @@
 """From a user's dict to a validated model, and the wording of everything that can be wrong with it.
 
-Owns: deprecated names, dotted keys, unknown keys and their nearest known one, left-over ``"auto"``, the text of type
-errors. Does not own what values mean (``refusals``, ``deepspeed.runtime.config``).
+Owns: deprecated names, dotted keys, unknown keys and their nearest known one, left-over ``"auto"``,
+the text of type errors. Does not own what values mean (``refusals``, ``deepspeed.runtime.config``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ AUTO = "auto"
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "bf16.check_overflow": "bf16.check_grad_overflow",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
     "aio.thread_count": "aio.intra_op_parallelism",
 }
 # Old switch -> the block whose device becomes the CPU when it is true.
@@ -94,9 +96,11 @@ def _put(config: Block, path: str, value: Any) -> None:
 
 
 def apply_dotted_keys(model: type[BaseModel], config: Block) -> None:
-    """Turn top-level keys such as ``"zero_optimization.stage"`` (trl writes them) into nested ones, in place.
+    """Turn top-level keys such as ``"zero_optimization.stage"`` (trl writes them) into nested ones,
+    in place.
 
-    They win over a nested value. A dotted key whose path is unknown stays, and is reported as unknown later.
+    They win over a nested value. A dotted key whose path is unknown stays, and is reported as
+    unknown later.
     """
     for key in [key for key in config if "." in str(key)]:
         if _field_at(model, key) is not None:
@@ -120,7 +124,9 @@ def apply_deprecated_names(config: Block) -> None:
         if found is None:
             continue
         if _look_up(config, new) is not None:
-            raise DeepSpeedConfigError(f"{old} is the old name of {new} and both are given; remove {old}")
+            raise DeepSpeedConfigError(
+                f"{old} is the old name of {new} and both are given; remove {old}"
+            )
         _put(config, new, found[0].pop(found[1]))
         replaced.append(f"{old} (use {new})")
     replaced.extend(_apply_cpu_switches(config))
@@ -139,7 +145,9 @@ def _apply_cpu_switches(config: Block) -> Iterator[str]:
             continue
         value = found[0].pop(found[1])
         if value is not None and not isinstance(value, bool):
-            raise DeepSpeedConfigError(f"{switch}: {value!r} is of the wrong type: expected true or false")
+            raise DeepSpeedConfigError(
+                f"{switch}: {value!r} is of the wrong type: expected true or false"
+            )
         yield f"{switch} (use {block_path}.device)"
         if value:
             _put(config, f"{block_path}.device", "cpu")
@@ -166,7 +174,8 @@ def findings(model: type[BaseModel], block: Block, path: str = "") -> Iterator[F
         here = f"{path}.{key}" if path else str(key)
         field = fields.get(key)
         if field is None:
-            # A block with keys of its own is one of a feature that is refused when enabled: "auto" is its business.
+            # A block with keys of its own is one of a feature that is refused when enabled: "auto"
+            # is its business.
             if model.model_config.get("extra") != "allow":
                 yield Finding(here, "unknown", model)
             continue
@@ -189,11 +198,13 @@ def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
     return tuple(paths)
 
 
-def nearest_known(path: str, level: type[BaseModel], root: type[BaseModel], prefix: str) -> str | None:
+def nearest_known(
+    path: str, level: type[BaseModel], root: type[BaseModel], prefix: str
+) -> str | None:
     """Return the known path most like an unknown one.
 
-    The same name elsewhere in the tree wins (a key in the wrong block), then a similar name in the same block, then
-    a similar path anywhere.
+    The same name elsewhere in the tree wins (a key in the wrong block), then a similar name in the
+    same block, then a similar path anywhere.
 
     Args:
         path: full path of the unknown key.
@@ -239,7 +250,10 @@ def _error_line(error: ErrorDetails, prefix: str) -> str:
         return f"{path}: is missing; add it"
     expected = _EXPECTED.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
     kind = type(error["input"]).__name__
-    return f"{path}: {error['input']!r} ({kind}) is of the wrong type or out of range: expected {expected}"
+    return (
+        f"{path}: {error['input']!r} ({kind}) is of the wrong type or out of range: expected "
+        f"{expected}"
+    )
 
 
 def without_autos(value: Any) -> Any:
@@ -259,19 +273,24 @@ def read_block(model: type[Model], block: Any, path: str = "", drop_autos: bool 
         drop_autos: read "auto" as not given (a configuration that its owner has not filled in yet).
 
     Raises:
-        DeepSpeedConfigError: naming every unknown key with the nearest known one, every left-over "auto", or every
-            value of a wrong type.
+        DeepSpeedConfigError: naming every unknown key with the nearest known one, every left-over
+            "auto", or every value of a wrong type.
     """
     if not isinstance(block, dict):
         where = path or "the configuration"
-        raise DeepSpeedConfigError(f"{where}: {block!r} ({type(block).__name__}) is of the wrong type: expected an object")
+        raise DeepSpeedConfigError(
+            f"{where}: {block!r} ({type(block).__name__}) is of the wrong type: expected an object"
+        )
     if drop_autos:
         block = without_autos(block)
     found = list(findings(model, block, path))
     lines = [_unknown_line(finding, model, path) for finding in found if finding.kind == "unknown"]
     autos = [finding.path for finding in found if finding.kind == "auto"]
     if autos:
-        lines.append(f'"auto" is left over at: {", ".join(autos)}; replace it by a value (only client libraries fill it)')
+        lines.append(
+            f'"auto" is left over at: {", ".join(autos)}; replace it by a value (only client '
+            "libraries fill it)"
+        )
     if lines:
         raise DeepSpeedConfigError("\n".join(lines))
     try:

@@ -20,10 +20,12 @@ def load_config(source: Any) -> dict[str, Any]:
     """Return the configuration as a dict of the caller's own.
 
     Args:
-        source: dict; path (str or PathLike) of a JSON or hjson file; or a string of base64-encoded JSON.
+        source: dict; path (str or PathLike) of a JSON or hjson file; or a string of base64-encoded
+            JSON.
 
     Raises:
-        DeepSpeedConfigError: no such file, malformed text (with line and column), duplicate keys, or another type.
+        DeepSpeedConfigError: no such file, malformed text (with line and column), duplicate keys,
+            or another type.
     """
     if isinstance(source, dict):
         return copy.deepcopy(dict(source))
@@ -36,17 +38,20 @@ def load_config(source: Any) -> dict[str, Any]:
             if decoded is not None:
                 return _parse(decoded, "base64-encoded configuration")
         raise DeepSpeedConfigError(
-            f"configuration {os.fspath(source)!r} is neither an existing file nor base64-encoded JSON; "
-            f"check the path (relative to {os.getcwd()}) or pass a dict"
+            f"configuration {os.fspath(source)!r} is neither an existing file nor base64-encoded "
+            f"JSON; check the path (relative to {os.getcwd()}) or pass a dict"
         )
     raise DeepSpeedConfigError(
-        f"configuration of type {type(source).__name__} ({source!r}); pass a dict, a path, or base64-encoded JSON"
+        f"configuration of type {type(source).__name__} ({source!r}); pass a dict, a path, or "
+        "base64-encoded JSON"
     )
 
 
 def _decode_base64(text: str) -> str | None:
     try:
-        decoded = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
+        decoded = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode(
+            "utf-8"
+        )
     except (binascii.Error, UnicodeError):
         return None
     return decoded if decoded.lstrip().startswith("{") else None
@@ -60,7 +65,9 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         parsed = _parse_hjson(text, origin, error)
     if not isinstance(parsed, dict):
-        raise DeepSpeedConfigError(f"{origin}: holds a {type(parsed).__name__} at the top; it must be an object")
+        raise DeepSpeedConfigError(
+            f"{origin}: holds a {type(parsed).__name__} at the top; it must be an object"
+        )
     return parsed
 
 
@@ -73,7 +80,8 @@ def _parse_hjson(text: str, origin: str, json_error: json.JSONDecodeError) -> An
         parsed = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except hjson.HjsonDecodeError as error:
         raise DeepSpeedConfigError(
-            f"{origin} is malformed: as JSON, {where}; as hjson, line {error.lineno}, column {error.colno}: {error.msg}"
+            f"{origin} is malformed: as JSON, {where}; as hjson, line {error.lineno}, column "
+            f"{error.colno}: {error.msg}"
         ) from None
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{origin}: {error}") from None

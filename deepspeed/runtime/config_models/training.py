@@ -32,7 +32,11 @@ def _tag_validation(value: Any) -> Any:
 
 def _log_level(value: Any) -> Any:
     if value is not None and str(value).lower() not in log_levels:
-        raise PydanticCustomError("wrong_level", "{levels} or null", {"levels": ", ".join(f'"{name}"' for name in log_levels)})
+        raise PydanticCustomError(
+            "wrong_level",
+            "{levels} or null",
+            {"levels": ", ".join(f'"{name}"' for name in log_levels)},
+        )
     return value
 
 
@@ -46,7 +50,10 @@ Params = Annotated[dict[str, Any], BeforeValidator(_params)]
 class OptimizerConfig(DeepSpeedConfigModel):
     """The optimizer that the engine builds."""
 
-    type: Text = option(..., 'Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of torch.optim.')
+    type: Text = option(
+        ...,
+        'Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of torch.optim.',
+    )
     params: Params = option({}, "Keyword arguments of the optimizer.")
     legacy_fusion: Bool = option(False, "Fused fp16 optimizer of old.")
 
@@ -54,14 +61,18 @@ class OptimizerConfig(DeepSpeedConfigModel):
 class SchedulerConfig(DeepSpeedConfigModel):
     """The learning-rate schedule that the engine builds."""
 
-    type: Text | None = option(None, "Name of a class of deepspeed.runtime.lr_schedules or torch.optim.lr_scheduler.")
+    type: Text | None = option(
+        None, "Name of a class of deepspeed.runtime.lr_schedules or torch.optim.lr_scheduler."
+    )
     params: Params = option({}, "Keyword arguments of the schedule.")
 
 
 class ParallelWriteConfig(DeepSpeedConfigModel):
     """Writing checkpoints in parallel."""
 
-    pipeline_stage: Bool = option(False, "Let the data ranks of a pipeline stage share the writing.")
+    pipeline_stage: Bool = option(
+        False, "Let the data ranks of a pipeline stage share the writing."
+    )
 
 
 def _writer_type(value: Any) -> Any:
@@ -78,9 +89,15 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
         '"torch" (or "python"): torch.save; "fast": the same files without CRC-32 sums; "dcp": tensors in the format of '
         "torch.distributed.checkpoint.",
     )
-    decoupled: Bool = option(False, "Copy to host memory and write in the background while training goes on.")
-    io_buffer_size: Size = option(16 << 20, 'Bytes of a buffer of a file being written; "dcp" buffers itself.', ge=1)
-    io_buffer_double: Bool = option(True, "Fill one buffer while threads write and sum the other; a decoupled writer has one.")
+    decoupled: Bool = option(
+        False, "Copy to host memory and write in the background while training goes on."
+    )
+    io_buffer_size: Size = option(
+        16 << 20, 'Bytes of a buffer of a file being written; "dcp" buffers itself.', ge=1
+    )
+    io_buffer_double: Bool = option(
+        True, "Fill one buffer while threads write and sum the other; a decoupled writer has one."
+    )
     show_statistics: Bool = option(False, "Log size and speed of each file.")
     data_parallel: Text | None = option(None, "Ranks that share one file.")
     io_multiplier: Int = option(1, "How often each byte is written.", ge=1)
@@ -90,21 +107,37 @@ class CheckpointConfig(DeepSpeedConfigModel):
     """Checkpoints."""
 
     tag_validation: Annotated[str, BeforeValidator(_tag_validation)] = option(
-        "WARN", 'When ranks save under different tags: "Warn" (all use rank 0\'s), "Fail", or "Ignore" (not compared).'
+        "WARN",
+        'When ranks save under different tags: "Warn" (all use rank 0\'s), "Fail", or "Ignore" '
+        "(not compared).",
     )
     load_universal: Bool = option(
-        False, "load_checkpoint reads universal checkpoints, which ds_to_universal makes, and takes its tag from latest_universal."
+        False,
+        "load_checkpoint reads universal checkpoints, which ds_to_universal makes, and takes its "
+        "tag from latest_universal.",
     )
-    use_node_local_storage: Bool = option(False, "Every node has a checkpoint folder of its own, with what its ranks load.")
-    parallel_write: ParallelWriteConfig = option(ParallelWriteConfig, "Writing checkpoints in parallel.")
-    checkpoint_serialization: Bool = option(True, "Write in torch's zip format; false: in that before torch 1.6.")
+    use_node_local_storage: Bool = option(
+        False, "Every node has a checkpoint folder of its own, with what its ranks load."
+    )
+    parallel_write: ParallelWriteConfig = option(
+        ParallelWriteConfig, "Writing checkpoints in parallel."
+    )
+    checkpoint_serialization: Bool = option(
+        True, "Write in torch's zip format; false: in that before torch 1.6."
+    )
     verify: Literal["full", "sizes", "off"] = option(
         "full",
-        'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": all but those, "off": nothing.',
+        'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": '
+        'all but those, "off": nothing.',
     )
-    writer: CheckpointWriterConfig | None = option(None, 'How files are written; null: in the foreground, as with type "torch".')
+    writer: CheckpointWriterConfig | None = option(
+        None, 'How files are written; null: in the foreground, as with type "torch".'
+    )
     keep_last: Int | None = option(
-        None, "Remove the oldest published checkpoints of the folder when there are more than so many; null keeps all.", ge=1
+        None,
+        "Remove the oldest published checkpoints of the folder when there are more than so many; "
+        "null keeps all.",
+        ge=1,
     )
 
 
@@ -113,39 +146,71 @@ class TrainingConfig(DeepSpeedConfigModel):
 
     # Batch
     train_batch_size: Int | None = option(None, "Samples per optimizer step over all ranks.", ge=1)
-    train_micro_batch_size_per_gpu: Int | None = option(None, "Samples per forward on one rank.", ge=1)
-    gradient_accumulation_steps: Int | None = option(None, "Micro-batches per optimizer step.", ge=1)
+    train_micro_batch_size_per_gpu: Int | None = option(
+        None, "Samples per forward on one rank.", ge=1
+    )
+    gradient_accumulation_steps: Int | None = option(
+        None, "Micro-batches per optimizer step.", ge=1
+    )
 
     # Optimizer and schedule
     optimizer: OptimizerConfig | None = option(None, "The optimizer that the engine builds.")
-    scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule that the engine builds.")
+    scheduler: SchedulerConfig | None = option(
+        None, "The learning-rate schedule that the engine builds."
+    )
     gradient_clipping: Float = option(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
 
     # Gradient reduction
-    communication_data_type: Text | None = option(None, 'Type gradients are reduced in: "fp32", "fp16" or "bf16".')
-    seq_parallel_communication_data_type: Text = option("fp32", "The same between sequence-parallel ranks.")
-    prescale_gradients: Bool = option(False, "Divide gradients before the reduction instead of after it.")
-    gradient_predivide_factor: Float = option(1.0, "With prescale_gradients: the part divided before.", gt=0)
-    gradient_allreduce_op: Literal["mean", "sum"] = option("mean", "Average or add gradients over ranks.")
-    sparse_gradients: Bool = option(False, "Reduce gradients of sparse embeddings as sparse tensors.")
-    disable_allgather: Bool = option(False, "Broadcast updated parameters instead of gathering them.")
-    managed_gradient_accumulation: Bool = option(True, "The engine counts micro-batches; otherwise the caller does.")
+    communication_data_type: Text | None = option(
+        None, 'Type gradients are reduced in: "fp32", "fp16" or "bf16".'
+    )
+    seq_parallel_communication_data_type: Text = option(
+        "fp32", "The same between sequence-parallel ranks."
+    )
+    prescale_gradients: Bool = option(
+        False, "Divide gradients before the reduction instead of after it."
+    )
+    gradient_predivide_factor: Float = option(
+        1.0, "With prescale_gradients: the part divided before.", gt=0
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = option(
+        "mean", "Average or add gradients over ranks."
+    )
+    sparse_gradients: Bool = option(
+        False, "Reduce gradients of sparse embeddings as sparse tensors."
+    )
+    disable_allgather: Bool = option(
+        False, "Broadcast updated parameters instead of gathering them."
+    )
+    managed_gradient_accumulation: Bool = option(
+        True, "The engine counts micro-batches; otherwise the caller does."
+    )
 
     # Number formats
     fp16: precision.DeepSpeedFP16Config = option(precision.DeepSpeedFP16Config, "Training in fp16.")
     bf16: precision.DeepSpeedBF16Config = option(precision.DeepSpeedBF16Config, "Training in bf16.")
-    data_types: precision.DataTypesConfig = option(precision.DataTypesConfig, "Types of intermediate buffers.")
-    torch_autocast: precision.TorchAutocastConfig = option(precision.TorchAutocastConfig, "torch.autocast.")
+    data_types: precision.DataTypesConfig = option(
+        precision.DataTypesConfig, "Types of intermediate buffers."
+    )
+    torch_autocast: precision.TorchAutocastConfig = option(
+        precision.TorchAutocastConfig, "torch.autocast."
+    )
     amp: precision.AmpConfig = option(precision.AmpConfig, "NVIDIA Apex AMP.")
-    msamp: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "MS-AMP (written by accelerate).")
+    msamp: features.OpenFeatureConfig = option(
+        features.OpenFeatureConfig, "MS-AMP (written by accelerate)."
+    )
 
     # ZeRO
     zero_optimization: zero.DeepSpeedZeroConfig = option(zero.DeepSpeedZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Bool = option(False, "Accept any optimizer under ZeRO.")
-    zero_force_ds_cpu_optimizer: Bool = option(True, "Offloading insists on an optimizer of deepspeed.ops.")
+    zero_force_ds_cpu_optimizer: Bool = option(
+        True, "Offloading insists on an optimizer of deepspeed.ops."
+    )
 
     # Watching a run
-    steps_per_print: Interval = option(None, "Steps between two progress lines; null or infinity: never.")
+    steps_per_print: Interval = option(
+        None, "Steps between two progress lines; null or infinity: never."
+    )
     wall_clock_breakdown: Bool = option(False, "Time forward, backward and step.")
     memory_breakdown: Bool = option(False, "Log memory at each phase.")
     dump_state: Bool = option(False, "Log the configuration at start.")
@@ -153,35 +218,59 @@ class TrainingConfig(DeepSpeedConfigModel):
         None, 'Level of the log: "debug", "info", "warning", "error" or "critical".'
     )
     timers: observe.TimersConfig = option(observe.TimersConfig, "Timers.")
-    comms_logger: observe.CommsLoggerConfig = option(observe.CommsLoggerConfig, "Log of collectives.")
-    verify: observe.VerifyConfig = option(observe.VerifyConfig, "Checks of gradient synchronization.")
+    comms_logger: observe.CommsLoggerConfig = option(
+        observe.CommsLoggerConfig, "Log of collectives."
+    )
+    verify: observe.VerifyConfig = option(
+        observe.VerifyConfig, "Checks of gradient synchronization."
+    )
     flops_profiler: observe.DeepSpeedFlopsProfilerConfig = option(
         observe.DeepSpeedFlopsProfilerConfig, "Profiler of floating-point operations."
     )
-    tensorboard: observe.TensorBoardConfig = option(observe.TensorBoardConfig, "TensorBoard monitor.")
+    tensorboard: observe.TensorBoardConfig = option(
+        observe.TensorBoardConfig, "TensorBoard monitor."
+    )
     wandb: observe.WandbConfig = option(observe.WandbConfig, "Weights & Biases monitor.")
     csv_monitor: observe.CSVConfig = option(observe.CSVConfig, "CSV monitor.")
     comet: observe.CometConfig = option(observe.CometConfig, "Comet monitor.")
 
     # Data
     dataloader_drop_last: Bool = option(False, "Drop the last incomplete batch.")
-    data_efficiency: features.DataEfficiencyConfig = option(features.DataEfficiencyConfig, "Data efficiency.")
-    curriculum_learning: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Curriculum of old.")
+    data_efficiency: features.DataEfficiencyConfig = option(
+        features.DataEfficiencyConfig, "Data efficiency."
+    )
+    curriculum_learning: features.OpenFeatureConfig = option(
+        features.OpenFeatureConfig, "Curriculum of old."
+    )
 
     # Checkpoints
     checkpoint: CheckpointConfig = option(CheckpointConfig, "Checkpoints.")
-    nebula: features.DeepSpeedNebulaConfig = option(features.DeepSpeedNebulaConfig, "Azure Nebula checkpoints.")
-    datastates_ckpt: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "DataStates checkpoints.")
+    nebula: features.DeepSpeedNebulaConfig = option(
+        features.DeepSpeedNebulaConfig, "Azure Nebula checkpoints."
+    )
+    datastates_ckpt: features.OpenFeatureConfig = option(
+        features.OpenFeatureConfig, "DataStates checkpoints."
+    )
 
     # Parallelism
     pipeline: features.PipelineConfig = option(features.PipelineConfig, "Pipeline parallelism.")
-    tensor_parallel: features.TPTrainingConfig = option(features.TPTrainingConfig, "Tensor parallelism.")
+    tensor_parallel: features.TPTrainingConfig = option(
+        features.TPTrainingConfig, "Tensor parallelism."
+    )
     inference: dict[str, Any] | None = option(None, "Inference engine.")
-    expert_parallel: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Automatic expert parallelism.")
+    expert_parallel: features.OpenFeatureConfig = option(
+        features.OpenFeatureConfig, "Automatic expert parallelism."
+    )
     use_data_before_expert_parallelism: Bool = option(False, "Order of data and expert ranks.")
-    sequence_parallel_size: Int | None = option(None, "Ranks that one sequence is split over.", ge=1)
-    data_parallel_size: Int | None = option(None, "Data-parallel ranks beside sequence parallelism.", ge=1)
-    elasticity: features.ElasticityConfig = option(features.ElasticityConfig, "Elastic batch sizes.")
+    sequence_parallel_size: Int | None = option(
+        None, "Ranks that one sequence is split over.", ge=1
+    )
+    data_parallel_size: Int | None = option(
+        None, "Data-parallel ranks beside sequence parallelism.", ge=1
+    )
+    elasticity: features.ElasticityConfig = option(
+        features.ElasticityConfig, "Elastic batch sizes."
+    )
 
     # Memory and compilation
     activation_checkpointing: features.DeepSpeedActivationCheckpointingConfig = option(
@@ -190,20 +279,30 @@ class TrainingConfig(DeepSpeedConfigModel):
     aio: features.AioConfig = option(features.AioConfig, "Asynchronous file I/O of NVMe offload.")
     compile: features.CompileConfig = option(features.CompileConfig, "DeepCompile.")
     graph_harvesting: Bool = option(False, "CUDA graphs of repeated kernels.")
-    vocabulary_size: Int | None = option(None, "Vocabulary size; a multiple of 8 uses tensor cores.", ge=1)
+    vocabulary_size: Int | None = option(
+        None, "Vocabulary size; a multiple of 8 uses tensor cores.", ge=1
+    )
 
     # Other features
-    hybrid_engine: features.HybridEngineConfig = option(features.HybridEngineConfig, "Engine that also generates.")
+    hybrid_engine: features.HybridEngineConfig = option(
+        features.HybridEngineConfig, "Engine that also generates."
+    )
     autotuning: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Autotuning.")
     progressive_layer_drop: features.ProgressiveLayerDropConfig = option(
         features.ProgressiveLayerDropConfig, "Progressive layer drop."
     )
-    eigenvalue: features.EigenvalueConfig = option(features.EigenvalueConfig, "Eigenvalues of layers.")
-    quantize_training: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Quantized training of old.")
+    eigenvalue: features.EigenvalueConfig = option(
+        features.EigenvalueConfig, "Eigenvalues of layers."
+    )
+    quantize_training: features.OpenFeatureConfig = option(
+        features.OpenFeatureConfig, "Quantized training of old."
+    )
     compression_training: dict[str, Any] | None = option(None, "Compression.")
     weight_quantization: dict[str, Any] | None = option(None, "Weight quantization.")
     sparse_attention: dict[str, Any] | None = option(None, "Sparse attention.")
 
     model_config = ConfigDict(extra="forbid")
 
-    _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(precision.checked_dtype_name)
+    _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(
+        precision.checked_dtype_name
+    )

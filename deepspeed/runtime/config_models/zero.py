@@ -1,4 +1,6 @@
-"""The ``zero_optimization`` block: what is sharded, in which pieces it is communicated, and where it is kept."""
+"""The ``zero_optimization`` block: what is sharded, in which pieces it is communicated, and where
+it is kept.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,24 @@ Device = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters off the device (ZeRO-3)."""
 
-    device: Device = option(OffloadDeviceEnum.none, 'Where parameters live: "none", "cpu" or "nvme".')
+    device: Device = option(
+        OffloadDeviceEnum.none, 'Where parameters live: "none", "cpu" or "nvme".'
+    )
     nvme_path: Path | None = option(None, "Folder on the NVMe device.")
     buffer_count: Int = option(5, "Buffers for NVMe transfers.", ge=0)
     buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", ge=0)
-    max_in_cpu: Size = option(int(1e9), "Elements kept in CPU memory when offloading to NVMe.", ge=0)
+    max_in_cpu: Size = option(
+        int(1e9), "Elements kept in CPU memory when offloading to NVMe.", ge=0
+    )
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Optimizer state and step off the device."""
 
-    device: Device = option(OffloadDeviceEnum.none, 'Where optimizer state lives: "none", "cpu" or "nvme".')
+    device: Device = option(
+        OffloadDeviceEnum.none, 'Where optimizer state lives: "none", "cpu" or "nvme".'
+    )
     nvme_path: Path | None = option(None, "Folder on the NVMe device.")
     buffer_count: Int = option(4, "Gradient slices on their way to the host at once.", ge=0)
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
@@ -65,7 +73,9 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     fast_init: Bool = option(False, "Fast initialization when offloading to NVMe.")
     ratio: Float = option(1.0, "Share of the state that is updated on the CPU.", ge=0.0, le=1.0)
     super_offload: Bool = option(False, "SuperOffload for Grace-class CPUs.")
-    cpuadam_cores_perc: Float = option(0.8, "Share of the CPU cores that SuperOffload uses.", ge=0.0, le=1.0)
+    cpuadam_cores_perc: Float = option(
+        0.8, "Share of the CPU cores that SuperOffload uses.", ge=0.0, le=1.0
+    )
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
@@ -73,7 +83,9 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
 
     classes: list[Text] = option(DEFAULT_LEAF_MODULE_CLASSES, "Class paths of leaf modules.")
     names: list[Text] = option(DEFAULT_LEAF_MODULE_NAMES, "Names of leaf modules.")
-    name_suffixes: list[Text] = option(DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names of leaf modules.")
+    name_suffixes: list[Text] = option(
+        DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names of leaf modules."
+    )
 
 
 class ZenFlowConfig(DeepSpeedConfigModel):
@@ -87,28 +99,53 @@ class ZenFlowConfig(DeepSpeedConfigModel):
     offload: Bool = option(False, "Offload selective optimizer state.")
     auto_ratio: Float = option(0.99, "Threshold of the automatic interval.", ge=0.0, le=1.0)
     full_warm_up_rounds: Int = option(0, "Rounds before selection starts.", ge=0)
-    pt_reserved_cores_perc: Float = option(0.5, "Share of the CPU cores kept for PyTorch.", ge=0.0, le=1.0)
+    pt_reserved_cores_perc: Float = option(
+        0.5, "Share of the CPU cores kept for PyTorch.", ge=0.0, le=1.0
+    )
     steps_per_epoch: Int | None = option(None, "Steps per epoch.")
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """ZeRO."""
 
-    stage: Stage = option(ZeroStageEnum.disabled, "0: off; 1: shard optimizer state; 2: and gradients; 3: and weights.")
-    contiguous_gradients: Bool = option(True, "Copy gradients into one flat buffer as they are made.")
-    reduce_scatter: Bool = option(True, "Reduce-scatter gradients to their owners instead of all-reducing them.")
+    stage: Stage = option(
+        ZeroStageEnum.disabled,
+        "0: off; 1: shard optimizer state; 2: and gradients; 3: and weights.",
+    )
+    contiguous_gradients: Bool = option(
+        True, "Copy gradients into one flat buffer as they are made."
+    )
+    reduce_scatter: Bool = option(
+        True, "Reduce-scatter gradients to their owners instead of all-reducing them."
+    )
     reduce_bucket_size: Size = option(int(5e8), "Elements reduced by one collective.", ge=0)
-    use_multi_rank_bucket_allreduce: Bool = option(True, "Reduce the pieces of several owners in one collective.")
-    allgather_partitions: Bool = option(True, "Gather updated parameters by all-gather; otherwise by broadcasts.")
+    use_multi_rank_bucket_allreduce: Bool = option(
+        True, "Reduce the pieces of several owners in one collective."
+    )
+    allgather_partitions: Bool = option(
+        True, "Gather updated parameters by all-gather; otherwise by broadcasts."
+    )
     allgather_bucket_size: Size = option(int(5e8), "Elements gathered by one collective.", ge=0)
-    overlap_comm: Bool | None = option(None, "Overlap reduction with backward; null: only at stage 3.")
-    load_from_fp32_weights: Bool = option(True, "On loading, take master weights from the checkpoint, not the model.")
-    elastic_checkpoint: Bool = option(False, "Save optimizer state so that another world size can load it.")
-    offload_param: DeepSpeedZeroOffloadParamConfig | None = option(None, "Parameters off the device (stage 3).")
-    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = option(None, "Optimizer off the device.")
+    overlap_comm: Bool | None = option(
+        None, "Overlap reduction with backward; null: only at stage 3."
+    )
+    load_from_fp32_weights: Bool = option(
+        True, "On loading, take master weights from the checkpoint, not the model."
+    )
+    elastic_checkpoint: Bool = option(
+        False, "Save optimizer state so that another world size can load it."
+    )
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = option(
+        None, "Parameters off the device (stage 3)."
+    )
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = option(
+        None, "Optimizer off the device."
+    )
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
     sub_group_size: Size = option(int(1e9), "Elements updated at a time (stage 3).", ge=0)
-    prefetch_bucket_size: Size = option(int(5e7), "Elements fetched ahead (stage 3).", ge=0, alias="stage3_prefetch_bucket_size")
+    prefetch_bucket_size: Size = option(
+        int(5e7), "Elements fetched ahead (stage 3).", ge=0, alias="stage3_prefetch_bucket_size"
+    )
     param_persistence_threshold: Size = option(
         int(1e5),
         "Parameters smaller than this stay whole (stage 3).",
@@ -116,9 +153,14 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         alias="stage3_param_persistence_threshold",
     )
     model_persistence_threshold: Size = option(
-        sys.maxsize, "Elements that may stay whole (stage 3).", ge=0, alias="stage3_model_persistence_threshold"
+        sys.maxsize,
+        "Elements that may stay whole (stage 3).",
+        ge=0,
+        alias="stage3_model_persistence_threshold",
     )
-    max_live_parameters: Size = option(int(1e9), "Elements whole at a time (stage 3).", ge=0, alias="stage3_max_live_parameters")
+    max_live_parameters: Size = option(
+        int(1e9), "Elements whole at a time (stage 3).", ge=0, alias="stage3_max_live_parameters"
+    )
     max_reuse_distance: Size = option(
         int(1e9),
         "Keep a parameter used again within so many elements (stage 3).",
@@ -126,37 +168,65 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         alias="stage3_max_reuse_distance",
     )
     gather_16bit_weights_on_model_save: Bool = option(
-        False, "Gather weights for saving (stage 3).", alias="stage3_gather_16bit_weights_on_model_save"
+        False,
+        "Gather weights for saving (stage 3).",
+        alias="stage3_gather_16bit_weights_on_model_save",
     )
     module_granularity_threshold: Size = option(
         0, "Fetch small modules together (stage 3).", alias="stage3_module_granularity_threshold"
     )
     use_all_reduce_for_fetch_params: Bool = option(
-        False, "Fetch parameters by all-reduce (stage 3).", alias="stage3_use_all_reduce_for_fetch_params"
+        False,
+        "Fetch parameters by all-reduce (stage 3).",
+        alias="stage3_use_all_reduce_for_fetch_params",
     )
     allgather_sequential: Bool = option(
         False, "Gather parameters one after another (stage 3).", alias="stage3_allgather_sequential"
     )
-    ignore_unused_parameters: Bool = option(True, "Accept parameters without a gradient; otherwise they are an error.")
+    ignore_unused_parameters: Bool = option(
+        True, "Accept parameters without a gradient; otherwise they are an error."
+    )
     legacy_stage1: Bool = option(False, "The first implementation of stage 1.")
-    round_robin_gradients: Bool = option(False, "Deal parameters to ranks in turn, which balances partial overlap.")
-    zero_hpz_partition_size: Int = option(1, "Ranks of a secondary parameter partition (stage 3).", ge=0)
+    round_robin_gradients: Bool = option(
+        False, "Deal parameters to ranks in turn, which balances partial overlap."
+    )
+    zero_hpz_partition_size: Int = option(
+        1, "Ranks of a secondary parameter partition (stage 3).", ge=0
+    )
     zero_quantized_weights: Bool = option(False, "Gather quantized weights (stage 3).")
-    zero_quantized_nontrainable_weights: Bool = option(False, "Keep frozen weights quantized (stage 3).")
+    zero_quantized_nontrainable_weights: Bool = option(
+        False, "Keep frozen weights quantized (stage 3)."
+    )
     zero_quantized_gradients: Bool = option(False, "Reduce quantized gradients (stage 3).")
-    zeropp_loco_param: dict[str, Any] | None = option(None, "LoCo error feedback of quantized gradients.")
+    zeropp_loco_param: dict[str, Any] | None = option(
+        None, "LoCo error feedback of quantized gradients."
+    )
     mics_shard_size: Int = option(-1, "Ranks of a MiCS shard (stage 3); -1: off.")
-    mics_hierarchical_params_gather: Bool = option(False, "Gather MiCS shards in two levels (stage 3).")
-    memory_efficient_linear: Bool = option(True, "Linear layers that do not keep weights for backward (stage 3).")
-    pipeline_loading_checkpoint: Bool = option(False, "Overlap loading a checkpoint with initialization (stage 3).")
+    mics_hierarchical_params_gather: Bool = option(
+        False, "Gather MiCS shards in two levels (stage 3)."
+    )
+    memory_efficient_linear: Bool = option(
+        True, "Linear layers that do not keep weights for backward (stage 3)."
+    )
+    pipeline_loading_checkpoint: Bool = option(
+        False, "Overlap loading a checkpoint with initialization (stage 3)."
+    )
     override_module_apply: Bool = option(True, "Gather parameters inside Module.apply (stage 3).")
-    log_trace_cache_warnings: Bool = option(False, "Warn when the order of modules changes (stage 3).")
-    enable_sanity_checks: Bool = option(False, "Check the bookkeeping of fetched parameters (stage 3).")
-    save_muon_momentum_buffer_in_memory: Bool = option(False, "Keep Muon momentum on the device (stage 3).")
+    log_trace_cache_warnings: Bool = option(
+        False, "Warn when the order of modules changes (stage 3)."
+    )
+    enable_sanity_checks: Bool = option(
+        False, "Check the bookkeeping of fetched parameters (stage 3)."
+    )
+    save_muon_momentum_buffer_in_memory: Bool = option(
+        False, "Keep Muon momentum on the device (stage 3)."
+    )
     leaf_module: DeepSpeedZeroLeafModuleConfig = option(
         DeepSpeedZeroLeafModuleConfig, "Modules whose parameters are fetched together (stage 3)."
     )
-    num_optimizer_instances: Int = option(1, "Replicas of the sharded state in the data-parallel group (stages 1, 2).", ge=1)
+    num_optimizer_instances: Int = option(
+        1, "Replicas of the sharded state in the data-parallel group (stages 1, 2).", ge=1
+    )
 
     @model_validator(mode="after")
     def _resolve_overlap(self) -> DeepSpeedZeroConfig:

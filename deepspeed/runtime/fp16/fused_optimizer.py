@@ -1,7 +1,7 @@
 """FP16_Optimizer: half-precision model with fp32 masters that every rank holds whole (no ZeRO).
 
-For fp16 and, by upstream's naming, for bf16 too. Masters are flat, for optimizers that work element by element; see
-`unfused_optimizer` for those that need each parameter's shape.
+For fp16 and, by upstream's naming, for bf16 too. Masters are flat, for optimizers that work element
+by element; see `unfused_optimizer` for those that need each parameter's shape.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class FP16_Optimizer(MasterWeightOptimizer):
         if local_accumulation_dtype is not None:
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
         else:
-            self._flat_gradients = [FlatGradients(group.params, group.flat) for group in self.groups]
+            self._flat_gradients = [
+                FlatGradients(group.params, group.flat) for group in self.groups
+            ]
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -98,7 +100,8 @@ class FP16_Optimizer(MasterWeightOptimizer):
     def finish_gradients(self) -> None:
         """See base class: the averaged gradient in the masters' dtype.
 
-        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the step.
+        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
+        step.
         """
         if self._finished:
             return
@@ -120,23 +123,37 @@ class FP16_Optimizer(MasterWeightOptimizer):
     # State, saved whole by one rank in the model-states file
 
     def _scaler_state(self) -> dict[str, Any]:
-        present = {key: getattr(self.loss_scaler, key) for key in SCALER_KEYS if hasattr(self.loss_scaler, key)}
+        present = {
+            key: getattr(self.loss_scaler, key)
+            for key in SCALER_KEYS
+            if hasattr(self.loss_scaler, key)
+        }
         # A static scale counts no steps, but upstream's loader wants the number whatever the scale.
         return {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_iter": 0, **present}
 
     def _masters_state(self) -> dict[str, Any]:
-        return {FP32_GROUPS_FLAT: [group.master.detach() for group in self.groups], "clip_grad": self.clip_grad}
+        return {
+            FP32_GROUPS_FLAT: [group.master.detach() for group in self.groups],
+            "clip_grad": self.clip_grad,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Scaler, wrapped optimizer and masters."""
-        return {**self._scaler_state(), "optimizer_state_dict": self.optimizer.state_dict(), **self._masters_state()}
+        return {
+            **self._scaler_state(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            **self._masters_state(),
+        }
 
     def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
         return [[flat] for flat in state_dict[FP32_GROUPS_FLAT]]
 
     @torch.no_grad()
     def load_state_dict(
-        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
     ) -> None:
         """Restore what `state_dict` returned."""
         for key in SCALER_KEYS:

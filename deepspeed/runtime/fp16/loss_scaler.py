@@ -1,9 +1,12 @@
-"""Loss scaling: which factor the loss is multiplied by so that fp16 gradients neither vanish nor overflow.
+"""Loss scaling: which factor the loss is multiplied by so that fp16 gradients neither vanish nor
+overflow.
 
-Owns the state machine that grows and shrinks the scale. It is pure: no device, no collective, no model. Whether a step
-overflowed is decided elsewhere, identically on every rank, and handed to :meth:`LossScalerBase.update_scale`.
+Owns the state machine that grows and shrinks the scale. It is pure: no device, no collective, no
+model. Whether a step overflowed is decided elsewhere, identically on every rank, and handed to
+:meth:`LossScalerBase.update_scale`.
 
-Class paths and attribute names are part of the checkpoint format: optimizer state files pickle the scaler itself.
+Class paths and attribute names are part of the checkpoint format: optimizer state files pickle the
+scaler itself.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ def to_python_float(t: SupportsFloat | torch.Tensor) -> float:
 class LossScalerBase(DeepSpeedConfigObject):
     """The scale and what every scaler does with it.
 
-    Call order per optimizer step, the same on every rank: ``backward`` (or ``scale_loss``) for each micro-batch, then
-    one ``update_scale(overflow)``, whose result is the scale to divide this step's gradients by.
+    Call order per optimizer step, the same on every rank: ``backward`` (or ``scale_loss``) for each
+    micro-batch, then one ``update_scale(overflow)``, whose result is the scale to divide this
+    step's gradients by.
 
     Args:
         cur_scale: the scale to start with.
@@ -57,8 +61,12 @@ class LossScalerBase(DeepSpeedConfigObject):
         """Return ``loss * scale``; computed in fp32, since 2**16 overflows fp16 by itself."""
         return loss.float() * self.cur_scale
 
-    def scale_gradient(self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any) -> tuple[torch.Tensor, ...]:
-        """Return ``grad_in`` multiplied by the scale; the signature is that of a module backward hook."""
+    def scale_gradient(
+        self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return ``grad_in`` multiplied by the scale; the signature is that of a module backward
+        hook.
+        """
         return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -72,8 +80,9 @@ class LossScalerBase(DeepSpeedConfigObject):
             overflow: whether any rank's gradient of this step was not finite; equal on all ranks.
 
         Returns:
-            The scale that was used for the step just judged, before any change. Dividing the gradients by the new
-            scale instead would be wrong by the growth factor on each step where the scale grows.
+            The scale that was used for the step just judged, before any change. Dividing the
+            gradients by the new scale instead would be wrong by the growth factor on each step
+            where the scale grows.
         """
         return self.cur_scale
 
@@ -85,13 +94,15 @@ class LossScalerBase(DeepSpeedConfigObject):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: the state belongs to another kind of scaler or has names this one does not know.
+            ValueError: the state belongs to another kind of scaler or has names this one does not
+                know.
         """
         unknown = sorted(set(state_dict) - set(self.__dict__))
         if unknown or state_dict.get("dynamic", self.dynamic) != self.dynamic:
             raise ValueError(
                 f"loss scaler state {dict(state_dict)!r} does not fit {type(self).__name__}: "
-                f"unknown names {unknown}; check that fp16.loss_scale is the same as when the state was saved"
+                f"unknown names {unknown}; check that fp16.loss_scale is the same as when the "
+                "state was saved"
             )
         self.__dict__.update(state_dict)
 
@@ -116,11 +127,14 @@ class DynamicLossScaler(LossScalerBase):
 
     Args:
         init_scale: the scale to start with.
-        scale_window: number of clean steps in a row after which the next clean step doubles the scale.
+        scale_window: number of clean steps in a row after which the next clean step doubles the
+            scale.
         min_scale: the scale never goes below.
         delayed_shift: hysteresis; this many overflows are needed before the scale is halved.
-        consecutive_hysteresis: every clean step refills the hysteresis; otherwise only growing does.
-        raise_error_at_min_scale: overflow at ``min_scale`` raises instead of going on skipping steps for ever.
+        consecutive_hysteresis: every clean step refills the hysteresis; otherwise only growing
+            does.
+        raise_error_at_min_scale: overflow at ``min_scale`` raises instead of going on skipping
+            steps for ever.
         dtype: the low-precision type whose range the scale protects.
     """
 
@@ -148,7 +162,9 @@ class DynamicLossScaler(LossScalerBase):
         self.dtype = dtype
 
     def has_overflow_serial(self, params: Any) -> bool:
-        """Return whether a gradient of ``params`` on this rank holds inf or nan (reads the device)."""
+        """Return whether a gradient of ``params`` on this rank holds inf or nan (reads the
+        device).
+        """
         return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
 
     def update_scale(self, overflow: bool) -> float:
@@ -171,9 +187,10 @@ class DynamicLossScaler(LossScalerBase):
         else:
             if self.cur_scale <= self.min_scale and self.raise_error_at_min_scale:
                 raise RuntimeError(
-                    f"gradients are not finite although the loss scale is at its minimum already: loss scale "
-                    f"{self.cur_scale}, fp16.min_loss_scale {self.min_scale}, step {self.cur_iter}. The model "
-                    f"diverged or produces nan; lower the learning rate, or train in bf16"
+                    "gradients are not finite although the loss scale is at its minimum already: "
+                    f"loss scale {self.cur_scale}, fp16.min_loss_scale {self.min_scale}, step "
+                    f"{self.cur_iter}. The model diverged or produces nan; lower the learning "
+                    "rate, or train in bf16"
                 )
             self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
         self.last_overflow_iter = self.cur_iter
@@ -247,7 +264,11 @@ class LossScaleConfig:
         if not self.dynamic_loss_scale:
             self.cur_scale: float = static_loss_scale if self.use_grad_scaling else 1.0
             return
-        first = defaults.initial_dynamic_scale if initial_dynamic_scale is None else initial_dynamic_scale
+        first = (
+            defaults.initial_dynamic_scale
+            if initial_dynamic_scale is None
+            else initial_dynamic_scale
+        )
         self.cur_scale = given.get(INITIAL_LOSS_SCALE, first)
         self.last_overflow_iter = -1
         self.scale_factor = defaults.scale_factor
@@ -277,5 +298,8 @@ def CreateLossScaler(  # noqa: N802 - the name is upstream's
     if not dynamic_scaling:
         return LossScaler(static_loss_scale)
     if dynamic_loss_args is None:
-        raise ValueError("dynamic loss scaling needs dynamic_loss_args, got None; pass init_scale, scale_window, ...")
+        raise ValueError(
+            "dynamic loss scaling needs dynamic_loss_args, got None; pass init_scale, "
+            "scale_window, ..."
+        )
     return DynamicLossScaler(**{"dtype": dtype, **dynamic_loss_args})

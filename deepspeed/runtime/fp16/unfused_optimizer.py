@@ -1,6 +1,7 @@
 """FP16_UnfusedOptimizer: as FP16_Optimizer, with one master per parameter.
 
-For optimizers that need shapes (Lamb, Muon) and for torch's own, whose state is then keyed per parameter in checkpoints.
+For optimizers that need shapes (Lamb, Muon) and for torch's own, whose state is then keyed per
+parameter in checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 class FP16_UnfusedOptimizer(FP16_Optimizer):
     """See module; arguments as `FP16_Optimizer`."""
 
-    def __init__(self, init_optimizer: torch.optim.Optimizer, param_names: Mapping[nn.Parameter, str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(init_optimizer, param_names, per_param=True, **kwargs)
 
     @property
@@ -27,7 +33,9 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
         return [group.masters for group in self.groups]
 
     def _masters_state(self) -> dict[str, Any]:
-        return {FP32_GROUPS: [[master.detach() for master in group.masters] for group in self.groups]}
+        return {
+            FP32_GROUPS: [[master.detach() for master in group.masters] for group in self.groups]
+        }
 
     def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
         return state_dict[FP32_GROUPS]

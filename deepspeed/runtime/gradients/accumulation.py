@@ -1,6 +1,7 @@
 """The accumulation tracker: the only answer to "is this micro-batch the boundary?".
 
-Pure state, no torch. The engine, every optimizer and (later) the pipeline ask it; nobody keeps a second flag.
+Pure state, no torch. The engine, every optimizer and (later) the pipeline ask it; nobody keeps a
+second flag.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ class BackwardState(Enum):
     """What the current micro-batch's backward is doing."""
 
     IDLE = "idle"  # entered by finishing or aborting a backward, and at the start
-    ANNOUNCED = "announced"  # entered by engine.scale(): the next backward's loss carries 1/accumulation and the loss scale
-    RUNNING = "running"  # entered by engine.backward(), or by the first hook that fires in a plain loss.backward()
+    # entered by engine.scale(): the next backward's loss carries 1/accumulation and the loss scale
+    ANNOUNCED = "announced"
+    # entered by engine.backward(), or by the first hook that fires in a plain loss.backward()
+    RUNNING = "running"
 
 
 class AccumulationTracker:
@@ -23,8 +26,8 @@ class AccumulationTracker:
 
     Args:
         steps: Micro-batches per optimizer step.
-        managed: Count micro-batches; otherwise every micro-batch is a boundary until `set_boundary` says otherwise
-            (`managed_gradient_accumulation`).
+        managed: Count micro-batches; otherwise every micro-batch is a boundary until `set_boundary`
+            says otherwise (`managed_gradient_accumulation`).
     """
 
     def __init__(self, steps: int, managed: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Bucket plans: which parameters share one collective, and which of its elements each shard owns.
 
-Pure integers, computed once. Plans are static and launched in one order on every rank: the collectives that a rank issues never
-depend on which gradients it has or when they became ready.
+Pure integers, computed once. Plans are static and launched in one order on every rank: the
+collectives that a rank issues never depend on which gradients it has or when they became ready.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ GroupIndex = int
 
 
 class Segment(NamedTuple):
-    """`numel` elements at `bucket_start` of a bucket that lie at `shard_start` of the owner's shard."""
+    """`numel` elements at `bucket_start` of a bucket that lie at `shard_start` of the owner's
+    shard.
+    """
 
     bucket_start: NumEl
     shard_start: NumEl
@@ -29,7 +31,8 @@ class BucketPlan:
 
     Attributes:
         group: Parameter group of all its parameters.
-        params: Indices in the group, in flat order, so that each owner's elements are contiguous in the bucket.
+        params: Indices in the group, in flat order, so that each owner's elements are contiguous in
+            the bucket.
         starts: Where each parameter starts in the bucket.
         numel: Elements in the bucket.
         splits: Elements that each shard owns, in bucket order.
@@ -50,7 +53,9 @@ class BucketPlan:
         return sum(self.splits[:shard])
 
 
-def plan_bucket(group: GroupIndex, table: FragmentTable, params: Sequence[ParamIndex], kind: Hashable = None) -> BucketPlan:
+def plan_bucket(
+    group: GroupIndex, table: FragmentTable, params: Sequence[ParamIndex], kind: Hashable = None
+) -> BucketPlan:
     """The plan of a bucket that holds exactly `params`."""
     ordered = tuple(sorted(params))
     starts = []
@@ -59,17 +64,24 @@ def plan_bucket(group: GroupIndex, table: FragmentTable, params: Sequence[ParamI
     for param in ordered:
         starts.append(position)
         for fragment in table.of_param(param):
-            _append(segments[fragment.shard], Segment(position, fragment.shard_start, fragment.numel))
+            _append(
+                segments[fragment.shard], Segment(position, fragment.shard_start, fragment.numel)
+            )
             position += fragment.numel
     splits = tuple(sum(segment.numel for segment in owned) for owned in segments)
-    return BucketPlan(group, ordered, tuple(starts), position, splits, tuple(map(tuple, segments)), kind)
+    return BucketPlan(
+        group, ordered, tuple(starts), position, splits, tuple(map(tuple, segments)), kind
+    )
 
 
 def _append(owned: list[Segment], segment: Segment) -> None:
     """Append, joined with the last one where both sides are contiguous."""
     if owned:
         last = owned[-1]
-        if last.bucket_start + last.numel == segment.bucket_start and last.shard_start + last.numel == segment.shard_start:
+        if (
+            last.bucket_start + last.numel == segment.bucket_start
+            and last.shard_start + last.numel == segment.shard_start
+        ):
             owned[-1] = last._replace(numel=last.numel + segment.numel)
             return
     owned.append(segment)
@@ -85,9 +97,12 @@ def plan_buckets(
 
     Args:
         tables: Layout of each group.
-        registration: For each group and parameter, its position in the model. Gradients become ready in about the reverse order.
-        bucket_numel: A bucket takes parameters until one more would exceed this. A parameter at or above it has its own bucket.
-        kinds: For each group and parameter, what must be equal within a bucket (the communication dtype).
+        registration: For each group and parameter, its position in the model. Gradients become
+            ready in about the reverse order.
+        bucket_numel: A bucket takes parameters until one more would exceed this. A parameter at or
+            above it has its own bucket.
+        kinds: For each group and parameter, what must be equal within a bucket (the communication
+            dtype).
     """
     plans: list[tuple[int, BucketPlan]] = []
     for group, table in enumerate(tables):
@@ -98,13 +113,17 @@ def plan_buckets(
             by_kind.setdefault(kind, []).append(param)
         for kind, params in by_kind.items():
             for chunk in _fill(params, table.numels, bucket_numel):
-                plans.append((min(order[param] for param in chunk), plan_bucket(group, table, chunk, kind)))
+                plans.append(
+                    (min(order[param] for param in chunk), plan_bucket(group, table, chunk, kind))
+                )
     # The bucket whose earliest-registered parameter comes last in the model is complete first.
     plans.sort(key=lambda plan: -plan[0])
     return [plan for _, plan in plans]
 
 
-def _fill(params: Sequence[ParamIndex], numels: Sequence[NumEl], bucket_numel: NumEl) -> list[list[ParamIndex]]:
+def _fill(
+    params: Sequence[ParamIndex], numels: Sequence[NumEl], bucket_numel: NumEl
+) -> list[list[ParamIndex]]:
     chunks: list[list[ParamIndex]] = []
     filled = 0
     for param in params:

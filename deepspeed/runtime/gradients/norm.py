@@ -1,9 +1,11 @@
-"""Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of one small tensor.
+"""Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of
+one small tensor.
 
-The tensor holds one squared sum per parameter group, as many on every rank as the rank with most groups has, so that norms per
-group cost no collective of their own; with one group it is a scalar. Each logical element counts once: padding is zero, replicas
-over data-, tensor- and pipeline-parallel ranks are left out by the caller's selection, and the number of collectives does not
-depend on how many groups or gradients a rank has.
+The tensor holds one squared sum per parameter group, as many on every rank as the rank with most
+groups has, so that norms per group cost no collective of their own; with one group it is a scalar.
+Each logical element counts once: padding is zero, replicas over data-, tensor- and
+pipeline-parallel ranks are left out by the caller's selection, and the number of collectives does
+not depend on how many groups or gradients a rank has.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ CLIP_EPSILON = 1e-6
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending ranges `[start, end)`, neighbours made one: the norm of a long slice costs one operation."""
+    """Ascending ranges `[start, end)`, neighbours made one: the norm of a long slice costs one
+    operation.
+    """
     found: list[tuple[int, int]] = []
     for start, end in ranges:
         if found and found[-1][1] == start:
@@ -30,15 +34,18 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def local_squared_norm(
-    grads: Iterable[torch.Tensor], device: torch.device, counted_elsewhere: Iterable[torch.Tensor] = ()
+    grads: Iterable[torch.Tensor],
+    device: torch.device,
+    counted_elsewhere: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Sum of squares of all elements, fp32, shape `[1]` on `device`.
 
     Args:
         grads: What counts.
         device: Where the result is wanted.
-        counted_elsewhere: Copies of what another rank counts. They add nothing, but one that is not finite here makes the result
-            NaN: were it only so on this rank, all others would step and this one's parameters would be lost.
+        counted_elsewhere: Copies of what another rank counts. They add nothing, but one that is not
+            finite here makes the result NaN: were it only so on this rank, all others would step
+            and this one's parameters would be lost.
     """
     total = _squared(grads, device)
     others = list(counted_elsewhere)
@@ -53,20 +60,26 @@ def _squared(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
     total = torch.zeros(1, dtype=torch.float32, device=device)
     for tensors in by_device.values():
         # dtype=float32: half-precision inputs would otherwise square and sum in their own dtype.
-        norms = torch.stack([torch.linalg.vector_norm(tensor, 2, dtype=torch.float32) for tensor in tensors])
+        norms = torch.stack(
+            [torch.linalg.vector_norm(tensor, 2, dtype=torch.float32) for tensor in tensors]
+        )
         total += norms.square_().sum().to(device, non_blocking=True)
     return total
 
 
 def reduce_squared_norm(squared: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over the ranks of `group`, in place: the one small collective of a step. No group, no collective."""
+    """Sum over the ranks of `group`, in place: the one small collective of a step. No group, no
+    collective.
+    """
     if group is not None and dist.get_world_size(group=group) > 1:
         dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
     return squared
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """By what a gradient of this (unscaled, finite) norm is multiplied so that the norm is at most `max_norm`; 0 disables."""
+    """By what a gradient of this (unscaled, finite) norm is multiplied so that the norm is at most
+    `max_norm`; 0 disables.
+    """
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))

@@ -1,8 +1,9 @@
 """When a bucket may be launched: pure counting, no torch.
 
-A gradient is ready when its accumulation hook has fired as often as it will in this backward: once for an ordinary parameter,
-more often when reentrant activation checkpointing or shared layers run several autograd tasks. How often is learned in the first
-backward and agreed between ranks, because a rank that launches on another count would issue other collectives.
+A gradient is ready when its accumulation hook has fired as often as it will in this backward: once
+for an ordinary parameter, more often when reentrant activation checkpointing or shared layers run
+several autograd tasks. How often is learned in the first backward and agreed between ranks, because
+a rank that launches on another count would issue other collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ReadinessTracker:
         self.bucket_of = list(bucket_of)
         self.expected = [1] * len(self.bucket_of)
         self.learned = False
-        self.held: frozenset[SlotIndex] = frozenset()  # not complete when their hook fires: their bucket waits for `remaining`
+        # not complete when their hook fires: their bucket waits for `remaining`
+        self.held: frozenset[SlotIndex] = frozenset()
         self._sizes = [0] * num_buckets
         for bucket in self.bucket_of:
             self._sizes[bucket] += 1
@@ -50,8 +52,8 @@ class ReadinessTracker:
     def mark(self, slot: SlotIndex) -> range:
         """A hook fired; returns the buckets to launch now, in order.
 
-        A slot that fires after its bucket was launched is remembered in `late`; its gradient lies in a fresh buffer and is sent
-        at the end of backward.
+        A slot that fires after its bucket was launched is remembered in `late`; its gradient lies
+        in a fresh buffer and is sent at the end of backward.
         """
         self.fired[slot] += 1
         bucket = self.bucket_of[slot]
@@ -72,6 +74,10 @@ class ReadinessTracker:
         return range(first, self._next)
 
     def learn(self, fired: Sequence[int]) -> None:
-        """Expect these counts from now on (at least one each: an unused parameter may be used later)."""
-        self.expected = [max(1, count, known) for count, known in zip(fired, self.expected, strict=True)]
+        """Expect these counts from now on (at least one each: an unused parameter may be used
+        later).
+        """
+        self.expected = [
+            max(1, count, known) for count, known in zip(fired, self.expected, strict=True)
+        ]
         self.learned = True

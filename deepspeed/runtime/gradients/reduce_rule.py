@@ -4,25 +4,31 @@ Derivation. The gradient that the optimizer must see is that of one process with
 
     g = (1/|B|) sum_{s in B} grad l_s = 1/(N*A) sum_{r<N} sum_{a<A} g[r,a]                                      (1)
 
-with N data-parallel ranks, A micro-batches per step, and g[r,a] the mean gradient of one micro-batch. Therefore
+with N data-parallel ranks, A micro-batches per step, and g[r,a] the mean gradient of one
+micro-batch. Therefore
 
-1. *Accumulation*, 1/A. `engine.backward` divides the loss, so that half-precision sums stay in range. A plain `loss.backward()`
-   has no such place; its sum is divided when it is reduced. `accumulation_divisor` is A in that case and 1 in the first.
-2. *World*, 1/N, split around the collective as pre * post:
-   a. `prescale_gradients`: pre = 1/N, post = 1. Smallest partial sums; loses low bits of small half-precision gradients.
-   b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first, divides once.
-3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and not a skipped division, so
-   that a buffer that is averaged twice (a second backward at the boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).
-4. *Several ranks per sequence* (sequence parallelism): N counts them too. Each has the mean over its own part of the tokens, so
-   with equal parts the mean of a sample is the mean of its ranks', and (1) holds over data times sequence parallel ranks.
-5. *Experts*: the gradient of an expert on rank r is already a sum: all-to-all's backward brings the tokens of all E ranks of its
-   expert group, unscaled, each with the gradient of its own rank's mean loss. With e(r) these E ranks and D = N/E ranks that hold
-   the same expert, one of each expert group,
+1. *Accumulation*, 1/A. `engine.backward` divides the loss, so that half-precision sums stay in
+   range. A plain `loss.backward()` has no such place; its sum is divided when it is reduced.
+   `accumulation_divisor` is A in that case and 1 in the first.
+2. *World*, 1/N, split around the collective as pre * post: a. `prescale_gradients`: pre = 1/N, post
+   = 1. Smallest partial sums; loses low bits of small half-precision gradients. b. else, with
+   `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first, divides once.
+3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and
+   not a skipped division, so that a buffer that is averaged twice (a second backward at the
+   boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).
+4. *Several ranks per sequence* (sequence parallelism): N counts them too. Each has the mean over
+   its own part of the tokens, so with equal parts the mean of a sample is the mean of its ranks',
+   and (1) holds over data times sequence parallel ranks.
+5. *Experts*: the gradient of an expert on rank r is already a sum: all-to-all's backward brings the
+   tokens of all E ranks of its expert group, unscaled, each with the gradient of its own rank's
+   mean loss. With e(r) these E ranks and D = N/E ranks that hold the same expert, one of each
+   expert group,
 
        1/N sum_{r<N} g[r] = 1/N sum_{d<D} ( sum_{r in e(d)} g[r] ),
 
-   so the reduction runs over the D ranks and still divides by N: the same rule with another group. (Experts that are spread over
-   T tensor-parallel ranks too: E*D = N*T, the T ranks each send a part of the same tokens, and N is still the number of means.)
+   so the reduction runs over the D ranks and still divides by N: the same rule with another group.
+   (Experts that are spread over T tensor-parallel ranks too: E*D = N*T, the T ranks each send a
+   part of the same tokens, and N is still the number of means.)
 6. *Loss scale*: not here. The step unscales with the scale that the scaler says was used.
 """
 
@@ -44,9 +50,11 @@ class ReduceRule:
     """Scaling of one reduction group; see the module's derivation.
 
     Args:
-        world: N: the number of ranks whose means are averaged, directly or through an expert's all-to-all.
+        world: N: the number of ranks whose means are averaged, directly or through an expert's
+            all-to-all.
         prescale: Divide before the collective.
-        predivide_factor: Part of the division that is done before the collective when `prescale` is off.
+        predivide_factor: Part of the division that is done before the collective when `prescale` is
+            off.
         sum_op: `gradient_allreduce_op` is "sum".
     """
 
@@ -56,7 +64,9 @@ class ReduceRule:
     sum_op: bool = False
 
     def factors(self, accumulation_divisor: float = 1.0) -> ReduceFactors:
-        """Factors for a bucket whose sum over micro-batches still has to be divided by `accumulation_divisor`."""
+        """Factors for a bucket whose sum over micro-batches still has to be divided by
+        `accumulation_divisor`.
+        """
         pre, post = (1.0 / self.world, 1.0) if self.prescale else self._postscale()
         return ReduceFactors(pre, post / accumulation_divisor)
 
@@ -65,5 +75,7 @@ class ReduceRule:
 
     @property
     def step_factor(self) -> float:
-        """What the averaged gradient is multiplied by before it is used: `world` for the sum operation."""
+        """What the averaged gradient is multiplied by before it is used: `world` for the sum
+        operation.
+        """
         return float(self.world) if self.sum_op else 1.0

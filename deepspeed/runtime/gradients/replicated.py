@@ -1,6 +1,8 @@
-"""All-reduce of gradients that every rank keeps whole: stage 0, the fp16 optimizers without ZeRO, BF16_Optimizer.
+"""All-reduce of gradients that every rank keeps whole: stage 0, the fp16 optimizers without ZeRO,
+BF16_Optimizer.
 
-One flat buffer per group; buckets are ranges of it. All buckets are in flight at once and complete before `reduce` returns.
+One flat buffer per group; buckets are ranges of it. All buckets are in flight at once and complete
+before `reduce` returns.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 
 
 class FlatGradients:
-    """Gives each parameter's `.grad` a place in one flat buffer, so that reduction needs no further copies.
+    """Gives each parameter's `.grad` a place in one flat buffer, so that reduction needs no further
+    copies.
 
     Args:
         params: Trainable parameters of one dtype and device.
-        like: A tensor of that dtype and device; None is the first parameter, of which there must then be one.
+        like: A tensor of that dtype and device; None is the first parameter, of which there must
+            then be one.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], like: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], like: torch.Tensor | None = None
+    ) -> None:
         self.params = list(params)
         like = self.params[0] if like is None else like
-        self.flat = torch.zeros(sum(p.numel() for p in self.params), dtype=like.dtype, device=like.device)
+        self.flat = torch.zeros(
+            sum(p.numel() for p in self.params), dtype=like.dtype, device=like.device
+        )
         self.views = []
         start = 0
         for param in self.params:
@@ -33,7 +41,9 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move every gradient into the buffer; an absent one counts as zero. Afterwards `.grad` is the view."""
+        """Move every gradient into the buffer; an absent one counts as zero. Afterwards `.grad` is
+        the view.
+        """
         moved = [(v, p) for v, p in zip(self.views, self.params, strict=True) if p.grad is not v]
         present = [(view, param.grad) for view, param in moved if param.grad is not None]
         if present:
@@ -53,7 +63,8 @@ def all_reduce_flat(
     groups: Iterable[dist.ProcessGroup | None],
     communication_data_type: torch.dtype | None,
 ) -> None:
-    """All-reduce flat buffers in place, `bucket_numel` elements at a time, scaled by the reduce rule.
+    """All-reduce flat buffers in place, `bucket_numel` elements at a time, scaled by the reduce
+    rule.
 
     Args:
         flats: 1-D buffers; every rank passes the same sizes in the same order.
@@ -67,7 +78,11 @@ def all_reduce_flat(
         for chunk in torch.split(flat, max(1, bucket_numel)):
             if chunk.numel() == 0:
                 continue
-            payload = chunk if communication_data_type in (None, chunk.dtype) else chunk.to(communication_data_type)
+            payload = (
+                chunk
+                if communication_data_type in (None, chunk.dtype)
+                else chunk.to(communication_data_type)
+            )
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
             work = dist.all_reduce(payload, group=group, async_op=True)

@@ -1,7 +1,7 @@
 """Where a reduced slice goes: added into the owner's gradient, on the device or on the host.
 
-A sink remembers which buckets were written since the last step, so the first write replaces what an earlier step left behind and no
-pass over memory is spent on zeroing.
+A sink remembers which buckets were written since the last step, so the first write replaces what an
+earlier step left behind and no pass over memory is spent on zeroing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import CommContext, StagingBuffers
 
-# Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice would cost memory of its own,
-# and adding a narrow tensor to a wide one directly takes torch several times as long.
+# Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice
+# would cost memory of its own, and adding a narrow tensor to a wide one directly takes torch
+# several times as long.
 HOST_CHUNK = 1 << 17
-# Elements of one staged copy: bounds page-locked memory, and lets the host add while the rest of a large slice is still on its way.
+# Elements of one staged copy: bounds page-locked memory, and lets the host add while the rest of a
+# large slice is still on its way.
 STAGE_NUMEL = 1 << 22
 
 
-def accumulate(target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool) -> None:
+def accumulate(
+    target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
+) -> None:
     """`target` += factor * sum of `parts`, in the dtype of `target` and in their order.
 
     Args:
@@ -36,12 +40,16 @@ def accumulate(target: torch.Tensor, parts: Sequence[torch.Tensor], factor: floa
     if target.device.type == "cpu" and any(part.dtype != target.dtype for part in parts):
         for start in range(0, target.numel(), HOST_CHUNK):
             chunk = slice(start, start + HOST_CHUNK)
-            _accumulate_all(target[chunk], [part[chunk].to(target.dtype) for part in parts], factor, first)
+            _accumulate_all(
+                target[chunk], [part[chunk].to(target.dtype) for part in parts], factor, first
+            )
     else:
         _accumulate_all(target, parts, factor, first)
 
 
-def _accumulate_all(target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool) -> None:
+def _accumulate_all(
+    target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
+) -> None:
     if first:
         target.copy_(parts[0])
         target.mul_(factor)
@@ -63,7 +71,12 @@ class DeviceSink:
 
     @torch.no_grad()
     def add(
-        self, bucket: int, group: ShardedGroup, segments: tuple[Segment, ...], pieces: list[torch.Tensor], factor: float
+        self,
+        bucket: int,
+        group: ShardedGroup,
+        segments: tuple[Segment, ...],
+        pieces: list[torch.Tensor],
+        factor: float,
     ) -> Any:
         """Gradient of the shard += factor * sum of `pieces`.
 
@@ -75,22 +88,33 @@ class DeviceSink:
             factor: From the reduce rule.
 
         Returns:
-            None if the pieces have been read by what is issued on the current stream; otherwise an event: who overwrites their
-            memory waits for it.
+            None if the pieces have been read by what is issued on the current stream; otherwise an
+            event: who overwrites their memory waits for it.
         """
         first = bucket not in self._written
         self._written.add(bucket)
         return self._add(group.grad, segments, pieces, factor, first)
 
-    def _add(self, grad: torch.Tensor, segments: Sequence[Segment], pieces: list[torch.Tensor], factor: float, first: bool) -> Any:
+    def _add(
+        self,
+        grad: torch.Tensor,
+        segments: Sequence[Segment],
+        pieces: list[torch.Tensor],
+        factor: float,
+        first: bool,
+    ) -> Any:
         start = 0
         for segment in segments:
             target = grad[segment.shard_start : segment.shard_start + segment.numel]
-            self._accumulate(target, [piece[start : start + segment.numel] for piece in pieces], factor, first)
+            self._accumulate(
+                target, [piece[start : start + segment.numel] for piece in pieces], factor, first
+            )
             start += segment.numel
         return None
 
-    def _accumulate(self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
+    def _accumulate(
+        self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool
+    ) -> None:
         accumulate(target, parts, factor, first)
 
     def finish(self) -> None:
@@ -102,7 +126,9 @@ class DeviceSink:
 
 
 class _Staged(NamedTuple):
-    """A part of reduced pieces on its way to the host: what `DeviceSink._add` takes, in buffers that `event` completes."""
+    """A part of reduced pieces on its way to the host: what `DeviceSink._add` takes, in buffers
+    that `event` completes.
+    """
 
     grad: torch.Tensor
     segments: Sequence[Segment]
@@ -113,13 +139,16 @@ class _Staged(NamedTuple):
 
 
 class HostSink(DeviceSink):
-    """The same for gradients offloaded to the host: pieces are copied to page-locked buffers and added by the host.
+    """The same for gradients offloaded to the host: pieces are copied to page-locked buffers and
+    added by the host.
 
-    Copies go on a stream of their own, so neither backward nor the next reduction waits for them. The host adds what has arrived
-    when it comes by with the next bucket, and waits only where all buffers are on their way.
+    Copies go on a stream of their own, so neither backward nor the next reduction waits for them.
+    The host adds what has arrived when it comes by with the next bucket, and waits only where all
+    buffers are on their way.
 
     Args:
-        buffer_count: How many staged parts may be on their way; bounds page-locked memory (`offload_optimizer.buffer_count`).
+        buffer_count: How many staged parts may be on their way; bounds page-locked memory
+            (`offload_optimizer.buffer_count`).
     """
 
     def __init__(self, buffer_count: int) -> None:
@@ -129,14 +158,23 @@ class HostSink(DeviceSink):
         self._copies = CommContext(overlap=True, name="gradient offload stream")
         self._in_flight: deque[_Staged] = deque()
 
-    def _add(self, grad: torch.Tensor, segments: Sequence[Segment], pieces: list[torch.Tensor], factor: float, first: bool) -> Any:
+    def _add(
+        self,
+        grad: torch.Tensor,
+        segments: Sequence[Segment],
+        pieces: list[torch.Tensor],
+        factor: float,
+        first: bool,
+    ) -> Any:
         if get_accelerator().on_accelerator(grad):
             return super()._add(grad, segments, pieces, factor, first)
         # The pieces are complete after what is issued on the stream that adds them.
         self._copies.wait_for([self._copies.current_stream()])
         event = None
         for start in range(0, pieces[0].numel(), STAGE_NUMEL):
-            while self._in_flight and (len(self._in_flight) >= self._buffer_count or self._in_flight[0].event.query()):
+            while self._in_flight and (
+                len(self._in_flight) >= self._buffer_count or self._in_flight[0].event.query()
+            ):
                 self._land()
             parts = [piece[start : start + STAGE_NUMEL] for piece in pieces]
             buffers, event = self._stage(parts)
@@ -145,12 +183,15 @@ class HostSink(DeviceSink):
         return event
 
     def _stage(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Start copying `parts` to the host; returns the copies and the event after which they are there."""
+        """Start copying `parts` to the host; returns the copies and the event after which they are
+        there.
+        """
         buffers = [self._buffers.take(part.numel(), part.dtype) for part in parts]
         with self._copies.on_reduction_stream():
             for host, part in zip(buffers, parts, strict=True):
                 host[: part.numel()].copy_(part, non_blocking=True)
-            # The copies are only ordered on the device; the host may read `buffers` once this event has passed.
+            # The copies are only ordered on the device; the host may read `buffers` once this event
+            # has passed.
             event = get_accelerator().Event()
             event.record(get_accelerator().current_stream())
         self._copies.keep_alive(parts)
@@ -175,7 +216,8 @@ class HostSink(DeviceSink):
         while self._in_flight:
             staged = self._in_flight.popleft()
             for buffer in staged.buffers:
-                # What still arrives in it comes before whatever is copied to it next, on the same stream.
+                # What still arrives in it comes before whatever is copied to it next, on the same
+                # stream.
                 self._buffers.give_back(buffer)
         super().clear()
 
@@ -188,6 +230,8 @@ def _cut(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
         first, last = max(begin, position), min(end, position + segment.numel)
         if first < last:
             skipped = first - position
-            found.append(Segment(segment.bucket_start + skipped, segment.shard_start + skipped, last - first))
+            found.append(
+                Segment(segment.bucket_start + skipped, segment.shard_start + skipped, last - first)
+            )
         position += segment.numel
     return found

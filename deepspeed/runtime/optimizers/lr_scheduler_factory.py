@@ -1,4 +1,6 @@
-"""Builds the engine's learning-rate schedule from what the client gave or the configuration names."""
+"""Builds the engine's learning-rate schedule from what the client gave or the configuration
+names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 
-def build_lr_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+def build_lr_scheduler(
+    config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None
+) -> Any:
     """The schedule, or None.
 
     Args:
@@ -27,14 +31,20 @@ def build_lr_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.op
     block = config.tree.scheduler
     if block is None or block.type is None or optimizer is None:
         return None
-    cls = getattr(lr_schedules, block.type, None) if block.type in lr_schedules.VALID_LR_SCHEDULES else None
+    cls = (
+        getattr(lr_schedules, block.type, None)
+        if block.type in lr_schedules.VALID_LR_SCHEDULES
+        else None
+    )
     cls = cls or getattr(torch.optim.lr_scheduler, block.type, None)
     if cls is None:
         raise DeepSpeedConfigError(
-            f"scheduler.type: {block.type!r} is unknown; use {', '.join(lr_schedules.VALID_LR_SCHEDULES)} or a class of "
-            "torch.optim.lr_scheduler"
+            f"scheduler.type: {block.type!r} is unknown; use "
+            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)} or a class of torch.optim.lr_scheduler"
         )
     try:
         return cls(optimizer, **block.params)
     except TypeError as error:
-        raise DeepSpeedConfigError(f"scheduler.params: {cls.__name__} does not take them: {error}") from error
+        raise DeepSpeedConfigError(
+            f"scheduler.params: {cls.__name__} does not take them: {error}"
+        ) from error

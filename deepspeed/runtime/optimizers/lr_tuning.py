@@ -1,6 +1,7 @@
 """Command-line arguments that describe a learning-rate schedule, and what they make.
 
-Owns the names of the schedules and of their parameters. The schedules themselves are ``lr_schedules``.
+Owns the names of the schedules and of their parameters. The schedules themselves are
+``lr_schedules``.
 """
 
 from __future__ import annotations
@@ -72,11 +73,23 @@ COSINE_ARGUMENTS: Arguments = {
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments of all schedules to ``parser`` and return it."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument("--lr_schedule", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
-    for arguments in (RANGE_TEST_ARGUMENTS, ONE_CYCLE_ARGUMENTS, WARMUP_ARGUMENTS, COSINE_ARGUMENTS):
+    group.add_argument(
+        "--lr_schedule", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}"
+    )
+    for arguments in (
+        RANGE_TEST_ARGUMENTS,
+        ONE_CYCLE_ARGUMENTS,
+        WARMUP_ARGUMENTS,
+        COSINE_ARGUMENTS,
+    ):
         for name, (kind, default, text) in arguments.items():
             group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    group.add_argument("--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum (its default anyway)")
+    group.add_argument(
+        "--cycle_momentum",
+        default=False,
+        action="store_true",
+        help="OneCycle: cycle momentum (its default anyway)",
+    )
     return parser
 
 

@@ -1,7 +1,9 @@
-"""Master weights: a step sequence around a torch optimizer that updates flat fp32 shards instead of the model's parameters.
+"""Master weights: a step sequence around a torch optimizer that updates flat fp32 shards instead of
+the model's parameters.
 
-Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters, moments and gradients of its own.
-How gradients get there is the business of the optimizers that derive from `MasterWeightOptimizer`.
+Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters,
+moments and gradients of its own. How gradients get there is the business of the optimizers that
+derive from `MasterWeightOptimizer`.
 """
 
 from __future__ import annotations
@@ -39,26 +41,31 @@ class ParamLink(NamedTuple):
     param_index: int
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved module does not take the optimizer and its process groups along."""
+        """Pickled as None: a saved module does not take the optimizer and its process groups
+        along.
+        """
         return type(None), ()
 
 
 def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
-    """Reads the owned gradient at the time of the call: its buffer is made late and may be replaced."""
+    """Reads the owned gradient at the time of the call: its buffer is made late and may be
+    replaced.
+    """
     return lambda: group.grad[start : start + numel]
 
 
 class MasterWeightOptimizer(StepSequence):
     """fp32 master weights in flat groups around a torch optimizer.
 
-    Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params` become the owned flat master
-    shard, or one master per parameter if `per_param` is set (optimizers that need shapes).
+    Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params`
+    become the owned flat master shard, or one master per parameter if `per_param` is set
+    (optimizers that need shapes).
 
     Args:
         init_optimizer: Optimizer over model parameters; frozen ones are left out.
         param_names: Name of each parameter, in model order.
-        shard_group: Ranks that share one copy of the dense masters; None if every rank owns everything. Experts are then shared by
-            the ranks that hold the same ones.
+        shard_group: Ranks that share one copy of the dense masters; None if every rank owns
+            everything. Experts are then shared by the ranks that hold the same ones.
         master_dtype: Dtype of masters and optimizer state.
         grad_dtype: Dtype in which owned gradients are accumulated.
         offload: Offload settings of the optimizer state, if on.
@@ -74,7 +81,8 @@ class MasterWeightOptimizer(StepSequence):
         shard_rank: This rank's place among them.
     """
 
-    accumulator: LocalAccumulator | None  # sum of micro-batches in a dtype of its own, if there is one
+    # sum of micro-batches in a dtype of its own, if there is one
+    accumulator: LocalAccumulator | None
     communication_data_type: torch.dtype | None
 
     def __init__(
@@ -111,7 +119,9 @@ class MasterWeightOptimizer(StepSequence):
             group = self._build_group(param_group, master_dtype, grad_dtype)
             self.groups.append(group)
             fallback = len(registration)
-            self.registration.append([registration.get(p, fallback + i) for i, p in enumerate(group.params)])
+            self.registration.append(
+                [registration.get(p, fallback + i) for i, p in enumerate(group.params)]
+            )
             self._hand_to_optimizer(param_group, group, per_param)
         self._per_param = per_param
         self._link_params()
@@ -119,20 +129,26 @@ class MasterWeightOptimizer(StepSequence):
 
     # Construction
 
-    def _build_group(self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype) -> ShardedGroup:
+    def _build_group(
+        self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> ShardedGroup:
         params = [param for param in param_group["params"] if param.requires_grad]
         expert_group = expert_group_of_all(params)
         replicas = self._replicas(expert_group)
-        # Experts are on fewer ranks than dense parameters, so their state has fewer and larger shards.
-        shard_group = self.shard_group if expert_group is None or self.shard_group is None else replicas
+        # Experts are on fewer ranks than dense parameters, so their state has fewer and larger
+        # shards.
+        shard_group = (
+            self.shard_group if expert_group is None or self.shard_group is None else replicas
+        )
         num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         if self._round_robin:
             params = [params[i] for i in round_robin_order(len(params), num_shards)]
         dtypes = sorted({str(param.dtype) for param in params})
         if len(dtypes) > 1:
             raise ValueError(
-                f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): cast the model to one dtype, "
-                "or enable bf16/fp16 in the configuration so that the engine does"
+                f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): "
+                "cast the model to one dtype, or enable bf16/fp16 in the configuration so that the "
+                "engine does"
             )
         alignment = SHARD_ALIGNMENT if shard_group is not None else 1
         table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
@@ -153,7 +169,9 @@ class MasterWeightOptimizer(StepSequence):
         )
 
     @staticmethod
-    def _hand_to_optimizer(param_group: dict[str, Any], group: ShardedGroup, per_param: bool) -> None:
+    def _hand_to_optimizer(
+        param_group: dict[str, Any], group: ShardedGroup, per_param: bool
+    ) -> None:
         if per_param:
             group.masters = [nn.Parameter(view) for view in group.param_views(group.master)]
         param_group["params"] = group.masters
@@ -183,21 +201,33 @@ class MasterWeightOptimizer(StepSequence):
     # Norm
 
     def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
-        """The owned gradients of a group that count in the norm on this rank, or those that another rank counts."""
+        """The owned gradients of a group that count in the norm on this rank, or those that another
+        rank counts.
+        """
         group = self.groups[group_index]
         if self._counts_in_norm is None:
             return [group.grad] if counted else []
         key = (group_index, counted)
         if key not in self._grad_slices:
             owned = group.table.of_shard(group.shard_rank)
-            chosen = (fragment for fragment in owned if self._counts_in_norm(group.params[fragment.param]) is counted)
-            ranges = joined((fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in chosen)
+            chosen = (
+                fragment
+                for fragment in owned
+                if self._counts_in_norm(group.params[fragment.param]) is counted
+            )
+            ranges = joined(
+                (fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in chosen
+            )
             self._grad_slices[key] = [slice(start, end) for start, end in ranges]
         return [group.grad[part] for part in self._grad_slices[key]]
 
     def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
-        """Sum of squares of a group's owned gradients that count here, fp32, shape `[1]`, on `device`; no communication."""
-        return local_squared_norm(self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False))
+        """Sum of squares of a group's owned gradients that count here, fp32, shape `[1]`, on
+        `device`; no communication.
+        """
+        return local_squared_norm(
+            self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False)
+        )
 
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class: local squared sums of all groups, then one reduction of them all."""
@@ -246,7 +276,9 @@ class MasterWeightOptimizer(StepSequence):
         """Of each group; made late, when the groups have their final buffers."""
         if len(self._made_publishers) != len(self.groups):
             by_broadcast = not self.allgather_partitions
-            self._made_publishers = [Publisher(group, self.allgather_bucket_size, by_broadcast) for group in self.groups]
+            self._made_publishers = [
+                Publisher(group, self.allgather_bucket_size, by_broadcast) for group in self.groups
+            ]
         return self._made_publishers
 
     # Reading
@@ -269,17 +301,29 @@ class MasterWeightOptimizer(StepSequence):
         for group in self.groups:
             for index, param in enumerate(group.params):
                 for fragment in group.table.of_param(index):
-                    read = _reader(group, fragment.shard_start, fragment.numel) if fragment.shard == group.shard_rank else None
-                    pieces.append(GradientPiece(param, fragment.param_start, fragment.numel, read, self._sums_in(param)))
+                    read = (
+                        _reader(group, fragment.shard_start, fragment.numel)
+                        if fragment.shard == group.shard_rank
+                        else None
+                    )
+                    pieces.append(
+                        GradientPiece(
+                            param, fragment.param_start, fragment.numel, read, self._sums_in(param)
+                        )
+                    )
         return pieces
 
     def _sums_in(self, param: nn.Parameter) -> torch.dtype:
         """The narrowest dtype that a sum of this parameter's gradients passes through."""
         local = param.dtype if self.accumulator is None else self.accumulator.flats[0].dtype
-        return max((local, self._travels_in(param, local)), key=lambda dtype: torch.finfo(dtype).eps)
+        return max(
+            (local, self._travels_in(param, local)), key=lambda dtype: torch.finfo(dtype).eps
+        )
 
     def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
-        """The dtype of this parameter's gradient during reduction; `local` is that of its sum on this rank."""
+        """The dtype of this parameter's gradient during reduction; `local` is that of its sum on
+        this rank.
+        """
         return self.communication_data_type or local
 
     @property
@@ -289,17 +333,23 @@ class MasterWeightOptimizer(StepSequence):
 
     @property
     def read_factor(self) -> float:
-        """By what the accumulated gradient is multiplied to be the one that the optimizer will see (before clipping)."""
+        """By what the accumulated gradient is multiplied to be the one that the optimizer will see
+        (before clipping).
+        """
         return self.reduce_rule.step_factor / (self._step_divisor * self.loss_scale)
 
-    def gather_full(self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole tensors of several parameters from their owners, with one collective per process group that shares them.
+    def gather_full(
+        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Whole tensors of several parameters from their owners, with one collective per process
+        group that shares them.
 
         All ranks that hold the parameters must call it alike.
 
         Args:
             links: Group and index of each parameter.
-            shards: For each group, this rank's shard of the wanted quantity (master, moment or gradient).
+            shards: For each group, this rank's shard of the wanted quantity (master, moment or
+                gradient).
 
         Returns:
             fp32 tensors in the parameters' shapes, on the model's device.
@@ -309,7 +359,9 @@ class MasterWeightOptimizer(StepSequence):
             by_group.setdefault(self.groups[group].process_group, []).append(position)
         values: dict[int, torch.Tensor] = {}
         for process_group, positions in by_group.items():
-            pieces = self._gather_from([links[position] for position in positions], shards, process_group)
+            pieces = self._gather_from(
+                [links[position] for position in positions], shards, process_group
+            )
             values.update(zip(positions, pieces, strict=True))
         return [values[position] for position in range(len(links))]
 
@@ -322,8 +374,12 @@ class MasterWeightOptimizer(StepSequence):
         for (group, index), numel in zip(links, numels, strict=True):
             for fragment in self.groups[group].table.of_param(index):
                 if fragment.shard == self.groups[group].shard_rank:
-                    piece = shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
-                    flat[start + fragment.param_start : start + fragment.param_start + fragment.numel].copy_(piece)
+                    piece = shards[group][
+                        fragment.shard_start : fragment.shard_start + fragment.numel
+                    ]
+                    flat[
+                        start + fragment.param_start : start + fragment.param_start + fragment.numel
+                    ].copy_(piece)
             start += numel
         # Every element is non-zero on its owner at most, so the sum is exact.
         if process_group is not None:

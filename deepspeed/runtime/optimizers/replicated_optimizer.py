@@ -1,6 +1,7 @@
 """Stage 0 without master weights: the client's own optimizer over the model's own parameters.
 
-The engine hands the client its optimizer back unwrapped; this object runs the same step sequence as all other optimizers around it:
+The engine hands the client its optimizer back unwrapped; this object runs the same step sequence as
+all other optimizers around it:
 average, norm, non-finite check, clip, step.
 """
 
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class ReplicatedLink(NamedTuple):
-    """How `deepspeed.utils.safe_get_full_grad` finds what is left to be divided; set as `param._ds_replicated_by`."""
+    """How `deepspeed.utils.safe_get_full_grad` finds what is left to be divided; set as
+    `param._ds_replicated_by`.
+    """
 
     optimizer: ReplicatedOptimizer
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved module does not take the optimizer and its process groups along."""
+        """Pickled as None: a saved module does not take the optimizer and its process groups
+        along.
+        """
         return type(None), ()
 
 
@@ -72,7 +77,10 @@ class ReplicatedOptimizer(StepSequence):
         self.communication_data_type = communication_data_type
         self._families = self._sort_out()
         self.gradients = [FlatGradients(params) for params in self._families.values()]
-        self._counted, self._counted_elsewhere = self._parts(counted=True), self._parts(counted=False)
+        self._counted, self._counted_elsewhere = (
+            self._parts(counted=True),
+            self._parts(counted=False),
+        )
         for gradients in self.gradients:
             for param in gradients.params:
                 param._ds_replicated_by = ReplicatedLink(self)  # type: ignore[attr-defined]  # the link is dynamic
@@ -82,20 +90,30 @@ class ReplicatedOptimizer(StepSequence):
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    families.setdefault(Family(param.dtype, param.device, expert_group_of(param)), []).append(param)
+                    families.setdefault(
+                        Family(param.dtype, param.device, expert_group_of(param)), []
+                    ).append(param)
         return families
 
     def _parts(self, counted: bool) -> list[list[torch.Tensor]]:
-        """For each parameter group, the parts of the flat buffers that this rank counts in the norm, or another rank."""
+        """For each parameter group, the parts of the flat buffers that this rank counts in the
+        norm, or another rank.
+        """
         counts = self._counts_in_norm or (lambda param: True)
         found = []
         for group in self.optimizer.param_groups:
             own = {param for param in group["params"] if counts(param) is counted}
             parts = []
             for gradients in self.gradients:
-                views = [view for view, param in zip(gradients.views, gradients.params, strict=True) if param in own]
+                views = [
+                    view
+                    for view, param in zip(gradients.views, gradients.params, strict=True)
+                    if param in own
+                ]
                 starts = [int(view.storage_offset()) for view in views]
-                ranges = joined((start, start + view.numel()) for start, view in zip(starts, views, strict=True))
+                ranges = joined(
+                    (start, start + view.numel()) for start, view in zip(starts, views, strict=True)
+                )
                 parts += [gradients.flat[start:end] for start, end in ranges]
             found.append(parts)
         return found
@@ -106,7 +124,9 @@ class ReplicatedOptimizer(StepSequence):
 
     @property
     def read_factor(self) -> float:
-        """By what `param.grad` is multiplied to be what the optimizer will see (before clipping)."""
+        """By what `param.grad` is multiplied to be what the optimizer will see (before
+        clipping).
+        """
         return self.reduce_rule.step_factor / self._step_divisor
 
     def reduce_gradients(self) -> None:
@@ -117,15 +137,25 @@ class ReplicatedOptimizer(StepSequence):
             gradients.collect()
         flats = [gradients.flat for gradients in self.gradients]
         replicas = [self._replicas(family.expert_group) for family in self._families]
-        all_reduce_flat(flats, self.reduce_bucket_size, self.reduce_rule.factors(), replicas, self.communication_data_type)
+        all_reduce_flat(
+            flats,
+            self.reduce_bucket_size,
+            self.reduce_rule.factors(),
+            replicas,
+            self.communication_data_type,
+        )
         super()._settle(self.read_factor)
 
     def _settle(self, factor: float) -> None:
-        """See base class: settled after the reduction already, because clients may clip `param.grad` themselves before the step."""
+        """See base class: settled after the reduction already, because clients may clip
+        `param.grad` themselves before the step.
+        """
 
     def backward_prologue(self) -> None:
         """See base class."""
-        if self.ledger is not None and all(param.grad is None for gradients in self.gradients for param in gradients.params):
+        if self.ledger is not None and all(
+            param.grad is None for gradients in self.gradients for param in gradients.params
+        ):
             # The client has its own optimizer in hand, whose zero_grad() tells nobody.
             self.ledger.forget_contributions()
 
@@ -147,7 +177,9 @@ class ReplicatedOptimizer(StepSequence):
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
-        for index, (own, others) in enumerate(zip(self._counted, self._counted_elsewhere, strict=True)):
+        for index, (own, others) in enumerate(
+            zip(self._counted, self._counted_elsewhere, strict=True)
+        ):
             squares[index] += local_squared_norm(own, self.device, others).squeeze()
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
@@ -166,7 +198,9 @@ class ReplicatedOptimizer(StepSequence):
         super().zero_grad(set_to_none)
 
     def destroy(self) -> None:
-        """See base class: the client's optimizer and parameters stay, without gradients and without a way back to here."""
+        """See base class: the client's optimizer and parameters stay, without gradients and without
+        a way back to here.
+        """
         for gradients in self.gradients:
             for param in gradients.params:
                 param.grad = None

@@ -1,8 +1,9 @@
 """The order of an optimizer step, the same for every stage and precision: `StepSequence`.
 
-Finish gradients -> norm and non-finite check -> scaler decision -> skip, or unscale and clip -> update -> clear. Stages differ in
-who owns which shard, where gradients are reduced to and when; that is in their own files. Master weights over sharded groups, which
-most of them have, are in `master_weights`.
+Finish gradients -> norm and non-finite check -> scaler decision -> skip, or unscale and clip ->
+update -> clear. Stages differ in who owns which shard, where gradients are reduced to and when;
+that is in their own files. Master weights over sharded groups, which most of them have, are in
+`master_weights`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         reduce_rule: Who knows by what gradients are scaled.
         loss_scaler: State machine of the loss scale; static 1 when no scaling is needed.
         check_grad_overflow: Skip steps whose gradient is not finite.
-        dp_process_group: Ranks that hold the same dense parameters and average their gradients; None is the world.
+        dp_process_group: Ranks that hold the same dense parameters and average their gradients;
+            None is the world.
         expert_data_parallel_group: By `param.group_name`, the ranks that hold the same experts.
-        norm_group: Ranks over which squared sums are added for the norm; None: this rank counts everything itself.
-        counts_in_norm: Whether this rank counts a parameter in the norm (False for a replica that another rank counts).
-        num_norm_groups: Length of the norm's tensor, the same on all ranks; None: the number of parameter groups here.
+        norm_group: Ranks over which squared sums are added for the norm; None: this rank counts
+            everything itself.
+        counts_in_norm: Whether this rank counts a parameter in the norm (False for a replica that
+            another rank counts).
+        num_norm_groups: Length of the norm's tensor, the same on all ranks; None: the number of
+            parameter groups here.
         device: Device of the model, for a rank that has no trainable parameter to ask.
-        allow_empty: Other ranks hold other parts of the model, so this one may have no trainable parameter.
+        allow_empty: Other ranks hold other parts of the model, so this one may have no trainable
+            parameter.
 
     Raises:
         ValueError: If there is no trainable parameter and `allow_empty` is not set.
@@ -72,9 +78,13 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         params = [p for group in init_optimizer.param_groups for p in group["params"]]
         trainable = next((param for param in params if param.requires_grad), None)
         if trainable is None and not allow_empty:
-            raise ValueError("the optimizer has no trainable parameter: check requires_grad and model_parameters")
+            raise ValueError(
+                "the optimizer has no trainable parameter: check requires_grad and model_parameters"
+            )
         self.device = trainable.device if trainable is not None else device or torch.device("cpu")
-        self.dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.dp_process_group = (
+            dp_process_group if dp_process_group is not None else dist.get_world_group()
+        )
         self.expert_data_parallel_group = dict(expert_data_parallel_group or {})
         self.norm_group = norm_group
         self.num_norm_groups = num_norm_groups or len(init_optimizer.param_groups)
@@ -86,10 +96,12 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.check_grad_overflow = check_grad_overflow
         self.overflow = False
         self._grad_norm: float | torch.Tensor | None = None
-        self._group_squares: torch.Tensor | None = None  # reduced, `[num_norm_groups]`, of the gradient as accumulated
+        # reduced, `[num_norm_groups]`, of the gradient as accumulated
+        self._group_squares: torch.Tensor | None = None
         self._group_norm_factor = 1.0
         self._frozen = [param for param in params if not param.requires_grad]
-        self.accumulation_divisor = 1.0  # set by the engine: what a plain loss.backward() has left undivided
+        # set by the engine: what a plain loss.backward() has left undivided
+        self.accumulation_divisor = 1.0
         self.ledger: GradientLedger | None = None  # set by whoever wants contributions checked
 
     # Gradients: what a stage provides
@@ -98,7 +110,9 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         """Before the first gradient of a backward."""
 
     def backward_epilogue(self) -> None:
-        """After the last gradient of a backward, before any reduction: accumulate what is not accumulated yet."""
+        """After the last gradient of a backward, before any reduction: accumulate what is not
+        accumulated yet.
+        """
 
     @abstractmethod
     def reduce_gradients(self) -> None:
@@ -111,43 +125,56 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         """Return when all reductions are complete."""
 
     def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """This rank's sum of `param`'s gradients over micro-batches before any reduction, made zero if there is none.
+        """This rank's sum of `param`'s gradients over micro-batches before any reduction, made zero
+        if there is none.
 
-        Complete and writable between `backward_epilogue` and `reduce_gradients`: who adds to it what other ranks have (a parameter
-        that pipeline stages share) must have said so with `hold`.
+        Complete and writable between `backward_epilogue` and `reduce_gradients`: who adds to it
+        what other ranks have (a parameter that pipeline stages share) must have said so with
+        `hold`.
 
         Raises:
             ValueError: If the parameter is frozen.
         """
         if not param.requires_grad:
-            raise ValueError(f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient")
+            raise ValueError(
+                f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient"
+            )
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         return param.grad
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients of `params` only in `reduce_gradients`: they are not complete when their hooks fire.
+        """Reduce the gradients of `params` only in `reduce_gradients`: they are not complete when
+        their hooks fire.
 
-        An optimizer that reduces nothing from hooks has nothing to do. Called on all data-parallel ranks alike, before training.
+        An optimizer that reduces nothing from hooks has nothing to do. Called on all data-parallel
+        ranks alike, before training.
         """
 
     def _replicas(self, expert_group: str | None) -> Any:
-        """The ranks that average the gradients of dense parameters (None), or of the experts of this group name."""
+        """The ranks that average the gradients of dense parameters (None), or of the experts of
+        this group name.
+        """
         if expert_group is None:
             return self.dp_process_group
         if expert_group not in self.expert_data_parallel_group:
             raise ValueError(
-                f"experts of group {expert_group!r}: expert_data_parallel_group knows {sorted(self.expert_data_parallel_group)}; "
-                "make the groups first (deepspeed.moe.layer.MoE.set_deepspeed_parallelism, or deepspeed.initialize does)"
+                f"experts of group {expert_group!r}: expert_data_parallel_group knows "
+                f"{sorted(self.expert_data_parallel_group)}; make the groups first "
+                "(deepspeed.moe.layer.MoE.set_deepspeed_parallelism, or deepspeed.initialize does)"
             )
         return self.expert_data_parallel_group[expert_group]
 
     @abstractmethod
     def scaled_global_norm(self) -> torch.Tensor:
-        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape `[1]`."""
+        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape
+        `[1]`.
+        """
 
     def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
-        """The norm from reduced squared sums per group, `[num_norm_groups]`, which are kept for `group_grad_norms`."""
+        """The norm from reduced squared sums per group, `[num_norm_groups]`, which are kept for
+        `group_grad_norms`.
+        """
         self._group_squares = squares
         return squares.sum(0, keepdim=True).sqrt_()
 
@@ -163,10 +190,14 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     @abstractmethod
     def gradient_pieces(self) -> list[GradientPiece]:
-        """Where reduced gradients lie, for the ledger: all pieces of all parameters, in an order that is the same on all ranks."""
+        """Where reduced gradients lie, for the ledger: all pieces of all parameters, in an order
+        that is the same on all ranks.
+        """
 
     def _settle(self, factor: float) -> None:
-        """Have the gradients checked that the update is about to multiply by `factor` and the clipping factor."""
+        """Have the gradients checked that the update is about to multiply by `factor` and the
+        clipping factor.
+        """
         if self.ledger is not None:
             self.ledger.settle(factor)
 
@@ -179,15 +210,22 @@ class StepSequence(DeepSpeedOptimizer, ABC):
             ValueError: If a closure is given; it would run forward and backward outside the engine.
         """
         if closure is not None:
-            raise ValueError("step(closure) is not supported: run forward and backward through the engine, then call step()")
+            raise ValueError(
+                "step(closure) is not supported: run forward and backward through the engine, then "
+                "call step()"
+            )
         self._refuse_unfrozen()
         self.finish_gradients()
         step_factor = self.reduce_rule.step_factor / self._step_divisor
         norm = self.scaled_global_norm() * step_factor
-        # The host needs the norm only to decide something; otherwise it stays on the device and nothing waits.
+        # The host needs the norm only to decide something; otherwise it stays on the device and
+        # nothing waits.
         host_norm = norm.item() if self.check_grad_overflow or self.clip_grad > 0 else None
-        self.overflow = self.check_grad_overflow and host_norm is not None and not math.isfinite(host_norm)
-        # The scale that these gradients carry; the scaler may already have moved on when this returns.
+        self.overflow = (
+            self.check_grad_overflow and host_norm is not None and not math.isfinite(host_norm)
+        )
+        # The scale that these gradients carry; the scaler may already have moved on when this
+        # returns.
         scale = self._used_scale()
         self._group_norm_factor = step_factor / scale
         self._grad_norm = norm.squeeze() / scale if host_norm is None else host_norm / scale
@@ -200,12 +238,15 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.zero_grad()
 
     def _refuse_unfrozen(self) -> None:
-        """A parameter unfrozen after construction is in no bucket: ranks would train it apart without a word."""
+        """A parameter unfrozen after construction is in no bucket: ranks would train it apart
+        without a word.
+        """
         unfrozen = sum(param.requires_grad for param in self._frozen)
         if unfrozen:
             raise RuntimeError(
-                f"{unfrozen} parameters that were frozen when the engine was made require a gradient now; their gradients would "
-                "not be reduced. Make a new engine (deepspeed.initialize) after unfreezing, or freeze them again"
+                f"{unfrozen} parameters that were frozen when the engine was made require a "
+                "gradient now; their gradients would not be reduced. Make a new engine "
+                "(deepspeed.initialize) after unfreezing, or freeze them again"
             )
 
     def _used_scale(self) -> float:
@@ -213,16 +254,23 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     def _report_skip(self, scale: float) -> None:
         new_scale = self.loss_scaler.loss_scale
-        detail = f"loss scale {scale:g} -> {new_scale:g}" if scale != new_scale or scale != 1.0 else "no loss scaling"
-        message = f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are unchanged"
+        detail = (
+            f"loss scale {scale:g} -> {new_scale:g}"
+            if scale != new_scale or scale != 1.0
+            else "no loss scaling"
+        )
+        message = (
+            f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are "
+            "unchanged"
+        )
         log_dist(message, ranks=[0], level=logging.WARNING)
 
     @property
     def _step_divisor(self) -> float:
         """What is left of `accumulation_divisor` to be divided by at the step.
 
-        Gradients that live in `param.grad` are divided here: their buffer is averaged again by a second backward at the boundary,
-        and a division per average would count twice.
+        Gradients that live in `param.grad` are divided here: their buffer is averaged again by a
+        second backward at the boundary, and a division per average would count twice.
         """
         return 1.0
 
@@ -230,15 +278,18 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     @property
     def global_grad_norm(self) -> float | torch.Tensor | None:
-        """Norm of the last step's gradient, unscaled and before clipping; None before the first step."""
+        """Norm of the last step's gradient, unscaled and before clipping; None before the first
+        step.
+        """
         return self._grad_norm
 
     @property
     def group_grad_norms(self) -> list[float] | None:
-        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits for the device.
+        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits
+        for the device.
 
-        Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the norm over the `i`-th groups of
-        all that have one, the same on every rank.
+        Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the
+        norm over the `i`-th groups of all that have one, the same on every rank.
         """
         if self._group_squares is None:
             return None
@@ -289,11 +340,15 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     def scale_if_loss(self, value: Any) -> Any:
         """`value` times the loss scale if it is a loss (a floating tensor with a graph)."""
-        is_loss = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+        is_loss = (
+            isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+        )
         return value * self.loss_scale if is_loss and self.needs_scaler() else value
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the accumulation steps."""
+        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the
+        accumulation steps.
+        """
         self.scale_if_loss(loss.float()).backward(**kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:

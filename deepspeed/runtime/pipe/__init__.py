@@ -1,4 +1,6 @@
-"""Pipeline parallelism: topology, modules cut into stages, schedules, messages between stages, and the engine that runs them."""
+"""Pipeline parallelism: topology, modules cut into stages, schedules, messages between stages, and
+the engine that runs them.
+"""
 
 from deepspeed._lazy import lazy_attributes
 

@@ -18,8 +18,9 @@ class PipeBufferError(RuntimeError):
 class PipeBuffer:
     """One micro-batch in one model chunk.
 
-    Outputs are kept only until they are sent; what backward needs is where it starts in the graph and what gradients will come. The
-    activations' memory is then the graph's and the channel's, not held a third time.
+    Outputs are kept only until they are sent; what backward needs is where it starts in the graph
+    and what gradients will come. The activations' memory is then the graph's and the channel's, not
+    held a third time.
 
     Attributes:
         inputs: What the chunk computes from.
@@ -55,7 +56,8 @@ class PipeBuffer:
         """
         if self._is_filled:
             raise PipeBufferError(
-                "a micro-batch arrives in a pipeline buffer whose last one is not done: the schedule reuses it early"
+                "a micro-batch arrives in a pipeline buffer whose last one is not done: the "
+                "schedule reuses it early"
             )
         self.inputs = inputs
         self._is_filled = True
@@ -67,14 +69,19 @@ class PipeBuffer:
             PipeBufferError: If nothing did.
         """
         if not self._is_filled:
-            raise PipeBufferError("forward from an empty pipeline buffer: the schedule has no load or receive before it")
+            raise PipeBufferError(
+                "forward from an empty pipeline buffer: the schedule has no load or receive before "
+                "it"
+            )
         return self.inputs
 
     def keep_roots(self, outputs: Any) -> None:
         """Remember where backward will start from `outputs`."""
         required = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         self.roots = [get_gradient_edge(tensor) for tensor in required]
-        self.likes = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in required]
+        self.likes = [
+            torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in required
+        ]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -82,5 +89,9 @@ class PipeBuffer:
         return [tensor for tensor in tensors_in(self.inputs) if tensor.requires_grad]
 
     def input_grads(self) -> tuple[torch.Tensor, ...]:
-        """Gradient of each leaf, zeros where the outputs do not depend on it: the stage before expects one message in any case."""
-        return tuple(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves)
+        """Gradient of each leaf, zeros where the outputs do not depend on it: the stage before
+        expects one message in any case.
+        """
+        return tuple(
+            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves
+        )

@@ -1,11 +1,12 @@
 """`Channel`: one direction of messages between two pipeline ranks, first in first out.
 
-How a value becomes bytes is `wire`'s, how sent memory is kept alive `outbox`'s, what ends a wait for a failed rank `failure`'s.
+How a value becomes bytes is `wire`'s, how sent memory is kept alive `outbox`'s, what ends a wait
+for a failed rank `failure`'s.
 
-[Note: what travels]
-``send`` and ``recv``: a description and pieces. Static channels describe their first message only; both ends remember it, so
-later messages are received ahead of need and cost no description. Dynamic channels describe each, in a transfer of fixed size.
-``send_like`` and ``recv_like``: pieces only, since the receiver knows what gradients look like.
+[Note: what travels] ``send`` and ``recv``: a description and pieces. Static channels describe their
+first message only; both ends remember it, so later messages are received ahead of need and cost no
+description. Dynamic channels describe each, in a transfer of fixed size. ``send_like`` and
+``recv_like``: pieces only, since the receiver knows what gradients look like.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class PipelineShapeError(RuntimeError):
 
 
 def transfers_are_ordered(device: torch.device) -> bool:
-    """Whether a group runs the transfers between two ranks in one order, whatever their tags, and handles can be polled."""
+    """Whether a group runs the transfers between two ranks in one order, whatever their tags, and
+    handles can be polled.
+    """
     return get_accelerator().defers_collectives or not _is_gloo(device)
 
 
@@ -69,10 +72,12 @@ class _Posted:
 
 
 class Channel:
-    """One direction of messages between two ranks, first in first out. Each end uses its own methods.
+    """One direction of messages between two ranks, first in first out. Each end uses its own
+    methods.
 
-    Sent tensors must not be written in place afterwards: they leave later, without a copy. Received ones are the receiver's own.
-    A channel is used with `send` and `recv`, or with `send_like` and `recv_like`, not both. A rank may send to itself.
+    Sent tensors must not be written in place afterwards: they leave later, without a copy. Received
+    ones are the receiver's own. A channel is used with `send` and `recv`, or with `send_like` and
+    `recv_like`, not both. A rank may send to itself.
 
     Args:
         src: Global rank that sends.
@@ -115,11 +120,12 @@ class Channel:
         # Receiver
         self._spec: MessageSpec | None = None  # of all messages, on a static channel
         self._expected = 0  # messages announced by `expect` and not posted
-        self._likes: deque[tuple[TensorSpec, ...]] = deque()  # announced by `expect_like` and not posted
+        # announced by `expect_like` and not posted
+        self._likes: deque[tuple[TensorSpec, ...]] = deque()
         self._posted: deque[_Posted] = deque()
         self._local: deque[Any] = deque()  # of a rank that sends to itself
 
-    # -- sending --------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send(self, value: Any) -> None:
         """Send a value; returns at once.
@@ -134,7 +140,9 @@ class Channel:
         is_first = self._remember(spec)
         self.messages += 1
         if self.src == self.dst:
-            self._local.append(put_together(spec, [_own_copy(tensor, tensor.requires_grad) for tensor in tensors]))
+            self._local.append(
+                put_together(spec, [_own_copy(tensor, tensor.requires_grad) for tensor in tensors])
+            )
             return
         if is_first or self.dynamic:
             self._send_description(spec)
@@ -157,15 +165,18 @@ class Channel:
         self._send_tensors(specs, tensors)
 
     def _remember(self, spec: MessageSpec) -> bool:
-        """Whether this is the first message; otherwise refuses one that a static channel cannot carry."""
+        """Whether this is the first message; otherwise refuses one that a static channel cannot
+        carry.
+        """
         before, self._sent_spec = self._sent_spec, spec
         if self.dynamic or before is None or before == spec:
             return before is None
         self._sent_spec = before
         raise PipelineShapeError(
-            f"{self.name}: message {self.messages} is {spec}, but the ones before were {before}, and the receiver waits for that. "
-            "If shapes change from micro-batch to micro-batch, use PipelineModule(dynamic_shape=True); if they change between "
-            "batches, call engine.reset_activation_shape() on all ranks before the batch"
+            f"{self.name}: message {self.messages} is {spec}, but the ones before were {before}, "
+            "and the receiver waits for that. If shapes change from micro-batch to micro-batch, "
+            "use PipelineModule(dynamic_shape=True); if they change between batches, call "
+            "engine.reset_activation_shape() on all ranks before the batch"
         )
 
     def _send_description(self, spec: MessageSpec) -> None:
@@ -193,7 +204,7 @@ class Channel:
         """
         self._outbox.finish()
 
-    # -- receiving ------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def expect(self, count: int) -> None:
         """``count`` more messages will be sent: they are received ahead of `recv`."""
@@ -201,12 +212,15 @@ class Channel:
         self._post_ahead()
 
     def expect_like(self, likes: Sequence[torch.Tensor]) -> None:
-        """One more message will be sent with `send_like`, and looks like this: it is received ahead of `recv_like`."""
+        """One more message will be sent with `send_like`, and looks like this: it is received ahead
+        of `recv_like`.
+        """
         self._likes.append(specs_of(likes))
         self._post_ahead()
 
     def recv(self) -> Any:
-        """The next value, when it is there. Tensors are new, on the channel's device, and leaves of the graph.
+        """The next value, when it is there. Tensors are new, on the channel's device, and leaves of
+        the graph.
 
         Raises:
             PipelinePeerError: Another rank has failed.
@@ -231,7 +245,8 @@ class Channel:
         return put_together(posted.spec, tensors)
 
     def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The next tensors sent with `send_like`, which look like ``likes``; those may be on the meta device.
+        """The next tensors sent with `send_like`, which look like ``likes``; those may be on the
+        meta device.
 
         Raises:
             PipelineShapeError: `expect_like` was told something else.
@@ -249,13 +264,19 @@ class Channel:
             self._post_ahead()
         posted = self._posted.popleft()
         if posted.spec is None or posted.spec.tensors != specs:
-            raise PipelineShapeError(f"{self.name}: {posted.spec} was announced, but {MessageSpec('known', specs)} is received")
+            raise PipelineShapeError(
+                f"{self.name}: {posted.spec} was announced, but {MessageSpec('known', specs)} is "
+                "received"
+            )
         self._post_ahead()
         return tuple(self._complete(posted))
 
     def _recv_local(self) -> Any:
         if not self._local:
-            raise RuntimeError(f"{self.name}: rank {self.src} receives from itself before it has sent, and would wait forever")
+            raise RuntimeError(
+                f"{self.name}: rank {self.src} receives from itself before it has sent, and would "
+                "wait forever"
+            )
         return self._local.popleft()
 
     def _post_ahead(self) -> None:
@@ -272,7 +293,9 @@ class Channel:
                 self._post_tensors(posted, self._spec)
             elif self._expected:
                 self._expected -= 1
-                posted.header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._wire_device)
+                posted.header = torch.empty(
+                    HEADER_BYTES, dtype=torch.uint8, device=self._wire_device
+                )
                 posted.works = [self._receive_piece(posted.header)]
             else:
                 return
@@ -308,7 +331,7 @@ class Channel:
         tensors = [] if posted.arrival is None else posted.arrival.take()
         return [tensor.to(self._device) for tensor in tensors]
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget what messages look like; both ends do, between batches.
@@ -317,7 +340,10 @@ class Channel:
             RuntimeError: Announced messages have not been received.
         """
         if self._posted or self._local:
-            raise RuntimeError(f"{self.name}: shapes cannot be reset while messages are on their way; do it between batches")
+            raise RuntimeError(
+                f"{self.name}: shapes cannot be reset while messages are on their way; do it "
+                "between batches"
+            )
         self._spec = self._sent_spec = None
         self._expected = 0
         self._likes.clear()

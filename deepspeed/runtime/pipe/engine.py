@@ -1,11 +1,14 @@
-"""The pipeline engine: runs a schedule's instructions on one stage, and hands gradients to the same step sequence as every engine.
+"""The pipeline engine: runs a schedule's instructions on one stage, and hands gradients to the same
+step sequence as every engine.
 
-Reads as a batch goes: `train_batch`, the instructions (load, receive, forward, send, backward), the two reductions, the step. What
-comes when is the schedule's (`schedule`), how it travels the channels' (`p2p`), who owns which layers the module's, and how
-gradients are averaged, clipped and applied the optimizer's.
+Reads as a batch goes: `train_batch`, the instructions (load, receive, forward, send, backward), the
+two reductions, the step. What comes when is the schedule's (`schedule`), how it travels the
+channels' (`p2p`), who owns which layers the module's, and how gradients are averaged, clipped and
+applied the optimizer's.
 
-With m micro-batches the loss of each is divided by m where it arises, on the last stage; what flows back is then the gradient of
-the mean, and no stage divides again. Each stage reduces over the ranks that hold its layers; the norm is one reduction over all.
+With m micro-batches the loss of each is divided by m where it arises, on the last stage; what flows
+back is then the gradient of the mean, and no stage divides again. Each stage reduces over the ranks
+that hold its layers; the norm is one reduction over all.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 class PipelineEngine(DeepSpeedEngine):
     """Trains a `PipelineModule`, one stage per rank; made by `deepspeed.initialize`.
 
-    Use `train_batch` and `eval_batch`; `forward`, `backward` and `step` are the schedule's business.
+    Use `train_batch` and `eval_batch`; `forward`, `backward` and `step` are the schedule's
+    business.
 
     Args:
         has_bool_tensors: Upstream's argument; boolean tensors always travel here.
@@ -48,18 +52,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     Attributes:
         micro_batches: Micro-batches per `train_batch`, the gradient accumulation steps.
-        agg_train_loss: Mean loss of the last `train_batch` over micro-batches and data-parallel ranks; the same on all ranks.
+        agg_train_loss: Mean loss of the last `train_batch` over micro-batches and data-parallel
+            ranks; the same on all ranks.
     """
 
     module: PipelineModule
 
-    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+    def __init__(
+        self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any
+    ) -> None:
         super().__init__(*super_args, **super_kwargs)
         module = self.module
         self.grid = module.grid
         self.num_stages = module.num_stages
         self.stage_id = module.stage_id
-        self._failures = FailureWatch(range(self.world_size), name="pipeline", place=f"stage {module.stage_id}")
+        self._failures = FailureWatch(
+            range(self.world_size), name="pipeline", place=f"stage {module.stage_id}"
+        )
         self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
         self._plans: dict[int, schedule.PipeSchedule] = {}  # by number of micro-batches
@@ -69,40 +78,56 @@ class PipelineEngine(DeepSpeedEngine):
             self._build_data_iter(self.training_dataloader)
         self._tied = self._tied_weights()
         if self._sequence is not None:
-            # Their gradient is complete only after the reduction over stages: no bucket may take it from its hook.
+            # Their gradient is complete only after the reduction over stages: no bucket may take it
+            # from its hook.
             self._sequence.hold(weight for weight, _ in self._tied)
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
         self._compute_loss = True
-        self._labels: dict[int | None, Any] = {}  # of micro-batches whose last part comes later, by micro-batch
+        # of micro-batches whose last part comes later, by micro-batch
+        self._labels: dict[int | None, Any] = {}
         self._outputs = BatchOutputs(self.grid, self.device)
         self.agg_train_loss: torch.Tensor | None = None
 
     # Construction
 
     def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
-        """See base class; settings that a pipeline cannot honour are refused before anything is built."""
+        """See base class; settings that a pipeline cannot honour are refused before anything is
+        built.
+        """
         self._schedule_name = apply_settings(self._config, self.module)
         super()._configure_distributed(args, mpu, mesh_device)
 
     def _tied_weights(self) -> list[tuple[torch.nn.Parameter, Any]]:
         """Trainable weights that other stages hold too, with the group of those stages."""
         tied = self.module.get_tied_weights_and_groups()
-        return [(w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad]
+        return [
+            (w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad
+        ]
 
     def _ledger_scope(self) -> LedgerScope:
-        """See base class; also which weights stages share, and that the schedule runs all micro-batches."""
+        """See base class; also which weights stages share, and that the schedule runs all
+        micro-batches.
+        """
         from deepspeed.runtime.gradients.ledger.scope import Passes  # startup: only with a ledger
 
-        passes = Passes(self.tracker.divisor, self.module.num_model_chunks, self.module.grid.get_pipe_parallel_group())
+        passes = Passes(
+            self.tracker.divisor,
+            self.module.num_model_chunks,
+            self.module.grid.get_pipe_parallel_group(),
+        )
         return replace(super()._ledger_scope(), shared=self._tied_weights(), passes=passes)
 
     def _build_data_iter(self, loader: Any) -> None:
-        """Read micro-batches of `loader` over and over. First and last stage see the same order: it is seeded, not drawn."""
+        """Read micro-batches of `loader` over and over. First and last stage see the same order: it
+        is seeded, not drawn.
+        """
         self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read micro-batches from `loader`; ranks between the first and the last stage read none."""
+        """Read micro-batches from `loader`; ranks between the first and the last stage read
+        none.
+        """
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = loader
             self.data_iterator = iter(loader) if loader is not None else None
@@ -118,7 +143,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Upstream's hint that an attention mask travels along; channels see by themselves which tensors need gradients."""
+        """Upstream's hint that an attention mask travels along; channels see by themselves which
+        tensors need gradients.
+        """
 
     @property
     def micro_batches(self) -> int:
@@ -148,10 +175,12 @@ class PipelineEngine(DeepSpeedEngine):
     # Batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Forward and backward of `micro_batches` micro-batches and one optimizer step. All ranks must call it.
+        """Forward and backward of `micro_batches` micro-batches and one optimizer step. All ranks
+        must call it.
 
         Args:
-            data_iter: Where first and last stage read `(inputs, labels)` from, in the same order; None: as set before.
+            data_iter: Where first and last stage read `(inputs, labels)` from, in the same order;
+                None: as set before.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
@@ -161,7 +190,10 @@ class PipelineEngine(DeepSpeedEngine):
             PipelinePeerError: If another rank raised; with its traceback.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() needs gradients, but they are disabled here; use eval_batch() instead")
+            raise RuntimeError(
+                "train_batch() needs gradients, but they are disabled here; use eval_batch() "
+                "instead"
+            )
         sequence = self._require_optimizer("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -183,8 +215,12 @@ class PipelineEngine(DeepSpeedEngine):
         """The schedule with its instructions written out: every batch runs the same."""
         count, chunks = self.micro_batches, self.module.num_model_chunks
         if count not in self._plans:
-            plan = schedule.make_schedule(self._schedule_name, count, self.num_stages, self.stage_id, chunks)
-            listed = schedule.ListedSchedule(count, self.num_stages, self.stage_id, plan.steps(), plan.num_pipe_buffers(), chunks)
+            plan = schedule.make_schedule(
+                self._schedule_name, count, self.num_stages, self.stage_id, chunks
+            )
+            listed = schedule.ListedSchedule(
+                count, self.num_stages, self.stage_id, plan.steps(), plan.num_pipe_buffers(), chunks
+            )
             self._plans[count] = listed
         return self._plans[count]
 
@@ -201,14 +237,18 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: Where first and last stage read `(inputs, labels)` from.
-            return_logits: Return the last layer's outputs too (a list over micro-batches on the last stage, None elsewhere).
+            return_logits: Return the last layer's outputs too (a list over micro-batches on the
+                last stage, None elsewhere).
             compute_loss: Apply the module's `loss_fn`; otherwise the result is made of the outputs.
-            reduce_output: "avg": mean over micro-batches and data-parallel ranks; None: the list over micro-batches.
-            bcast_loss: Let all stages have the reduced loss; otherwise, and without `compute_loss`, only the last stage has it.
+            reduce_output: "avg": mean over micro-batches and data-parallel ranks; None: the list
+                over micro-batches.
+            bcast_loss: Let all stages have the reduced loss; otherwise, and without `compute_loss`,
+                only the last stage has it.
             num_micro_batches: How many; None: as many as `train_batch`.
 
         Returns:
-            The result, None where it is not to be had; with `return_logits` a tuple of it and the logits.
+            The result, None where it is not to be had; with `return_logits` a tuple of it and the
+            logits.
 
         Raises:
             ValueError: For an unknown `reduce_output`.
@@ -220,7 +260,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.set_dataiterator(data_iter)
         self._compute_loss = compute_loss
         try:
-            plan = schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks)
+            plan = schedule.InferenceSchedule(
+                micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks
+            )
             with torch.no_grad(), self._failures.guard():
                 self._start_batch(training=False, micro_batches=micro_batches)
                 self._exec_schedule(plan)
@@ -240,7 +282,8 @@ class PipelineEngine(DeepSpeedEngine):
     def _start_batch(self, training: bool, micro_batches: int) -> None:
         self.module.train(training)
         if training != self._training_batch:
-            # Evaluation has other shapes, and no gradients: both ends of every channel forget what they know, at the same message.
+            # Evaluation has other shapes, and no gradients: both ends of every channel forget what
+            # they know, at the same message.
             self.channels.reset()
             self._training_batch = training
         self._outputs = BatchOutputs(self.grid, self.device)
@@ -250,7 +293,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.channels.expect(micro_batches)
 
     def reset_activation_shape(self) -> None:
-        """The next batch has other shapes. Call it on all ranks between two batches; not needed with `dynamic_shape`."""
+        """The next batch has other shapes. Call it on all ranks between two batches; not needed
+        with `dynamic_shape`.
+        """
         self.channels.reset()
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
@@ -270,19 +315,26 @@ class PipelineEngine(DeepSpeedEngine):
         """This rank's next micro-batch, `(inputs, labels)`."""
         if self.data_iterator is None:
             raise PipelineError(
-                "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of the first and the last stage"
+                "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of "
+                "the first and the last stage"
             )
         batch = next(self.data_iterator)
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise PipelineError(f"a micro-batch must be (inputs, labels), got {type(batch).__name__}; see set_batch_fn()")
+            raise PipelineError(
+                f"a micro-batch must be (inputs, labels), got {type(batch).__name__}; see "
+                "set_batch_fn()"
+            )
         return batch[0], batch[1]
 
-    def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_load_micro_batch(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         """Read a micro-batch: its inputs on the first part, its labels on the last.
 
-        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, in different chunks, puts the labels aside.
+        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, in different
+        chunks, puts the labels aside.
         """
         buffer = self.pipe_buffers[buffer_id]
         if self._is_last_part(chunk) and micro_batch in self._labels:
@@ -299,18 +351,24 @@ class PipelineEngine(DeepSpeedEngine):
     def _prepared(self, inputs: Any) -> Any:
         if isinstance(inputs, list):
             inputs = tuple(inputs)
-        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(self.device), inputs)
+        inputs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().to(self.device), inputs
+        )
         if self.fp16_auto_cast():
             inputs, _ = self._cast_inputs(inputs, {})
         return inputs
 
     # Messages
 
-    def _exec_recv_activations(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_recv_activations(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         channel = self.channels.chunks[chunk].activations_in
         self.pipe_buffers[buffer_id].fill(channel.recv())  # type: ignore[union-attr]  # schedules receive where there is a channel
 
-    def _exec_send_activations(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_send_activations(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].activations_out
         channel.send(buffer.outputs)  # type: ignore[union-attr]  # schedules send where there is a channel
         buffer.outputs = None
@@ -319,11 +377,15 @@ class PipelineEngine(DeepSpeedEngine):
         else:
             buffer.release()
 
-    def _exec_recv_grads(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_recv_grads(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].gradients_in
         buffer.grads = channel.recv_like(buffer.likes)  # type: ignore[union-attr]  # as above
 
-    def _exec_send_grads(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_send_grads(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         buffer, channel = self.pipe_buffers[buffer_id], self.channels.chunks[chunk].gradients_out
         channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above
         if buffer.split is None:
@@ -331,7 +393,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     # The forward pass
 
-    def _exec_forward_pass(self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0) -> None:
+    def _exec_forward_pass(
+        self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
+    ) -> None:
         buffer = self.pipe_buffers[buffer_id]
         inputs = buffer.take_inputs()
         self.timers.start_forward(self._training_batch)
@@ -345,7 +409,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.timers.stop_forward()
 
     def _take_output(self, buffer: PipeBuffer, outputs: Any) -> None:
-        """The end of the pipeline: the loss, or what stands for it in a module without `loss_fn`."""
+        """The end of the pipeline: the loss, or what stands for it in a module without
+        `loss_fn`.
+        """
         loss_fn = self.module.loss_fn if self._compute_loss else None
         result = outputs if loss_fn is None else loss_fn(outputs, buffer.labels)
         if not self._training_batch:
@@ -355,15 +421,18 @@ class PipelineEngine(DeepSpeedEngine):
             return
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             raise PipelineError(
-                "the last stage must end in a scalar loss to be trained: give PipelineModule(loss_fn=...), or a last layer that "
-                f"returns one (got {described(result)})"
+                "the last stage must end in a scalar loss to be trained: give "
+                "PipelineModule(loss_fn=...), or a last layer that returns one (got "
+                f"{described(result)})"
             )
         buffer.loss = result
         self._outputs.add_loss(result, self.module.get_additional_losses())
 
     # The backward pass
 
-    def _backward_roots(self, buffer: PipeBuffer, micro_batch: int, chunk: int) -> list[torch.Tensor | None]:
+    def _backward_roots(
+        self, buffer: PipeBuffer, micro_batch: int, chunk: int
+    ) -> list[torch.Tensor | None]:
         """Fill in where backward starts on the last part; returns the gradient of each root."""
         if not self._is_last_part(chunk):
             return list(buffer.grads)
@@ -433,8 +502,9 @@ class PipelineEngine(DeepSpeedEngine):
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of weights that several stages share, each micro-batch's included.
 
-        Before the reduction over data-parallel ranks: afterwards each rank would hold other pieces of them. In one order on all
-        stages (that of the module's list), so that stages with several tied weights do not wait for each other in a circle.
+        Before the reduction over data-parallel ranks: afterwards each rank would hold other pieces
+        of them. In one order on all stages (that of the module's list), so that stages with several
+        tied weights do not wait for each other in a circle.
         """
         sequence = self._require_optimizer("train_batch")
         for param, group in self._tied:
@@ -442,7 +512,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Average over the ranks that hold the same layers."""
-        self.tracker.set_boundary(True)  # a stage without backwards of its own (all frozen) has not heard of it
+        # a stage without backwards of its own (all frozen) has not heard of it
+        self.tracker.set_boundary(True)
         self.timers.start_reduce()
         self.allreduce_gradients()
         self._exit_backward(self._require_optimizer("train_batch"))
@@ -471,7 +542,9 @@ class PipelineEngine(DeepSpeedEngine):
     }
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Means over the last batch's micro-batches of what the module's `get_additional_losses` reports; last stage only."""
+        """Means over the last batch's micro-batches of what the module's `get_additional_losses`
+        reports; last stage only.
+        """
         return self._outputs.mean_additional_losses(self.micro_batches)
 
     # What the schedule does by itself
@@ -482,7 +555,10 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             PipelineError: Always.
         """
-        raise PipelineError("engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all stages")
+        raise PipelineError(
+            "engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all "
+            "stages"
+        )
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for pipelines.
@@ -490,7 +566,9 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             PipelineError: Always.
         """
-        raise PipelineError("engine.backward() on a PipelineModule: train_batch() runs backward on all stages")
+        raise PipelineError(
+            "engine.backward() on a PipelineModule: train_batch() runs backward on all stages"
+        )
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not for pipelines.
@@ -498,17 +576,23 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             PipelineError: Always.
         """
-        raise PipelineError("engine.step() on a PipelineModule: train_batch() steps after its last micro-batch")
+        raise PipelineError(
+            "engine.step() on a PipelineModule: train_batch() steps after its last micro-batch"
+        )
 
     def destroy(self) -> None:
-        """See base class; groups stay for the next engine over the same ranks, until the process group ends."""
+        """See base class; groups stay for the next engine over the same ranks, until the process
+        group ends.
+        """
         self._failures.close()
         self.pipe_buffers = []
         super().destroy()
 
     def log_for_device(self, *msg: Any) -> None:
         """Log at debug level, with this rank's place."""
-        logger.debug("stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg)))
+        logger.debug(
+            "stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg))
+        )
 
     def tput_log(self, *msg: Any) -> None:
         """Log on rank 0, every `steps_per_print` steps."""

@@ -1,8 +1,9 @@
 """Layers with experts in a pipeline: what each stage must know of those on other stages.
 
-Two things follow from the whole pipeline, of which a stage has built its part only. Making groups of experts is collective over the
-world, so a stage without experts, or with others, must make the same groups in the same order. And checkpoints number the layers
-with experts by their order in the whole model, so that any number of stages can read them. One exchange answers both.
+Two things follow from the whole pipeline, of which a stage has built its part only. Making groups
+of experts is collective over the world, so a stage without experts, or with others, must make the
+same groups in the same order. And checkpoints number the layers with experts by their order in the
+whole model, so that any number of stages can read them. One exchange answers both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from deepspeed.moe.utils import named_moe_layers
 
 
 class _Placed(NamedTuple):
-    """A `MoE` of the pipeline: in which layer, its name in the `PipelineModule`, and which groups it needs."""
+    """A `MoE` of the pipeline: in which layer, its name in the `PipelineModule`, and which groups
+    it needs.
+    """
 
     layer: int
     name: str
@@ -30,7 +33,8 @@ class ExpertLayers:
     """The `MoE`s of a pipeline. Construction is collective over the stages.
 
     Args:
-        layers: Index in the whole model -> name in the `PipelineModule` and module, of this stage's layers.
+        layers: Index in the whole model -> name in the `PipelineModule` and module, of this stage's
+            layers.
         stages: Group of the pipeline's stages.
     """
 
@@ -41,13 +45,22 @@ class ExpertLayers:
             for inner, layer in named_moe_layers(module):
                 name = f"{prefix}.{inner}".rstrip(".")
                 self._own[name] = layer
-                placed.append(_Placed(index, name, layer.ep_size, layer.enable_expert_tensor_parallelism))
+                placed.append(
+                    _Placed(index, name, layer.ep_size, layer.enable_expert_tensor_parallelism)
+                )
         everywhere: list[Any] = [None] * dist.get_world_size(group=stages)
         dist.all_gather_object(everywhere, placed, group=stages)
-        in_order = sorted((found for stage in everywhere for found in stage), key=lambda found: found.layer)
+        in_order = sorted(
+            (found for stage in everywhere for found in stage), key=lambda found: found.layer
+        )
         # A tied layer has one name on all of its stages, and counts where it is used first.
-        self._numbers = {name: number for number, name in enumerate(dict.fromkeys(found.name for found in in_order))}
-        self._group_kinds = list(dict.fromkeys((found.ep_size, found.is_tensor_parallel) for found in in_order))
+        self._numbers = {
+            name: number
+            for number, name in enumerate(dict.fromkeys(found.name for found in in_order))
+        }
+        self._group_kinds = list(
+            dict.fromkeys((found.ep_size, found.is_tensor_parallel) for found in in_order)
+        )
 
     def make_groups(self, data_first: bool) -> None:
         """Make the groups that any stage needs, once. Collective over the world.
@@ -62,5 +75,10 @@ class ExpertLayers:
             make_expert_groups(ep_size, is_tensor_parallel, data_first)
 
     def numbered(self) -> list[tuple[int, str, MoE]]:
-        """Of each `MoE` of this stage the number in the whole model, its name, and itself, in the order of the numbers."""
-        return sorted(((self._numbers[name], name, layer) for name, layer in self._own.items()), key=lambda found: found[0])
+        """Of each `MoE` of this stage the number in the whole model, its name, and itself, in the
+        order of the numbers.
+        """
+        return sorted(
+            ((self._numbers[name], name, layer) for name, layer in self._own.items()),
+            key=lambda found: found[0],
+        )

@@ -1,11 +1,14 @@
 """One rank's failure is every rank's, at once and with its traceback.
 
-A rank that raises within `FailureWatch.guard` leaves its traceback in the process group's store. The others may be blocked at that
-time, in a transfer or in a collective, on a rank that will never come. A thread of each looks into the store a few times per second
-while the rank is within `guard`; when it finds a failure it ends all operations of the process (`deepspeed.comm.abort_groups`), and
-what they raise becomes a `PipelinePeerError` with the original traceback. No message and no collective costs anything for it.
+A rank that raises within `FailureWatch.guard` leaves its traceback in the process group's store.
+The others may be blocked at that time, in a transfer or in a collective, on a rank that will never
+come. A thread of each looks into the store a few times per second while the rank is within `guard`;
+when it finds a failure it ends all operations of the process (`deepspeed.comm.abort_groups`), and
+what they raise becomes a `PipelinePeerError` with the original traceback. No message and no
+collective costs anything for it.
 
-A process that is killed leaves no traceback. gloo notices the closed connection; who notices first says so in the store.
+A process that is killed leaves no traceback. gloo notices the closed connection; who notices first
+says so in the store.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from deepspeed.utils.logging import logger
 
 # How often the thread looks.
 LOOK_S = 0.25
-# A connection that broke because of a failure broke after the note of it; without a note the process was killed.
+# A connection that broke because of a failure broke after the note of it; without a note the
+# process was killed.
 _NOTE_S = 1.0
 # Whoever can name the lost rank speaks first.
 _NAMELESS_S = 1.0
@@ -35,7 +39,9 @@ _num_made: Counter[str] = Counter()
 
 
 class PipelinePeerError(RuntimeError):
-    """Another rank has failed; the text has its number and its traceback. The engine cannot be used any more."""
+    """Another rank has failed; the text has its number and its traceback. The engine cannot be used
+    any more.
+    """
 
 
 class FailureWatch:
@@ -43,7 +49,8 @@ class FailureWatch:
 
     Args:
         ranks: Global ranks that take part; one alone has nobody to tell.
-        name: Of the engine's kind. All ranks make their watches in the same order: the n-th watches of a name belong together.
+        name: Of the engine's kind. All ranks make their watches in the same order: the n-th watches
+            of a name belong together.
         place: Where this rank is, for messages, like "stage 2".
     """
 
@@ -73,7 +80,8 @@ class FailureWatch:
         self._enter()
         try:
             yield
-        except BaseException as error:  # also what ends the process on purpose: the others would wait for it all the same
+        except BaseException as error:
+            # also what ends the process on purpose: the others would wait for it all the same
             self._leave()
             self._raise(error)
         self._leave()
@@ -99,7 +107,8 @@ class FailureWatch:
 
         Args:
             work: The handle.
-            what: Names the operation and the other rank, for a connection that breaks without a failure being told.
+            what: Names the operation and the other rank, for a connection that breaks without a
+                failure being told.
 
         Raises:
             PipelinePeerError: It cannot complete since a rank has failed.
@@ -111,7 +120,7 @@ class FailureWatch:
                 raise
             self._raise_lost(error, what)
 
-    # -- this rank's failure --------------------------------------------------------------------------------------
+    # -- this rank's failure -----------------------------------------------------------------------
 
     def _raise(self, error: BaseException) -> NoReturn:
         if isinstance(error, PipelinePeerError):
@@ -134,8 +143,9 @@ class FailureWatch:
             time.sleep(LOOK_S / 5)
         if self._failure is None:
             self._failure = self._tell(
-                f"{self._own} lost its connection{f' in {what}' if what else ''}: a process has ended without a word (killed, out "
-                f"of memory, a crash outside of Python), or does not answer; see the output of the other ranks ({error})"
+                f"{self._own} lost its connection{f' in {what}' if what else ''}: a process has "
+                "ended without a word (killed, out of memory, a crash outside of Python), or does "
+                f"not answer; see the output of the other ranks ({error})"
             )
         raise PipelinePeerError(self._failure) from error
 
@@ -148,7 +158,9 @@ class FailureWatch:
         return failure
 
     def _stay(self) -> None:
-        """Wait, for a moment at most, until all have seen the failure: this process may end now, and may host the store."""
+        """Wait, for a moment at most, until all have seen the failure: this process may end now,
+        and may host the store.
+        """
         end = time.monotonic() + _STAY_S
         while self._store is not None and time.monotonic() < end:
             with self._reaching():
@@ -156,7 +168,7 @@ class FailureWatch:
                     return
             time.sleep(LOOK_S / 5)
 
-    # -- the others' ----------------------------------------------------------------------------------------------
+    # -- the others' -------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Whether a failure is known; asks the store."""
@@ -169,11 +181,14 @@ class FailureWatch:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        # The store ends with the process that hosts it: the one that failed, or one that has done its last batch.
+        # The store ends with the process that hosts it: the one that failed, or one that has done
+        # its last batch.
         try:
             yield
         except RuntimeError as error:
-            logger.debug("pipeline: the store of the process group cannot be reached any more (%s)", error)
+            logger.debug(
+                "pipeline: the store of the process group cannot be reached any more (%s)", error
+            )
             self._store = None
 
     def _enter(self) -> None:
@@ -182,7 +197,9 @@ class FailureWatch:
         self._entered.set()
         if self._thread is None and self._store is not None:
             # A daemon: it sleeps between batches, and must not hold up the end of the process.
-            self._thread = threading.Thread(target=self._watch, name="pipeline failure watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, name="pipeline failure watch", daemon=True
+            )
             self._thread.start()
 
     def _leave(self) -> None:
@@ -191,7 +208,8 @@ class FailureWatch:
         self._entered.clear()
 
     def _watch(self) -> None:
-        # A rank that works on finds out by itself at its next transfer. This is for those that are blocked.
+        # A rank that works on finds out by itself at its next transfer. This is for those that are
+        # blocked.
         while self._failure is None and self._store is not None:
             self._entered.wait()
             time.sleep(LOOK_S)
@@ -201,7 +219,8 @@ class FailureWatch:
                         self._wake()
 
     def _wake(self) -> None:
-        # First the check, which may wait for other ranks before it lets an operation go on to its group.
+        # First the check, which may wait for other ranks before it lets an operation go on to its
+        # group.
         with suppress(RuntimeError):
             intent.abort(self._failure or "")
         dist.abort_groups()

@@ -1,8 +1,10 @@
-"""Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any number of stages can read them.
+"""Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any
+number of stages can read them.
 
 Experts in a layer are not in its file but, as in models without stages, in files of their own.
 
-Nothing here communicates: a rank writes its share of the layers and reads its own. When and where is `runtime/checkpointing`'s.
+Nothing here communicates: a rank writes its share of the layers and reads its own. When and where
+is `runtime/checkpointing`'s.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class LayerFiles:
     """Saving and loading of `PipelineModule`.
 
     Attributes:
-        checkpoint_parallel_write_pipeline: Let the data-parallel ranks of a stage share its layers when saving; False: the first of
-            them writes all.
+        checkpoint_parallel_write_pipeline: Let the data-parallel ranks of a stage share its layers
+            when saving; False: the first of them writes all.
     """
 
     grid: PipelineParallelGrid
@@ -63,18 +65,28 @@ class LayerFiles:
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The existing files of that layer, one for each tensor-parallel rank, sorted."""
         index = self._own_layers[local_layer_idx]
-        return sorted(glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{index:02d}-*{SUFFIX[1:]}")))
+        return sorted(
+            glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{index:02d}-*{SUFFIX[1:]}"))
+        )
 
     def files_of_layers(self) -> dict[str, str]:
-        """Name of a layer's file -> its name as a submodule, of the own layers, whoever writes them."""
-        return {os.path.basename(self._layer_path("", index)): self._layer_name(index) for index in self._layer_modules()}
+        """Name of a layer's file -> its name as a submodule, of the own layers, whoever writes
+        them.
+        """
+        return {
+            os.path.basename(self._layer_path("", index)): self._layer_name(index)
+            for index in self._layer_modules()
+        }
 
     def _layer_path(self, ckpt_dir: str, index: int) -> str:
         name = self.grid.topology().get_rank_repr(self.grid.global_rank)
         return os.path.join(ckpt_dir, f"layer_{index:02d}{'-' if name else ''}{name}{SUFFIX}")
 
-    def save_state_dict(self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False) -> None:
-        """Write this rank's share of the stage's layers and experts. Collective-free; together the ranks write all of them once.
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write this rank's share of the stage's layers and experts. Collective-free; together the
+        ranks write all of them once.
 
         Args:
             save_dir: An existing folder.
@@ -92,7 +104,8 @@ class LayerFiles:
         self.put_layers(put, shared_storage(), exclude_frozen_params)
 
     def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
-        """Give `put` name and content of the files of this rank's share of the stage's layers and experts. Collective-free.
+        """Give `put` name and content of the files of this rank's share of the stage's layers and
+        experts. Collective-free.
 
         Args:
             put: Writes one.
@@ -113,24 +126,35 @@ class LayerFiles:
         bounds = partition_uniform(len(modules), writers)
         yield from modules[bounds[writer] : bounds[writer + 1]]
 
-    def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
+    def load_state_dir(
+        self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
+    ) -> None:
         """`read_state_dir` and `load_layers`. Collective-free."""
         self.load_layers(self.read_state_dir(load_dir, checkpoint_engine, strict), strict)
 
-    def read_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> LoadedLayers:
-        """Read and compare the own layers' files of a checkpoint, whatever number of stages wrote them; nothing changes.
+    def read_state_dir(
+        self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
+    ) -> LoadedLayers:
+        """Read and compare the own layers' files of a checkpoint, whatever number of stages wrote
+        them; nothing changes.
 
         Args:
             load_dir: Folder with the layer files.
             checkpoint_engine: Object with `load(path, map_location)`; None reads files.
-            strict: Each layer must have a file with exactly its names; otherwise what fits is loaded.
+            strict: Each layer must have a file with exactly its names; otherwise what fits is
+                loaded.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or its names or shapes are not the layer's.
+            CheckpointError: A file is missing or damaged, or its names or shapes are not the
+                layer's.
         """
 
         def read(path: str) -> Any:
-            return read_file(path) if checkpoint_engine is None else checkpoint_engine.load(path, map_location="cpu")
+            return (
+                read_file(path)
+                if checkpoint_engine is None
+                else checkpoint_engine.load(path, map_location="cpu")
+            )
 
         loaded: LoadedLayers = []
         experts = ModelExperts(cast(nn.Module, self)).read(load_dir, read)
@@ -139,7 +163,11 @@ class LayerFiles:
             if not strict and not os.path.isfile(path):
                 continue
             state, start = read(path), f"{self._layer_name(index)}."
-            state.update((name.removeprefix(start), value) for name, value in experts.items() if name.startswith(start))
+            state.update(
+                (name.removeprefix(start), value)
+                for name, value in experts.items()
+                if name.startswith(start)
+            )
             _check_layer(module, state, path, strict)
             loaded.append((module, state))
         return loaded
@@ -151,8 +179,12 @@ class LayerFiles:
             module.load_state_dict(state, strict=strict)
 
     def _existing_path(self, load_dir: str, index: int) -> str:
-        """The layer's file, or that of another layer with its weights; the layer's own if there is none."""
-        paths = [self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)]
+        """The layer's file, or that of another layer with its weights; the layer's own if there is
+        none.
+        """
+        paths = [
+            self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)
+        ]
         return next((path for path in paths if os.path.isfile(path)), paths[0])
 
 
@@ -177,4 +209,6 @@ def _check_layer(module: nn.Module, state: dict[str, Any], path: str, strict: bo
         differ += [f"{name} is missing" for name in own if name not in state]
         differ += [f"{name} is not in the layer" for name in state if name not in own]
     if differ:
-        raise CheckpointError(f"{path} does not fit the layer {type(module).__name__}: {'; '.join(differ)}")
+        raise CheckpointError(
+            f"{path} does not fit the layer {type(module).__name__}: {'; '.join(differ)}"
+        )

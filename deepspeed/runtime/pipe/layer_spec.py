@@ -1,4 +1,6 @@
-"""Layers that are built later, on the stage that owns them; where that is decides `partition`, what they compute `module`."""
+"""Layers that are built later, on the stage that owns them; where that is decides `partition`, what
+they compute `module`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from deepspeed.utils.logging import logger
 
 
 class PipelineError(ValueError):
-    """A pipeline of these layers, stages and ranks cannot be made; the message names the argument and what to do."""
+    """A pipeline of these layers, stages and ranks cannot be made; the message names the argument
+    and what to do.
+    """
 
 
 class LayerSpec:
@@ -30,7 +34,9 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
-            raise PipelineError(f"LayerSpec(typename={typename!r}): give a class derived from torch.nn.Module")
+            raise PipelineError(
+                f"LayerSpec(typename={typename!r}): give a class derived from torch.nn.Module"
+            )
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs
@@ -55,8 +61,8 @@ class TiedLayerSpec(LayerSpec):
         key: Name of the shared module.
         typename: Its class; arguments of the first occurrence on a stage build it.
         forward_fn: Called as `forward_fn(module, inputs)`; None calls the module.
-        tied_weight_attr: Attributes (dotted paths allowed) of the module that are one weight over all stages. Other parameters of
-            the module belong to each stage alone.
+        tied_weight_attr: Attributes (dotted paths allowed) of the module that are one weight over
+            all stages. Other parameters of the module belong to each stage alone.
     """
 
     def __init__(
@@ -71,7 +77,9 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
         self.forward_fn = forward_fn
-        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
 
 
 Layer = nn.Module | LayerSpec | Callable[..., Any]
@@ -88,9 +96,14 @@ def checked_layers(layers: Iterable[Layer]) -> list[Layer]:
         raise PipelineError("PipelineModule(layers=[]): give at least one layer")
     for index, layer in enumerate(specs):
         if inspect.isclass(layer):
-            raise PipelineError(f"layers[{index}] is the class {layer.__name__}: give an instance, or a LayerSpec of it")
+            raise PipelineError(
+                f"layers[{index}] is the class {layer.__name__}: give an instance, or a LayerSpec "
+                "of it"
+            )
         if not isinstance(layer, LayerSpec) and not callable(layer):
-            raise PipelineError(f"layers[{index}] is {layer!r}: give a torch.nn.Module, a LayerSpec or a function")
+            raise PipelineError(
+                f"layers[{index}] is {layer!r}: give a torch.nn.Module, a LayerSpec or a function"
+            )
     return specs
 
 
@@ -104,7 +117,9 @@ def layer_name(layer: Layer) -> str:
 
 
 def trainable_numel(layer: Layer) -> int:
-    """Elements of the layer's trainable parameters; a spec is built for it and dropped, without memory where that is possible."""
+    """Elements of the layer's trainable parameters; a spec is built for it and dropped, without
+    memory where that is possible.
+    """
     if isinstance(layer, LayerSpec):
         layer = _built_to_count(layer)
     if not isinstance(layer, nn.Module):

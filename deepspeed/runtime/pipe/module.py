@@ -1,11 +1,13 @@
 """A model as a list of layers, cut into the stages of a pipeline.
 
-`PipelineModule` decides which layers this rank owns, builds them, ties weights that several stages hold, and runs the layers of one
-chunk. It moves nothing between stages: that is the engine's, as is everything about micro-batches.
+`PipelineModule` decides which layers this rank owns, builds them, ties weights that several stages
+hold, and runs the layers of one chunk. It moves nothing between stages: that is the engine's, as is
+everything about micro-batches.
 
-With `seed_layers`, layer i is initialized from seed `base_seed + i`, so the weights do not depend on the number of stages. Without,
-each stage draws its layers' weights from the random state it has, so the same script with other stages starts from other weights;
-the data-parallel replicas of a stage are made equal by the engine.
+With `seed_layers`, layer i is initialized from seed `base_seed + i`, so the weights do not depend
+on the number of stages. Without, each stage draws its layers' weights from the random state it has,
+so the same script with other stages starts from other weights; the data-parallel replicas of a
+stage are made equal by the engine.
 """
 
 from __future__ import annotations
@@ -50,32 +52,37 @@ __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 class PipelineModule(LayerFiles, nn.Module):
     """The stage of a pipeline that this rank owns. Construction is collective over the world.
 
-    Layer i of the whole model is registered as submodule "i"; a tied one as "tied_modules.KEY", once on each stage that uses it.
-    A layer gets the one value that the layer before returned: a tuple stays one argument.
+    Layer i of the whole model is registered as submodule "i"; a tied one as "tied_modules.KEY",
+    once on each stage that uses it. A layer gets the one value that the layer before returned: a
+    tuple stays one argument.
 
     Args:
         layers: Modules, `LayerSpec`s and functions, in order. Specs are built on their stage only.
         num_stages: Number of stages; must divide the number of ranks, the rest is data parallelism.
         topology: Coordinates of all ranks instead, with an axis "pipe".
-        loss_fn: `loss_fn(outputs, labels)` on the last stage; None: the last layer returns the loss.
-        seed_layers: Seed before each layer is built (base_seed + index) and before each forward of it (so that dropout does not
-            depend on the stages either).
+        loss_fn: `loss_fn(outputs, labels)` on the last stage; None: the last layer returns the
+            loss.
+        seed_layers: Seed before each layer is built (base_seed + index) and before each forward of
+            it (so that dropout does not depend on the stages either).
         seed_fn: Called with the seed; None seeds Python, numpy and torch.
         base_seed: Added to the layer's index.
         partition_method: See `partition.partition_layers`.
-        activation_checkpoint_interval: Keep the activations of every n-th layer only and recompute the others; 0 keeps all.
+        activation_checkpoint_interval: Keep the activations of every n-th layer only and recompute
+            the others; 0 keeps all.
         activation_checkpoint_func: `func(function, *inputs)` that does it.
-        checkpointable_layers: Names of classes; only runs of these are recomputed. None: all that have parameters.
+        checkpointable_layers: Names of classes; only runs of these are recomputed. None: all that
+            have parameters.
         dynamic_shape: Activations may change shape from one micro-batch to the next.
-        num_model_chunks: Chunks per stage for the interleaved schedule: the model has num_stages * num_model_chunks parts and
-            part j is on stage j % num_stages.
+        num_model_chunks: Chunks per stage for the interleaved schedule: the model has num_stages *
+            num_model_chunks parts and part j is on stage j % num_stages.
 
     Attributes:
         parts: Boundaries of the parts, num_stages * num_model_chunks + 1 of them.
         grid: Process groups of the topology; the `mpu` of the engine.
         num_stages, stage_id, num_model_chunks: Of this pipeline and rank.
         tied_modules: Shared modules of this stage, by key.
-        tied_comms: Key -> {"ranks", "group", "weight_attr", "module"} of this stage's shared modules that other stages hold too.
+        tied_comms: Key -> {"ranks", "group", "weight_attr", "module"} of this stage's shared
+            modules that other stages hold too.
 
     Raises:
         PipelineError: The layers, stages, chunks and ranks do not fit.
@@ -103,7 +110,9 @@ class PipelineModule(LayerFiles, nn.Module):
         self.seed_fn = seed_fn or set_random_seed
         self.base_seed = base_seed
         self.dynamic_shape = dynamic_shape
-        self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
+        self.checkpointable_layers = (
+            None if checkpointable_layers is None else list(checkpointable_layers)
+        )
         self.activation_checkpoint_func = activation_checkpoint_func
         self.set_checkpoint_interval(activation_checkpoint_interval)
 
@@ -112,17 +121,26 @@ class PipelineModule(LayerFiles, nn.Module):
         self.num_stages = self.grid.pipe_parallel_size
         self.stage_id = self.grid.stage_id
         if num_model_chunks < 1:
-            raise PipelineError(f"num_model_chunks={num_model_chunks}: a stage has at least one chunk")
+            raise PipelineError(
+                f"num_model_chunks={num_model_chunks}: a stage has at least one chunk"
+            )
         self.num_model_chunks = num_model_chunks
-        self.parts = partition_layers(self._layer_specs, self.num_stages * num_model_chunks, partition_method)
-        self._own_layers = [index for chunk in range(num_model_chunks) for index in self.chunk_range(chunk)]
+        self.parts = partition_layers(
+            self._layer_specs, self.num_stages * num_model_chunks, partition_method
+        )
+        self._own_layers = [
+            index for chunk in range(num_model_chunks) for index in self.chunk_range(chunk)
+        ]
         self._check_shared_modules()
 
         self.tied_modules = nn.ModuleDict()
         self._functions = {index: self._build_layer(index) for index in self._own_layers}
         self.to(get_accelerator().current_device_name())
         self.tied_comms: dict[str, dict[str, Any]] = self._tie_stages()
-        named = {index: (self._layer_name(index), module) for index, module in self._layer_modules().items()}
+        named = {
+            index: (self._layer_name(index), module)
+            for index, module in self._layer_modules().items()
+        }
         self._expert_layers = ExpertLayers(named, self.grid.pp_proc_group)
         # By chunk; saved, since with `seed_layers` the random numbers of a forward follow from it.
         self.num_forwards = [0] * num_model_chunks
@@ -136,14 +154,18 @@ class PipelineModule(LayerFiles, nn.Module):
     def chunk_range(self, chunk: int) -> range:
         """Indices of the layers of one chunk of this stage."""
         if not 0 <= chunk < self.num_model_chunks:
-            raise PipelineError(f"chunk {chunk}: this stage has chunks 0..{self.num_model_chunks - 1}")
+            raise PipelineError(
+                f"chunk {chunk}: this stage has chunks 0..{self.num_model_chunks - 1}"
+            )
         part = chunk * self.num_stages + self.stage_id
         return range(self.parts[part], self.parts[part + 1])
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that owns a layer."""
         if not 0 <= layer_idx < len(self._layer_specs):
-            raise PipelineError(f"layer {layer_idx}: the model has layers 0..{len(self._layer_specs) - 1}")
+            raise PipelineError(
+                f"layer {layer_idx}: the model has layers 0..{len(self._layer_specs) - 1}"
+            )
         part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return part % self.num_stages
 
@@ -171,12 +193,18 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def extra_repr(self) -> str:
         """Stage, and layers of each stage."""
-        owned = (f"part {part} on stage {part % self.num_stages}: {names}" for part, names in enumerate(self._part_names()))
+        owned = (
+            f"part {part} on stage {part % self.num_stages}: {names}"
+            for part, names in enumerate(self._part_names())
+        )
         return "\n".join((f"stage {self.stage_id} of {self.num_stages}", *owned))
 
     def _part_names(self) -> list[str]:
         bounds = zip(self.parts, self.parts[1:], strict=False)
-        return [", ".join(f"{index} {layer_name(self._layer_specs[index])}" for index in range(*pair)) for pair in bounds]
+        return [
+            ", ".join(f"{index} {layer_name(self._layer_specs[index])}" for index in range(*pair))
+            for pair in bounds
+        ]
 
     # -- construction
 
@@ -188,8 +216,9 @@ class PipelineModule(LayerFiles, nn.Module):
                 first = first_use.setdefault(id(param), index)
                 if self.stage_owner(first) != self.stage_owner(index):
                     raise PipelineError(
-                        f"layers {first} and {index} share a parameter but are on stages {self.stage_owner(first)} and "
-                        f"{self.stage_owner(index)}: make both a TiedLayerSpec of one key"
+                        f"layers {first} and {index} share a parameter but are on stages "
+                        f"{self.stage_owner(first)} and {self.stage_owner(index)}: make both a "
+                        "TiedLayerSpec of one key"
                     )
 
     def _build_layer(self, index: int) -> Callable[[Any], Any]:
@@ -210,7 +239,9 @@ class PipelineModule(LayerFiles, nn.Module):
         module = self.tied_modules[spec.key]
         for name in spec.tied_weight_attr:
             if not isinstance(self._recursive_getattr(module, name), torch.Tensor):
-                raise PipelineError(f"layers[{index}]: tied_weight_attr {name!r} of {spec.key!r} is no tensor")
+                raise PipelineError(
+                    f"layers[{index}]: tied_weight_attr {name!r} of {spec.key!r} is no tensor"
+                )
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
     # -- tied weights
@@ -225,11 +256,15 @@ class PipelineModule(LayerFiles, nn.Module):
         try:
             found: torch.Tensor = attrgetter(attr_name)(module)
         except AttributeError as error:
-            raise PipelineError(f"tied_weight_attr: {type(module).__name__} has no attribute {attr_name!r}") from error
+            raise PipelineError(
+                f"tied_weight_attr: {type(module).__name__} has no attribute {attr_name!r}"
+            ) from error
         return found
 
     def _tied_layers(self) -> dict[str, list[int]]:
-        """Key -> indices of its layers in the whole model, in order of first use: the same on every rank."""
+        """Key -> indices of its layers in the whole model, in order of first use: the same on every
+        rank.
+        """
         found: dict[str, list[int]] = {}
         for index, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
@@ -237,7 +272,9 @@ class PipelineModule(LayerFiles, nn.Module):
         return found
 
     def _tie_stages(self) -> dict[str, dict[str, Any]]:
-        """Groups of the stages that hold a module of one key, and their weights made equal to the first owner's."""
+        """Groups of the stages that hold a module of one key, and their weights made equal to the
+        first owner's.
+        """
         comms: dict[str, dict[str, Any]] = {}
         for key, indices in self._tied_layers().items():
             stages = sorted({self.stage_owner(index) for index in indices})
@@ -247,7 +284,14 @@ class PipelineModule(LayerFiles, nn.Module):
             if self.stage_id not in stages:
                 continue
             specs = [self._layer_specs[index] for index in indices]
-            names = list(dict.fromkeys(name for spec in specs if isinstance(spec, TiedLayerSpec) for name in spec.tied_weight_attr))
+            names = list(
+                dict.fromkeys(
+                    name
+                    for spec in specs
+                    if isinstance(spec, TiedLayerSpec)
+                    for name in spec.tied_weight_attr
+                )
+            )
             module = self.tied_modules[key]
             owner = self.stage_owner(indices[0])
             ranks = [self.grid.stage_to_global(stage) for stage in stages]
@@ -256,10 +300,17 @@ class PipelineModule(LayerFiles, nn.Module):
         return comms
 
     def _group_of_stages(self, stages: list[int]) -> Any:
-        """This rank's group over `stages` of its pipeline; a rank on none of them gets a group of its own."""
+        """This rank's group over `stages` of its pipeline; a rank on none of them gets a group of
+        its own.
+        """
         pipelines = self.grid.pipe_groups
         together = [[pipeline[stage] for stage in stages] for pipeline in pipelines]
-        alone = [[rank] for pipeline in pipelines for stage, rank in enumerate(pipeline) if stage not in stages]
+        alone = [
+            [rank]
+            for pipeline in pipelines
+            for stage, rank in enumerate(pipeline)
+            if stage not in stages
+        ]
         return groups._shared_group(together + alone)
 
     @torch.no_grad()
@@ -268,17 +319,22 @@ class PipelineModule(LayerFiles, nn.Module):
         for weight in weights:
             dist.broadcast(weight.data, src=self.grid.stage_to_global(owner), group=comm["group"])
             if self.stage_id != owner:
-                setattr(weight, PIPE_REPLICATED, True)  # the norm counts the first owner's replica only
+                # the norm counts the first owner's replica only
+                setattr(weight, PIPE_REPLICATED, True)
         tied = {id(weight) for weight in weights}
-        untied = [name for name, param in comm["module"].named_parameters() if id(param) not in tied]
+        untied = [
+            name for name, param in comm["module"].named_parameters() if id(param) not in tied
+        ]
         if untied and self.stage_id == owner and self.grid.data_parallel_id == 0:
             logger.warning(
-                f"tied layer {key!r}: {', '.join(untied)} are not in tied_weight_attr={comm['weight_attr']}, so each stage "
-                "trains its own; with fewer stages they would be one. List them to tie them"
+                f"tied layer {key!r}: {', '.join(untied)} are not in "
+                f"tied_weight_attr={comm['weight_attr']}, so each stage trains its own; with fewer "
+                "stages they would be one. List them to tie them"
             )
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
-        """Each weight of this stage that other stages hold too, with the group to reduce its gradient over.
+        """Each weight of this stage that other stages hold too, with the group to reduce its
+        gradient over.
 
         All ranks of a group list its weights in the same order.
         """
@@ -289,7 +345,9 @@ class PipelineModule(LayerFiles, nn.Module):
         ]
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum `.grad` of tied weights over their stages, for training without the pipeline engine; collective over the stages."""
+        """Sum `.grad` of tied weights over their stages, for training without the pipeline engine;
+        collective over the stages.
+        """
         for weight, group in self.get_tied_weights_and_groups():
             if not weight.requires_grad:
                 continue
@@ -300,11 +358,15 @@ class PipelineModule(LayerFiles, nn.Module):
     # -- experts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the groups of all stages' experts, on this stage too. Collective over the world; the engine calls it."""
+        """Make the groups of all stages' experts, on this stage too. Collective over the world; the
+        engine calls it.
+        """
         self._expert_layers.make_groups(use_data_before_expert_parallel_)
 
     def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
-        """Of each layer with experts of this stage its number among those of the whole model, its name, and itself."""
+        """Of each layer with experts of this stage its number among those of the whole model, its
+        name, and itself.
+        """
         return self._expert_layers.numbered()
 
     # -- forward
@@ -316,7 +378,8 @@ class PipelineModule(LayerFiles, nn.Module):
         """
         if self.num_stages > 1 and self.num_model_chunks > 1:
             raise PipelineError(
-                f"forward(): the {self.num_model_chunks} chunks of a stage are not consecutive layers; use forward_chunk()"
+                f"forward(): the {self.num_model_chunks} chunks of a stage are not consecutive "
+                "layers; use forward_chunk()"
             )
         for chunk in range(self.num_model_chunks):
             forward_input = self.forward_chunk(chunk, forward_input)
@@ -340,7 +403,9 @@ class PipelineModule(LayerFiles, nn.Module):
         for start in range(indices.start, indices.stop, interval):
             segment = range(start, min(start + interval, indices.stop))
             run = partial(self._run, segment, self.num_forwards[chunk])
-            inputs = self._recomputed(run, inputs) if self._is_checkpointable(segment) else run(inputs)
+            inputs = (
+                self._recomputed(run, inputs) if self._is_checkpointable(segment) else run(inputs)
+            )
         return inputs
 
     def _run(self, indices: range, num_forward: int, inputs: Any) -> Any:
@@ -360,18 +425,32 @@ class PipelineModule(LayerFiles, nn.Module):
             returns_single = isinstance(outputs, tuple) and len(outputs) == 1
             return outputs
 
-        # A reentrant checkpoint gives weights a gradient only if some input requires one, which token numbers do not.
+        # A reentrant checkpoint gives weights a gradient only if some input requires one, which
+        # token numbers do not.
         requires_grad = any(tensor.requires_grad for tensor in tensors_in(inputs))
-        anchor = None if requires_grad else torch.zeros(1, device=get_accelerator().current_device_name(), requires_grad=True)
-        outputs = self.activation_checkpoint_func(unpacked, anchor, *(inputs if is_tuple else (inputs,)))
-        # Checkpoint functions hand back the one tensor of a tuple by itself; the next layer waits for the tuple.
+        anchor = (
+            None
+            if requires_grad
+            else torch.zeros(1, device=get_accelerator().current_device_name(), requires_grad=True)
+        )
+        outputs = self.activation_checkpoint_func(
+            unpacked, anchor, *(inputs if is_tuple else (inputs,))
+        )
+        # Checkpoint functions hand back the one tensor of a tuple by itself; the next layer waits
+        # for the tuple.
         return (outputs,) if returns_single and not isinstance(outputs, tuple) else outputs
 
     def _is_checkpointable(self, segment: range) -> bool:
         if self.checkpointable_layers is not None:
-            return all(layer_name(self._layer_specs[index]) in self.checkpointable_layers for index in segment)
+            return all(
+                layer_name(self._layer_specs[index]) in self.checkpointable_layers
+                for index in segment
+            )
         # A partial is a tied module with its forward_fn.
-        return any(isinstance(self._functions[index], partial) or _has_parameters(self._functions[index]) for index in segment)
+        return any(
+            isinstance(self._functions[index], partial) or _has_parameters(self._functions[index])
+            for index in segment
+        )
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Keep the activations of every `interval`-th layer only; 0 keeps all.
@@ -380,11 +459,15 @@ class PipelineModule(LayerFiles, nn.Module):
             PipelineError: For a negative interval.
         """
         if interval < 0:
-            raise PipelineError(f"activation_checkpoint_interval={interval}: give 0 (off) or a number of layers")
+            raise PipelineError(
+                f"activation_checkpoint_interval={interval}: give 0 (off) or a number of layers"
+            )
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Losses to report beside the main one, of the micro-batch that just went forward on the last stage. For subclasses."""
+        """Losses to report beside the main one, of the micro-batch that just went forward on the
+        last stage. For subclasses.
+        """
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -398,8 +481,13 @@ class PipelineModule(LayerFiles, nn.Module):
     # -- checkpoint files
 
     def _layer_modules(self) -> dict[int, nn.Module]:
-        # A tied module with a forward_fn has a file only at its first use, where upstream may have none.
-        found = {index: function for index, function in self._functions.items() if isinstance(function, nn.Module)}
+        # A tied module with a forward_fn has a file only at its first use, where upstream may have
+        # none.
+        found = {
+            index: function
+            for index, function in self._functions.items()
+            if isinstance(function, nn.Module)
+        }
         for key, indices in self._tied_layers().items():
             own = [index for index in indices if index in self._functions]
             if own and not any(index in found for index in own):
@@ -420,7 +508,8 @@ def _chosen_topology(num_stages: int | None, topology: ProcessTopology | None) -
     """The topology to use, with torch.distributed initialized.
 
     Raises:
-        PipelineError: Neither or two different numbers of stages are given, or they don't divide the ranks.
+        PipelineError: Neither or two different numbers of stages are given, or they don't divide
+            the ranks.
     """
     if num_stages is None and topology is None:
         raise PipelineError("PipelineModule: give num_stages or topology")
@@ -431,13 +520,16 @@ def _chosen_topology(num_stages: int | None, topology: ProcessTopology | None) -
             raise PipelineError(f"topology: its axes {topology.axes} lack {PIPE_AXIS!r}")
         if num_stages not in (None, topology.get_dim(PIPE_AXIS)):
             raise PipelineError(
-                f"num_stages={num_stages}, but the topology has {topology.get_dim(PIPE_AXIS)} stages; give one of them"
+                f"num_stages={num_stages}, but the topology has {topology.get_dim(PIPE_AXIS)} "
+                "stages; give one of them"
             )
         return topology
     world_size = dist.get_world_size()
     stages = int(num_stages or 0)
     if stages < 1 or world_size % stages:
-        raise PipelineError(f"num_stages={num_stages} must divide the number of ranks, {world_size}")
+        raise PipelineError(
+            f"num_stages={num_stages} must divide the number of ranks, {world_size}"
+        )
     return PipeDataParallelTopology(stages, world_size // stages)
 
 

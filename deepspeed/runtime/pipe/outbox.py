@@ -1,8 +1,9 @@
 """Messages on their way out: kept alive until they have left, and no longer.
 
-A transfer in progress reads its memory, so somebody has to hold it. On devices a handle tells whether it is complete. gloo's
-handles don't: only waiting for one tells, and waiting in `send` could close a circle of ranks that wait for each other. So when
-much is on its way over gloo, a thread waits in its place.
+A transfer in progress reads its memory, so somebody has to hold it. On devices a handle tells
+whether it is complete. gloo's handles don't: only waiting for one tells, and waiting in `send`
+could close a circle of ranks that wait for each other. So when much is on its way over gloo, a
+thread waits in its place.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Outbox:
         wait: Waits for a handle.
 
     Attributes:
-        num_bytes: How much memory is held here for transfers that are not known to be complete; what the thread waits for is not
-            counted.
+        num_bytes: How much memory is held here for transfers that are not known to be complete;
+            what the thread waits for is not counted.
     """
 
     def __init__(self, polls: bool, wait: Callable[[Any], None]) -> None:
@@ -51,11 +52,17 @@ class Outbox:
         if self._polls:
             while self._begun and self._begun[0].work.is_completed():
                 self._let_go()
-        elif self._reaper is not None or self.num_bytes > HELD_BYTES or len(self._begun) > HELD_TRANSFERS:
+        elif (
+            self._reaper is not None
+            or self.num_bytes > HELD_BYTES
+            or len(self._begun) > HELD_TRANSFERS
+        ):
             self._hand_over()
 
     def finish(self) -> None:
-        """Return when all transfers are complete: on a device, when the current stream waits for them."""
+        """Return when all transfers are complete: on a device, when the current stream waits for
+        them.
+        """
         reaper, self._reaper = self._reaper, None
         if reaper is not None:
             reaper.finish()
@@ -104,7 +111,8 @@ class _Reaper:
         while transfer is not None:
             try:
                 transfer.work.wait()
-            except Exception as error:  # whatever ends the wait is for the caller of `finish`; the others are let go too
+            except Exception as error:
+                # whatever ends the wait is for the caller of `finish`; the others are let go too
                 self._error = self._error or error
             # Not held while waiting for the next.
             transfer = None

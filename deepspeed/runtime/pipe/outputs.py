@@ -1,4 +1,6 @@
-"""What the end of a pipeline yields over the micro-batches of a batch, and how all stages learn of it."""
+"""What the end of a pipeline yields over the micro-batches of a batch, and how all stages learn of
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class BatchOutputs:
         device: Where losses live.
 
     Attributes:
-        results: Of each micro-batch of an evaluation, its loss, or its output where no loss is computed.
+        results: Of each micro-batch of an evaluation, its loss, or its output where no loss is
+            computed.
         logits: Of each micro-batch of an evaluation, the last layer's output.
     """
 
@@ -32,32 +35,45 @@ class BatchOutputs:
         self.logits: list[Any] = []
 
     def add_loss(self, loss: torch.Tensor, additional: dict[str, torch.Tensor] | None) -> None:
-        """The loss of a micro-batch that is trained on, and those that the module reports beside it."""
+        """The loss of a micro-batch that is trained on, and those that the module reports beside
+        it.
+        """
         value = loss.detach().float().reshape(())
         self._total = value if self._total is None else self._total + value
         for name, tensor in (additional or {}).items():
-            self._additional[name] = self._additional.get(name, torch.zeros_like(value)) + tensor.detach().float()
+            self._additional[name] = (
+                self._additional.get(name, torch.zeros_like(value)) + tensor.detach().float()
+            )
 
     def mean_loss(self, micro_batches: int) -> torch.Tensor:
         """Mean of the losses over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
 
-        One reduction over all ranks, to which only the last stage adds, instead of one over its ranks and a broadcast.
+        One reduction over all ranks, to which only the last stage adds, instead of one over its
+        ranks and a broadcast.
         """
         share = torch.zeros((), dtype=torch.float32, device=self._device)
         if self._total is not None:
-            share += self._total / (micro_batches * (dist.get_world_size() // self._grid.pipe_parallel_size))
+            share += self._total / (
+                micro_batches * (dist.get_world_size() // self._grid.pipe_parallel_size)
+            )
         dist.all_reduce(share)
         return share
 
     def mean_additional_losses(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
-        """Means over micro-batches of the losses reported beside the main one; None where there are none."""
+        """Means over micro-batches of the losses reported beside the main one; None where there are
+        none.
+        """
         return {name: value / micro_batches for name, value in self._additional.items()} or None
 
     def mean_result(self) -> torch.Tensor | None:
-        """Mean of the results over micro-batches and data-parallel ranks, fp32, on the last stage; None elsewhere."""
+        """Mean of the results over micro-batches and data-parallel ranks, fp32, on the last stage;
+        None elsewhere.
+        """
         if not self._grid.is_last_stage:
             return None
-        mean: torch.Tensor = torch.stack([result.detach().float() for result in self.results]).mean(0)
+        mean: torch.Tensor = torch.stack([result.detach().float() for result in self.results]).mean(
+            0
+        )
         dist.all_reduce(mean, group=self._grid.get_data_parallel_group())
         return mean / self._grid.data_parallel_size
 
@@ -71,7 +87,8 @@ class BatchOutputs:
         if self._grid.is_last_stage:
             if data is None or data.numel() != 1:
                 raise PipelineError(
-                    f"eval_batch: only a scalar is given to all stages, the loss is {described(data)}; give bcast_loss=False"
+                    "eval_batch: only a scalar is given to all stages, the loss is "
+                    f"{described(data)}; give bcast_loss=False"
                 )
             result.copy_(data.reshape(()))
         last = self._grid.stage_to_global(self._grid.pipe_parallel_size - 1)
@@ -81,4 +98,8 @@ class BatchOutputs:
 
 def described(value: Any) -> str:
     """What a value is, for errors."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )

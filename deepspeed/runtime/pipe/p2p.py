@@ -1,10 +1,11 @@
-"""What pipeline stages exchange: the groups of their channels, and upstream's functions for single tensors and objects.
+"""What pipeline stages exchange: the groups of their channels, and upstream's functions for single
+tensors and objects.
 
 `Channel`, which the engine uses, is imported from here and defined in `channel`.
 
-[Note: channels and communicators]
-gloo matches transfers by tag, so channels share a group. NCCL runs all transfers of two ranks in a group in one order: a receive
-that was posted ahead would hold up all later ones, and ranks could wait for each other in a circle. There each channel has a group.
+[Note: channels and communicators] gloo matches transfers by tag, so channels share a group. NCCL
+runs all transfers of two ranks in a group in one order: a receive that was posted ahead would hold
+up all later ones, and ranks could wait for each other in a circle. There each channel has a group.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ __all__ = [
     "wait",
 ]
 
-# The grid of `init_process_groups`, and what `send` and `recv` have begun and `wait` has not waited for: (handle, tensor).
+# The grid of `init_process_groups`, and what `send` and `recv` have begun and `wait` has not waited
+# for: (handle, tensor).
 _grid: Any = None
 _begun: list[tuple[Any, torch.Tensor]] = []
 
 
-def make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device | None = None) -> list[Any]:
-    """The group of each channel, (source, destination), alike on all ranks; collective over the world.
+def make_channel_groups(
+    pairs: Sequence[tuple[int, int]], device: torch.device | None = None
+) -> list[Any]:
+    """The group of each channel, (source, destination), alike on all ranks; collective over the
+    world.
 
     See [Note: channels and communicators].
 
@@ -62,8 +67,9 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
     if not transfers_are_ordered(device):
         return [dist.new_group(None)] * len(pairs) if pairs else []
     made = [dist.new_group(sorted(set(pair))) for pair in pairs]
-    # A communicator is made at its first transfer, in which both ends wait for each other: now, in an order that all ranks share,
-    # and not within a schedule, where one end may have to receive something else first.
+    # A communicator is made at its first transfer, in which both ends wait for each other: now, in
+    # an order that all ranks share, and not within a schedule, where one end may have to receive
+    # something else first.
     own = dist.get_rank()
     for (src, dst), group in zip(pairs, made, strict=True):
         if src != dst and own in (src, dst):
@@ -74,7 +80,7 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
     return made
 
 
-# -- upstream's functions ---------------------------------------------------------------------------------------------
+# -- upstream's functions --------------------------------------------------------------------------
 
 
 def init_process_groups(grid: Any) -> None:
@@ -100,7 +106,10 @@ def _rank_of(stage: int, verb: str) -> int:
     own, last = _grid.get_stage_id(), _grid.pipe_parallel_size - 1
     # The first and the last stage exchange the gradients of tied weights.
     if abs(own - stage) != 1 and {own, stage} != {0, last}:
-        raise ValueError(f"stage {own} cannot {verb} stage {stage}: only neighbours, and the first and the last stage, do")
+        raise ValueError(
+            f"stage {own} cannot {verb} stage {stage}: only neighbours, and the first and the last "
+            "stage, do"
+        )
     return int(_grid.stage_to_global(stage_id=stage))
 
 
@@ -141,7 +150,8 @@ def send_obj(msg: Any, dest: int) -> None:
     """Send an object of plain data to a rank.
 
     Args:
-        msg: Tensors, numbers, texts, None, and tuples, lists and dicts of these: the receiver runs no code from a message.
+        msg: Tensors, numbers, texts, None, and tuples, lists and dicts of these: the receiver runs
+            no code from a message.
         dest: Its global rank.
 
     Raises:
@@ -152,7 +162,10 @@ def send_obj(msg: Any, dest: int) -> None:
     try:
         torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise TypeError(f"send_obj: {type(msg).__name__} holds more than plain data and tensors; send those ({error})") from error
+        raise TypeError(
+            f"send_obj: {type(msg).__name__} holds more than plain data and tensors; send those "
+            f"({error})"
+        ) from error
     device = torch.device(get_accelerator().current_device_name())
     data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
     dist.send(torch.tensor([data.numel()], device=device), dest)
@@ -160,10 +173,14 @@ def send_obj(msg: Any, dest: int) -> None:
 
 
 def recv_obj(sender: int) -> Any:
-    """Receive what global rank ``sender`` has sent with `send_obj`; tensors arrive on the accelerator's device."""
+    """Receive what global rank ``sender`` has sent with `send_obj`; tensors arrive on the
+    accelerator's device.
+    """
     device = torch.device(get_accelerator().current_device_name())
     size = torch.empty(1, dtype=torch.int64, device=device)
     dist.recv(size, sender)
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     dist.recv(data, sender)
-    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=True)
+    return torch.load(
+        io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=True
+    )

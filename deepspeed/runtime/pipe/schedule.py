@@ -1,12 +1,15 @@
-"""Pipeline schedules as data: which instructions each stage runs, in which order, with which buffers.
+"""Pipeline schedules as data: which instructions each stage runs, in which order, with which
+buffers.
 
-Pure integers, no torch: `PipelineEngine` executes the instructions, `simulator` checks them and `schedule_text` prints them. A
-schedule says in which order its stage computes; `_Lowering` alone turns that order into instructions, so that where a message is
-sent or a buffer released is decided once for all of them.
+Pure integers, no torch: `PipelineEngine` executes the instructions, `simulator` checks them and
+`schedule_text` prints them. A schedule says in which order its stage computes; `_Lowering` alone
+turns that order into instructions, so that where a message is sent or a buffer released is decided
+once for all of them.
 
-What an executor has to give: instructions run in list order; sends do not block and receives do; messages of one kind over one
-boundary between parts arrive in the order in which they were sent. Part j of the model is chunk j // stages of stage j % stages; it
-sends activations to part j + 1 and gradients to part j - 1.
+What an executor has to give: instructions run in list order; sends do not block and receives do;
+messages of one kind over one boundary between parts arrive in the order in which they were sent.
+Part j of the model is chunk j // stages of stage j % stages; it sends activations to part j + 1 and
+gradients to part j - 1.
 """
 
 from __future__ import annotations
@@ -61,11 +64,13 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction on one buffer: what one micro-batch needs on one part of the model between its forward and its backward.
+    """An instruction on one buffer: what one micro-batch needs on one part of the model between its
+    forward and its backward.
 
     Args:
         buffer_id: Which buffer of the stage, unique over its chunks.
-        **kwargs: `micro_batch` and `chunk`, which every schedule of this module gives, and whatever a schedule of one's own needs.
+        **kwargs: `micro_batch` and `chunk`, which every schedule of this module gives, and whatever
+            a schedule of one's own needs.
 
     Attributes:
         micro_batch: Which micro-batch of the global batch; None when it was not given.
@@ -81,7 +86,9 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load a micro-batch from the data iterator: the inputs on the first part, the labels on the last one."""
+    """Load a micro-batch from the data iterator: the inputs on the first part, the labels on the
+    last one.
+    """
 
 
 class ForwardPass(BufferOpInstruction):
@@ -143,10 +150,14 @@ class PipeSchedule(ABC):
     def __init__(self, micro_batches: int, stages: int, stage_id: StageId) -> None:
         if micro_batches < 1 or stages < 1:
             raise ValueError(
-                f"A pipeline schedule needs at least 1 micro-batch and 1 stage, not micro_batches={micro_batches}, stages={stages}"
+                "A pipeline schedule needs at least 1 micro-batch and 1 stage, not "
+                f"micro_batches={micro_batches}, stages={stages}"
             )
         if not 0 <= stage_id < stages:
-            raise ValueError(f"stage_id={stage_id} is no stage of a pipeline of {stages}; give one of 0 to {stages - 1}")
+            raise ValueError(
+                f"stage_id={stage_id} is no stage of a pipeline of {stages}; give one of 0 to "
+                f"{stages - 1}"
+            )
         self.micro_batches = micro_batches
         self.stages = stages
         self.stage_id = stage_id
@@ -155,7 +166,9 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of the stage in order, at most one pass with its communication per step."""
+        """The instructions of the stage in order, at most one pass with its communication per
+        step.
+        """
 
     @abstractmethod
     def num_pipe_buffers(self) -> int:
@@ -190,10 +203,12 @@ class PipeSchedule(ABC):
         return self.stage_id == self.stages - 1
 
     def _rounds(self, chunks: Sequence[Chunk], kind: type[BufferOpInstruction]) -> list[Compute]:
-        """`kind` over `chunks` in rounds of `stages` micro-batches, each round through all chunks before the next one.
+        """`kind` over `chunks` in rounds of `stages` micro-batches, each round through all chunks
+        before the next one.
 
-        The last round is full whether micro-batches are left for it or not: stages pair the k-th forward pass with a backward pass
-        by counting, and dropping the same surplus passes on all stages afterwards can't make one stage wait for another.
+        The last round is full whether micro-batches are left for it or not: stages pair the k-th
+        forward pass with a backward pass by counting, and dropping the same surplus passes on all
+        stages afterwards can't make one stage wait for another.
         """
         return [
             Compute(kind, micro_batch, chunk)
@@ -204,10 +219,12 @@ class PipeSchedule(ABC):
 
 
 class _Lowering:
-    """Turns the order in which a stage computes into steps: adds loads, messages, buffers and what ends the batch.
+    """Turns the order in which a stage computes into steps: adds loads, messages, buffers and what
+    ends the batch.
 
-    A send opens the step after its pass rather than ending the step of the pass: that is the same order of instructions, and the
-    steps of `TrainSchedule` and `InferenceSchedule` then line up with time slots.
+    A send opens the step after its pass rather than ending the step of the pass: that is the same
+    order of instructions, and the steps of `TrainSchedule` and `InferenceSchedule` then line up
+    with time slots.
     """
 
     def __init__(self, schedule: PipeSchedule) -> None:
@@ -249,14 +266,17 @@ class _Lowering:
         if kind in (BackwardPass, BackwardInputPass) and part > 0:
             self._sends.append(SendGrad(buffer_id, micro_batch=micro_batch, chunk=chunk))
         if kind in (BackwardPass, BackwardWeightPass) or not self._schedule.closing:
-            # Nothing but the send that opens the next step names this buffer again, and the next reservation comes after it.
+            # Nothing but the send that opens the next step names this buffer again, and the next
+            # reservation comes after it.
             self._free.append(self._reserved.pop(key))
 
 
 def _one_forward_one_backward(
     forwards: Sequence[Compute], backwards: Sequence[Sequence[Compute]], warmup: int
 ) -> Iterator[Compute]:
-    """`warmup` forward passes, then one forward and one group of backward passes in turn, then the rest of the backward passes."""
+    """`warmup` forward passes, then one forward and one group of backward passes in turn, then the
+    rest of the backward passes.
+    """
     yield from forwards[:warmup]
     for index, group in enumerate(backwards):
         yield from forwards[warmup + index : warmup + index + 1]
@@ -264,22 +284,26 @@ def _one_forward_one_backward(
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B: stage s holds at most stages - s micro-batches at once, and waits stages - 1 forward and backward passes per batch.
+    """1F1B: stage s holds at most stages - s micro-batches at once, and waits stages - 1 forward
+    and backward passes per batch.
 
-    Steps are time slots in which every pass takes one: there are 2 * (micro_batches + stages - 1) on each stage, and those in which
-    a stage waits are empty.
+    Steps are time slots in which every pass takes one: there are 2 * (micro_batches + stages - 1)
+    on each stage, and those in which a stage waits are empty.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One step per time slot."""
-        return _Lowering(self).steps(map(self._slot, range(2 * (self.micro_batches + self.stages - 1))))
+        return _Lowering(self).steps(
+            map(self._slot, range(2 * (self.micro_batches + self.stages - 1)))
+        )
 
     def num_pipe_buffers(self) -> int:
         """As many as there are micro-batches in flight, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _slot(self, time: int) -> Compute | None:
-        """Forward passes start at stage_id, backward passes when the first gradient has come back; both every other slot.
+        """Forward passes start at stage_id, backward passes when the first gradient has come back;
+        both every other slot.
 
         The distance 2 * (stages - stage_id) - 1 between them is odd, so that they never meet.
         """
@@ -292,9 +316,11 @@ class TrainSchedule(PipeSchedule):
 
 
 class InterleavedTrainSchedule(PipeSchedule):
-    """1F1B over several chunks of the model per stage (Narayanan et al. 2021): the wait shrinks by the number of chunks.
+    """1F1B over several chunks of the model per stage (Narayanan et al. 2021): the wait shrinks by
+    the number of chunks.
 
-    Any number of micro-batches is right; one that is no multiple of the stages leaves part of the last round empty.
+    Any number of micro-batches is right; one that is no multiple of the stages leaves part of the
+    last round empty.
 
     Args:
         num_chunks: Chunks of the model on each stage, at least 2.
@@ -304,7 +330,8 @@ class InterleavedTrainSchedule(PipeSchedule):
         super().__init__(micro_batches, stages, stage_id)
         if num_chunks < 2:
             raise ValueError(
-                f"An interleaved schedule needs at least 2 model chunks per stage, not num_chunks={num_chunks}; use 1f1b"
+                "An interleaved schedule needs at least 2 model chunks per stage, not "
+                f"num_chunks={num_chunks}; use 1f1b"
             )
         self.num_chunks = num_chunks
 
@@ -317,7 +344,9 @@ class InterleavedTrainSchedule(PipeSchedule):
         return min(self._warmup() + 1, self.micro_batches * self.num_chunks)
 
     def _warmup(self) -> int:
-        """Forward passes before the first backward one: the way to the last stage and back, and a round's other chunks."""
+        """Forward passes before the first backward one: the way to the last stage and back, and a
+        round's other chunks.
+        """
         return 2 * (self.stages - self.stage_id - 1) + (self.num_chunks - 1) * self.stages
 
     def _order(self) -> Iterator[Compute]:
@@ -328,13 +357,14 @@ class InterleavedTrainSchedule(PipeSchedule):
 
 
 class ZeroBubbleTrainSchedule(PipeSchedule):
-    """ZB-H1 (Qi et al. 2023): weights' gradients wait until a stage has nothing more urgent, and fill the tail of the batch.
+    """ZB-H1 (Qi et al. 2023): weights' gradients wait until a stage has nothing more urgent, and
+    fill the tail of the batch.
 
-    Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches: what the first stage of 1F1B
-    holds.
+    Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches:
+    what the first stage of 1F1B holds.
 
-    The wait is stages - 1 times (forward + input's gradient - weights' gradient), with enough micro-batches and as long as the
-    weights' gradient is the cheapest of the three.
+    The wait is stages - 1 times (forward + input's gradient - weights' gradient), with enough
+    micro-batches and as long as the weights' gradient is the cheapest of the three.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -351,8 +381,12 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
             for kind in (ForwardPass, BackwardInputPass, BackwardWeightPass)
         )
         delay = min(self.stage_id, self.micro_batches)
-        # The weight pass comes before the next forward pass: it frees the buffer that this one takes.
-        groups = [(each,) if index < delay else (each, weights[index - delay]) for index, each in enumerate(inputs)]
+        # The weight pass comes before the next forward pass: it frees the buffer that this one
+        # takes.
+        groups = [
+            (each,) if index < delay else (each, weights[index - delay])
+            for index, each in enumerate(inputs)
+        ]
         yield from _one_forward_one_backward(forwards, groups, self.stages - self.stage_id - 1)
         yield from weights[self.micro_batches - delay :]
 
@@ -368,18 +402,28 @@ class InferenceSchedule(PipeSchedule):
 
     closing = ()
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int = 1) -> None:
+    def __init__(
+        self, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int = 1
+    ) -> None:
         super().__init__(micro_batches, stages, stage_id)
         if num_chunks < 1:
-            raise ValueError(f"A stage holds at least one chunk of the model, not num_chunks={num_chunks}")
+            raise ValueError(
+                f"A stage holds at least one chunk of the model, not num_chunks={num_chunks}"
+            )
         self.num_chunks = num_chunks
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One step per time slot, or per pass with several chunks."""
-        order = [each for each in self._rounds(range(self.num_chunks), ForwardPass) if each.micro_batch < self.micro_batches]
+        order = [
+            each
+            for each in self._rounds(range(self.num_chunks), ForwardPass)
+            if each.micro_batch < self.micro_batches
+        ]
         if self.num_chunks > 1:
             return _Lowering(self).steps(order)
-        return _Lowering(self).steps([*[None] * self.stage_id, *order, *[None] * (self.stages - 1 - self.stage_id)])
+        return _Lowering(self).steps(
+            [*[None] * self.stage_id, *order, *[None] * (self.stages - 1 - self.stage_id)]
+        )
 
     def num_pipe_buffers(self) -> int:
         """Two: one is sent while the other is computed."""
@@ -387,7 +431,9 @@ class InferenceSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Every stage holds the whole model: forward and backward of each micro-batch, then reduce and step."""
+    """Every stage holds the whole model: forward and backward of each micro-batch, then reduce and
+    step.
+    """
 
     closing = (ReduceGrads, OptimizerStep)
 
@@ -395,7 +441,9 @@ class DataParallelSchedule(PipeSchedule):
         """One step per micro-batch."""
         for micro_batch in range(self.micro_batches):
             kinds = (LoadMicroBatch, ForwardPass, BackwardPass)
-            step: list[PipeInstruction] = [kind(0, micro_batch=micro_batch, chunk=0) for kind in kinds]
+            step: list[PipeInstruction] = [
+                kind(0, micro_batch=micro_batch, chunk=0) for kind in kinds
+            ]
             if micro_batch == self.micro_batches - 1:
                 step += [kind() for kind in self.closing]
             yield step
@@ -406,7 +454,8 @@ class DataParallelSchedule(PipeSchedule):
 
 
 class ListedSchedule(PipeSchedule):
-    """A schedule given by its instructions: one read from text, or one's own to try in the simulator.
+    """A schedule given by its instructions: one read from text, or one's own to try in the
+    simulator.
 
     Args:
         steps: The instructions, a list per step.
@@ -428,7 +477,10 @@ class ListedSchedule(PipeSchedule):
         self._steps = [list(step) for step in steps]
         self._num_buffers = num_buffers
         self.closing = tuple(
-            type(each) for step in self._steps for each in step if isinstance(each, (ReduceTiedGrads, ReduceGrads, OptimizerStep))
+            type(each)
+            for step in self._steps
+            for each in step
+            if isinstance(each, (ReduceTiedGrads, ReduceGrads, OptimizerStep))
         )
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -443,12 +495,15 @@ class ListedSchedule(PipeSchedule):
 SCHEDULE_NAMES = ("1f1b", "interleaved", "zero_bubble")
 
 
-def make_schedule(name: str, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int = 1) -> PipeSchedule:
+def make_schedule(
+    name: str, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int = 1
+) -> PipeSchedule:
     """The training schedule called `name`.
 
     Args:
         name: "1f1b", "interleaved" or "zero_bubble".
-        num_chunks: Chunks of the model on each stage: at least 2 for "interleaved", 1 for the others.
+        num_chunks: Chunks of the model on each stage: at least 2 for "interleaved", 1 for the
+            others.
 
     Raises:
         ValueError: There is no such schedule, or it can't run that many chunks.
@@ -456,7 +511,14 @@ def make_schedule(name: str, micro_batches: int, stages: int, stage_id: StageId,
     if name == "interleaved":
         return InterleavedTrainSchedule(micro_batches, stages, stage_id, num_chunks)
     if name not in SCHEDULE_NAMES:
-        raise ValueError(f"There is no pipeline schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)}")
+        raise ValueError(
+            f"There is no pipeline schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)}"
+        )
     if num_chunks != 1:
-        raise ValueError(f"The {name} schedule runs one model chunk per stage, not num_chunks={num_chunks}; use interleaved")
-    return (TrainSchedule if name == "1f1b" else ZeroBubbleTrainSchedule)(micro_batches, stages, stage_id)
+        raise ValueError(
+            f"The {name} schedule runs one model chunk per stage, not num_chunks={num_chunks}; use "
+            "interleaved"
+        )
+    return (TrainSchedule if name == "1f1b" else ZeroBubbleTrainSchedule)(
+        micro_batches, stages, stage_id
+    )

@@ -1,9 +1,10 @@
-"""Schedules for people: instruction lists that read back, grids of who computes when as text and as SVG, and the command for them.
+"""Schedules for people: instruction lists that read back, grids of who computes when as text and as
+SVG, and the command for them.
 
     python -m deepspeed.runtime.pipe.schedule_text --schedule 1f1b --stages 4 --micro-batches 8
 
-Exit code 0: the schedule is right; 1: the simulator found a fault, which the grid marks; 2: the command was used wrongly. What is
-right and how long it takes is `simulator`'s to say.
+Exit code 0: the schedule is right; 1: the simulator found a fault, which the grid marks; 2: the
+command was used wrongly. What is right and how long it takes is `simulator`'s to say.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ Spans = Sequence[Sequence[Span]]
 
 FAILED, MISUSED = 1, 2
 _KINDS: dict[str, type[PipeInstruction]] = {
-    name: kind for name, kind in vars(schedule_module).items() if isinstance(kind, type) and issubclass(kind, PipeInstruction)
+    name: kind
+    for name, kind in vars(schedule_module).items()
+    if isinstance(kind, type) and issubclass(kind, PipeInstruction)
 }
 # What a schedule is made from, in the order of its first printed line.
 _HEADER = ("micro_batches", "stages", "stage_id", "num_buffers", "num_chunks")
@@ -68,8 +71,17 @@ _LOOKS: dict[type[PipeInstruction], _Look] = {
 
 def format_schedule(schedule: PipeSchedule) -> str:
     """The instructions of one stage, a line per step; `parse_schedule` reads it back."""
-    values = (schedule.micro_batches, schedule.stages, schedule.stage_id, schedule.num_pipe_buffers(), schedule.num_chunks)
-    lines = ["schedule " + " ".join(f"{name}={value}" for name, value in zip(_HEADER, values, strict=True))]
+    values = (
+        schedule.micro_batches,
+        schedule.stages,
+        schedule.stage_id,
+        schedule.num_pipe_buffers(),
+        schedule.num_chunks,
+    )
+    lines = [
+        "schedule "
+        + " ".join(f"{name}={value}" for name, value in zip(_HEADER, values, strict=True))
+    ]
     lines += [f"step {index}: {step}" for index, step in enumerate(schedule.steps())]
     return "\n".join(lines) + "\n"
 
@@ -80,23 +92,35 @@ def parse_schedule(text: str) -> ListedSchedule:
     Raises:
         ValueError: A line is not of that form; it names the line.
     """
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [
+        (number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
+    ]
     header = lines[0][1] if lines else ""
     pattern = "schedule " + " ".join(rf"{name}=(\d+)" for name in _HEADER)
     match = re.fullmatch(pattern, header)
     if match is None:
-        raise ValueError(f"A printed schedule starts with 'schedule {' '.join(f'{name}=...' for name in _HEADER)}', not {header!r}")
+        raise ValueError(
+            "A printed schedule starts with 'schedule "
+            f"{' '.join(f'{name}=...' for name in _HEADER)}', not {header!r}"
+        )
     values = dict(zip(_HEADER, map(int, match.groups()), strict=True))
     return ListedSchedule(steps=[_parse_step(number, line) for number, line in lines[1:]], **values)
 
 
 def parse_schedules(text: str) -> list[ListedSchedule]:
     """Read the printed schedules of several stages, one after the other."""
-    return [parse_schedule(part) for part in re.split(r"^(?=\s*schedule )", text, flags=re.MULTILINE) if part.strip()]
+    return [
+        parse_schedule(part)
+        for part in re.split(r"^(?=\s*schedule )", text, flags=re.MULTILINE)
+        if part.strip()
+    ]
 
 
 def _parse_step(number: int, line: str) -> list[PipeInstruction]:
-    problem = f"line {number} is no step of a schedule, 'step INDEX: [Name(buffer_id=0, ...), ...]': {line!r}"
+    problem = (
+        f"line {number} is no step of a schedule, 'step INDEX: [Name(buffer_id=0, ...), ...]': "
+        f"{line!r}"
+    )
     match = re.fullmatch(r"step \d+: (\[.*\])", line)
     if match is None:
         raise ValueError(problem)
@@ -111,8 +135,14 @@ def _parse_instruction(call: ast.expr) -> PipeInstruction:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError("an instruction is Name(key=value, ...)")
     if call.func.id not in _KINDS:
-        raise ValueError(f"there is no instruction {call.func.id}; there are {', '.join(sorted(_KINDS))}")
-    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+        raise ValueError(
+            f"there is no instruction {call.func.id}; there are {', '.join(sorted(_KINDS))}"
+        )
+    arguments = {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for keyword in call.keywords
+        if keyword.arg is not None
+    }
     return _KINDS[call.func.id](**arguments)
 
 
@@ -129,7 +159,8 @@ def _tick(spans: Spans) -> float:
 
 
 def render_grid(spans: Spans, failing: Sequence[Place] = ()) -> str:
-    """Who computes when, as text: a row per stage, a column per shortest pass, '.' where a stage waits.
+    """Who computes when, as text: a row per stage, a column per shortest pass, '.' where a stage
+    waits.
 
     Args:
         spans: `Simulation.spans`, or `ScheduleError.spans` for a schedule that fails.
@@ -146,7 +177,11 @@ def render_grid(spans: Spans, failing: Sequence[Place] = ()) -> str:
             cells.append(".".ljust(width) * (first - column))
             cells.append(_label(span.instruction).ljust(width * (end - first) - 1, "-") + " ")
             column = end
-        marks = [f"<-- fails: step {each.step}, {each.instruction or 'end'}" for each in failing if each.stage == stage]
+        marks = [
+            f"<-- fails: step {each.step}, {each.instruction or 'end'}"
+            for each in failing
+            if each.stage == stage
+        ]
         lines.append(" ".join([f"stage {stage:<3}|", "".join(cells), *marks]).rstrip())
     return "\n".join(lines) + "\n"
 
@@ -161,7 +196,10 @@ def render_summary(simulation: Simulation, schedules: Sequence[PipeSchedule]) ->
         ("micro-batches", first.micro_batches),
         ("makespan", f"{simulation.makespan:g}"),
         ("bubble fraction", f"{simulation.bubble_fraction:.4f}"),
-        ("bubble fraction per stage", " ".join(f"{each:.4f}" for each in simulation.bubble_fractions)),
+        (
+            "bubble fraction per stage",
+            " ".join(f"{each:.4f}" for each in simulation.bubble_fractions),
+        ),
         ("peak activations per stage", " ".join(map(str, simulation.peak_activations))),
         ("buffers per stage", " ".join(str(each.num_pipe_buffers()) for each in schedules)),
         ("needs asynchronous sends", asynchronous),
@@ -185,8 +223,8 @@ def render_svg(simulation: Simulation, title: str) -> str:
     height = _TOP + _ROW * len(spans) + 62
     heading = title.replace("&", "&amp;").replace("<", "&lt;")
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
         f"  <title>{heading}</title>",
         f'  <rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'  <text x="12" y="24" font-size="15" fill="#111111">{heading}</text>',
@@ -201,18 +239,23 @@ def _svg_row(stage: int, row: Sequence[Span], scale: float, makespan: float) -> 
     top = _TOP + _ROW * stage
     lines = [
         f'  <text x="12" y="{top + 18}" fill="#222222">stage {stage}</text>',
-        f'  <rect x="{_LEFT}" y="{top + 2}" width="{makespan * scale:.1f}" height="{_ROW - 4}" fill="#f0f0f0"/>',
+        f'  <rect x="{_LEFT}" y="{top + 2}" width="{makespan * scale:.1f}" height="{_ROW - 4}" '
+        'fill="#f0f0f0"/>',
         '  <g stroke="#555555" stroke-width="0.8">',
     ]
     texts = ['  <g text-anchor="middle" font-size="11" fill="#111111">']
     for span in row:
         left, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
-        # Later chunks are paler, so that the way of a micro-batch through the chunks can be followed.
+        # Later chunks are paler, so that the way of a micro-batch through the chunks can be
+        # followed.
         opacity = 1 / (1 + 0.8 * span.instruction.chunk)
         fill = _LOOKS[type(span.instruction)].fill
         shape = f'x="{left:.1f}" y="{top + 2}" width="{wide:.1f}" height="{_ROW - 4}"'
         lines.append(f'    <rect {shape} fill="{fill}" fill-opacity="{opacity:.2f}"/>')
-        texts.append(f'    <text x="{left + wide / 2:.1f}" y="{top + 18}">{span.instruction.micro_batch}</text>')
+        texts.append(
+            f'    <text x="{left + wide / 2:.1f}" '
+            f'y="{top + 18}">{span.instruction.micro_batch}</text>'
+        )
     return [*lines, "  </g>", *texts, "  </g>"]
 
 
@@ -221,31 +264,72 @@ def _svg_legend(simulation: Simulation, top: int) -> list[str]:
     lines, left = [], 12
     used = {type(span.instruction) for row in simulation.spans for span in row}
     for look in (look for kind, look in _LOOKS.items() if kind in used):
-        lines.append(f'  <rect x="{left}" y="{top + 12}" width="14" height="14" fill="{look.fill}" stroke="#555555"/>')
+        lines.append(
+            f'  <rect x="{left}" y="{top + 12}" width="14" height="14" fill="{look.fill}" '
+            'stroke="#555555"/>'
+        )
         lines.append(f'  <text x="{left + 20}" y="{top + 24}" fill="#222222">{look.meaning}</text>')
         left += 40 + 7 * len(look.meaning)
     peak = max(simulation.peak_activations)
-    num_chunks = 1 + max((span.instruction.chunk for row in simulation.spans for span in row), default=0)
+    num_chunks = 1 + max(
+        (span.instruction.chunk for row in simulation.spans for span in row), default=0
+    )
     unit = "" if num_chunks == 1 else f" of 1/{num_chunks} stage (paler: later chunks)"
-    numbers = f"makespan {simulation.makespan:g}, bubble {simulation.bubble_fraction:.1%}, at most {peak} activations{unit} held"
+    numbers = (
+        f"makespan {simulation.makespan:g}, bubble {simulation.bubble_fraction:.1%}, at most "
+        f"{peak} activations{unit} held"
+    )
     return [*lines, f'  <text x="12" y="{top + 48}" fill="#222222">{numbers}</text>']
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="python -m deepspeed.runtime.pipe.schedule_text", description="Print, draw and check a pipeline schedule."
+        prog="python -m deepspeed.runtime.pipe.schedule_text",
+        description="Print, draw and check a pipeline schedule.",
     )
-    made.add_argument("--schedule", choices=(*SCHEDULE_NAMES, "inference"), default="1f1b", help="which schedule (default: 1f1b)")
+    made.add_argument(
+        "--schedule",
+        choices=(*SCHEDULE_NAMES, "inference"),
+        default="1f1b",
+        help="which schedule (default: 1f1b)",
+    )
     made.add_argument("--stages", type=int, default=4, help="stages of the pipeline (default: 4)")
-    made.add_argument("--micro-batches", type=int, default=8, help="micro-batches per batch (default: 8)")
-    made.add_argument("--chunks", type=int, default=None, help="model chunks per stage (default: 2 for interleaved, else 1)")
-    made.add_argument("--read", metavar="FILE", help="check the schedules of a file that --list has printed, instead")
-    made.add_argument("--forward", type=float, default=1.0, help="time of a forward pass (default: 1)")
-    made.add_argument("--backward-input", type=float, default=1.0, help="time of the gradient of the input (default: 1)")
-    made.add_argument("--backward-weight", type=float, default=1.0, help="time of the gradient of the weights (default: 1)")
+    made.add_argument(
+        "--micro-batches", type=int, default=8, help="micro-batches per batch (default: 8)"
+    )
+    made.add_argument(
+        "--chunks",
+        type=int,
+        default=None,
+        help="model chunks per stage (default: 2 for interleaved, else 1)",
+    )
+    made.add_argument(
+        "--read",
+        metavar="FILE",
+        help="check the schedules of a file that --list has printed, instead",
+    )
+    made.add_argument(
+        "--forward", type=float, default=1.0, help="time of a forward pass (default: 1)"
+    )
+    made.add_argument(
+        "--backward-input",
+        type=float,
+        default=1.0,
+        help="time of the gradient of the input (default: 1)",
+    )
+    made.add_argument(
+        "--backward-weight",
+        type=float,
+        default=1.0,
+        help="time of the gradient of the weights (default: 1)",
+    )
     made.add_argument("--latency", type=float, default=0.0, help="time of a message (default: 0)")
-    made.add_argument("--list", action="store_true", help="print the instructions, in the form that --read takes, and nothing else")
+    made.add_argument(
+        "--list",
+        action="store_true",
+        help="print the instructions, in the form that --read takes, and nothing else",
+    )
     made.add_argument("--svg", metavar="FILE", help="draw the grid")
     return made
 
@@ -259,8 +343,14 @@ def _schedules(arguments: argparse.Namespace) -> Sequence[PipeSchedule]:
     if stages < 1:
         raise ValueError(f"--stages {stages}: a pipeline has at least 1 stage")
     if name == "inference":
-        return [InferenceSchedule(arguments.micro_batches, stages, stage, chunks) for stage in range(stages)]
-    return [make_schedule(name, arguments.micro_batches, stages, stage, chunks) for stage in range(stages)]
+        return [
+            InferenceSchedule(arguments.micro_batches, stages, stage, chunks)
+            for stage in range(stages)
+        ]
+    return [
+        make_schedule(name, arguments.micro_batches, stages, stage, chunks)
+        for stage in range(stages)
+    ]
 
 
 def _title(arguments: argparse.Namespace, first: PipeSchedule) -> str:
@@ -272,7 +362,9 @@ def _title(arguments: argparse.Namespace, first: PipeSchedule) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     arguments = parser().parse_args(argv)
-    costs = CostModel(arguments.forward, arguments.backward_input, arguments.backward_weight, arguments.latency)
+    costs = CostModel(
+        arguments.forward, arguments.backward_input, arguments.backward_weight, arguments.latency
+    )
     try:
         schedules = _schedules(arguments)
         if arguments.list:
@@ -288,7 +380,9 @@ def main(argv: list[str] | None = None) -> int:
         return MISUSED
     sys.stdout.write(render_grid(simulation.spans) + "\n" + render_summary(simulation, schedules))
     if arguments.svg is not None:
-        Path(arguments.svg).write_text(render_svg(simulation, _title(arguments, schedules[0])), encoding="utf-8")
+        Path(arguments.svg).write_text(
+            render_svg(simulation, _title(arguments, schedules[0])), encoding="utf-8"
+        )
     return 0
 
 

@@ -1,8 +1,9 @@
-"""Runs the schedules of all stages on paper: finds deadlocks, wrong buffers and lost micro-batches, and measures time and memory.
+"""Runs the schedules of all stages on paper: finds deadlocks, wrong buffers and lost micro-batches,
+and measures time and memory.
 
-Pure and event-driven, one visit per instruction: a stage runs until it has to wait for a message, and the sender wakes it. Sends do
-not block and receives do, so the result does not depend on which stage is visited first. It knows `schedule`'s instructions and
-nothing of torch or of processes.
+Pure and event-driven, one visit per instruction: a stage runs until it has to wait for a message,
+and the sender wakes it. Sends do not block and receives do, so the result does not depend on which
+stage is visited first. It knows `schedule`'s instructions and nothing of torch or of processes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from deepspeed.runtime.pipe.schedule import (
     StageId,
 )
 
-# What has happened to a micro-batch in its buffer. A buffer is free once everything that its part of the model does is done.
-_LOADED, _INPUT, _FORWARD, _SENT, _OUTPUT_GRAD, _INPUT_GRAD, _WEIGHT_GRAD, _GRAD_SENT = (1 << bit for bit in range(8))
+# What has happened to a micro-batch in its buffer. A buffer is free once everything that its part
+# of the model does is done.
+_LOADED, _INPUT, _FORWARD, _SENT, _OUTPUT_GRAD, _INPUT_GRAD, _WEIGHT_GRAD, _GRAD_SENT = (
+    1 << bit for bit in range(8)
+)
 
 
 class _Rule(NamedTuple):
@@ -78,7 +82,8 @@ class CostModel:
 
     Attributes:
         forward: Forward pass of one micro-batch through all chunks of a stage.
-        backward_input: Gradient of the input likewise; with `backward_weight`, a whole backward pass.
+        backward_input: Gradient of the input likewise; with `backward_weight`, a whole backward
+            pass.
         backward_weight: Gradient of the weights likewise.
         latency: From a send to the moment when the message is there.
     """
@@ -112,7 +117,8 @@ class ScheduleError(RuntimeError):
     """A schedule is wrong.
 
     Attributes:
-        places: The instructions at fault; for a deadlock those that wait, and the ends of the stages that should have sent.
+        places: The instructions at fault; for a deadlock those that wait, and the ends of the
+            stages that should have sent.
         spans: What each stage had computed by then, when it was recorded.
     """
 
@@ -133,8 +139,9 @@ class Simulation:
     Attributes:
         makespan: When the last pass ends.
         busy: How long each stage computes.
-        peak_activations: For each stage, how many micro-batches are at most between their forward and the end of their backward at
-            once; one that is in two chunks of the stage counts twice.
+        peak_activations: For each stage, how many micro-batches are at most between their forward
+            and the end of their backward at once; one that is in two chunks of the stage counts
+            twice.
         spans: The passes of each stage in order, when they were recorded.
     """
 
@@ -155,18 +162,25 @@ class Simulation:
 
 
 def simulate(
-    schedules: Sequence[PipeSchedule], costs: CostModel | None = None, *, synchronous: bool = False, record: bool = False
+    schedules: Sequence[PipeSchedule],
+    costs: CostModel | None = None,
+    *,
+    synchronous: bool = False,
+    record: bool = False,
 ) -> Simulation:
     """Run one batch.
 
     Args:
-        schedules: The schedule of every stage, in the order of the stages. Their instructions carry `micro_batch` and `chunk`.
+        schedules: The schedule of every stage, in the order of the stages. Their instructions carry
+            `micro_batch` and `chunk`.
         costs: How long things take; every pass 1 and messages 0 if not given.
-        synchronous: A send blocks until the message is received. (A message of a stage to itself never does.)
+        synchronous: A send blocks until the message is received. (A message of a stage to itself
+            never does.)
         record: Keep when each pass ran, in `spans`.
 
     Raises:
-        ScheduleDeadlockError: The stages wait for one another; it names those that wait and their instructions.
+        ScheduleDeadlockError: The stages wait for one another; it names those that wait and their
+            instructions.
         ScheduleError: An instruction is wrong; it names the instruction, its step and its stage.
         ValueError: The schedules don't belong to one pipeline.
     """
@@ -175,7 +189,8 @@ def simulate(
     shapes = {(each.micro_batches, each.stages, each.num_chunks) for each in schedules}
     if len(shapes) > 1 or [each.stage_id for each in schedules] != list(range(schedules[0].stages)):
         raise ValueError(
-            "Give the schedules of all stages of one pipeline, in order; (stage_id, micro_batches, stages, num_chunks) are "
+            "Give the schedules of all stages of one pipeline, in order; (stage_id, micro_batches, "
+            "stages, num_chunks) are "
             f"{[(each.stage_id, each.micro_batches, each.stages, each.num_chunks) for each in schedules]}"
         )
     return _Simulator(schedules, costs or CostModel(), synchronous, record).run()
@@ -220,10 +235,23 @@ class _Stage:
 
     def _mask(self, chunk: Chunk) -> int:
         """All that has to happen to a micro-batch on the part that is `chunk` of this stage."""
-        part, last = chunk * self._schedule.stages + self.id, self._schedule.stages * self._schedule.num_chunks - 1
-        mask = _FORWARD | (_LOADED if part in (0, last) else 0) | (_INPUT if part > 0 else 0) | (_SENT if part < last else 0)
+        part, last = (
+            chunk * self._schedule.stages + self.id,
+            self._schedule.stages * self._schedule.num_chunks - 1,
+        )
+        mask = (
+            _FORWARD
+            | (_LOADED if part in (0, last) else 0)
+            | (_INPUT if part > 0 else 0)
+            | (_SENT if part < last else 0)
+        )
         if self._training:
-            mask |= _INPUT_GRAD | _WEIGHT_GRAD | (_OUTPUT_GRAD if part < last else 0) | (_GRAD_SENT if part > 0 else 0)
+            mask |= (
+                _INPUT_GRAD
+                | _WEIGHT_GRAD
+                | (_OUTPUT_GRAD if part < last else 0)
+                | (_GRAD_SENT if part > 0 else 0)
+            )
         return mask
 
     def advance(self) -> PipeInstruction | None:
@@ -250,22 +278,35 @@ class _Stage:
         """Follow what the instruction does to its buffer.
 
         Raises:
-            ScheduleError: The buffer is in use, or what the instruction reads is not there, or the instruction has run before.
+            ScheduleError: The buffer is in use, or what the instruction reads is not there, or the
+                instruction has run before.
         """
-        buffer_id, key, does = instruction.buffer_id, (instruction.micro_batch, instruction.chunk), rule.does
+        buffer_id, key, does = (
+            instruction.buffer_id,
+            (instruction.micro_batch, instruction.chunk),
+            rule.does,
+        )
         if not 0 <= buffer_id < len(self._owner):
-            raise self.error(f"buffer {buffer_id} does not exist: the stage has num_pipe_buffers() = {len(self._owner)}")
+            raise self.error(
+                f"buffer {buffer_id} does not exist: the stage has num_pipe_buffers() = "
+                f"{len(self._owner)}"
+            )
         if self._owner[buffer_id] != key:
             if not does & (_LOADED | _INPUT):
                 raise self.error(f"buffer {buffer_id} holds {self._what(buffer_id)}")
             self._reserve(buffer_id, key)
         mask, done = self._masks[instruction.chunk], self._done[buffer_id]
         if does & ~mask:
-            raise self.error("nothing of the kind happens on this part of the model in this kind of batch")
+            raise self.error(
+                "nothing of the kind happens on this part of the model in this kind of batch"
+            )
         if done & does:
             raise self.error(f"it runs twice for micro-batch {instruction.micro_batch}")
         if rule.needs & mask & ~done:
-            raise self.error(f"buffer {buffer_id} is read before {_names(rule.needs & mask & ~done)} has written it")
+            raise self.error(
+                f"buffer {buffer_id} is read before {_names(rule.needs & mask & ~done)} has "
+                "written it"
+            )
         self._done[buffer_id] = done = done | does
         if does & (_FORWARD | _WEIGHT_GRAD) or done == mask:
             self._count(does, done == mask)
@@ -276,10 +317,16 @@ class _Stage:
     def _reserve(self, buffer_id: int, key: tuple[MicroBatch | None, Chunk]) -> None:
         """Give a free buffer to a micro-batch that has not been here."""
         micro_batch, chunk = key
-        if micro_batch is None or not 0 <= micro_batch < self._schedule.micro_batches or not 0 <= chunk < len(self._masks):
+        if (
+            micro_batch is None
+            or not 0 <= micro_batch < self._schedule.micro_batches
+            or not 0 <= chunk < len(self._masks)
+        ):
             raise self.error(f"there is no micro-batch {micro_batch} of chunk {chunk}")
         if self._owner[buffer_id] is not None:
-            raise self.error(f"buffer {buffer_id} is still in use: it holds {self._what(buffer_id)}")
+            raise self.error(
+                f"buffer {buffer_id} is still in use: it holds {self._what(buffer_id)}"
+            )
         if (micro_batch, chunk) in self._started:
             raise self.error(f"micro-batch {micro_batch} of chunk {chunk} has been here before")
         self._started.add((micro_batch, chunk))
@@ -291,10 +338,15 @@ class _Stage:
         if owner is None:
             return "nothing"
         micro_batch, chunk = owner
-        return f"micro-batch {micro_batch} of chunk {chunk}, which lacks {_names(self._masks[chunk] & ~self._done[buffer_id])}"
+        return (
+            f"micro-batch {micro_batch} of chunk {chunk}, which lacks "
+            f"{_names(self._masks[chunk] & ~self._done[buffer_id])}"
+        )
 
     def _count(self, does: int, finished: bool) -> None:
-        """Activations live from the forward pass until the last backward pass; until they are sent without training."""
+        """Activations live from the forward pass until the last backward pass; until they are sent
+        without training.
+        """
         if does == _FORWARD:
             self._live += 1
             self.peak = max(self.peak, self._live)
@@ -306,19 +358,29 @@ class _Stage:
         self.require_all()
         if kind in self.closed or OptimizerStep in self.closed:
             before = ", ".join(each.__name__ for each in self.closed)
-            raise self.error(f"it comes after {before}; each of them runs once, the optimizer step last")
+            raise self.error(
+                f"it comes after {before}; each of them runs once, the optimizer step last"
+            )
         self.closed.append(kind)
 
     def require_all(self) -> None:
-        """Refuse the end of a batch in which a micro-batch has not been through every chunk of this stage."""
-        whole = ((micro_batch, chunk) for chunk in range(len(self._masks)) for micro_batch in range(self._schedule.micro_batches))
+        """Refuse the end of a batch in which a micro-batch has not been through every chunk of this
+        stage.
+        """
+        whole = (
+            (micro_batch, chunk)
+            for chunk in range(len(self._masks))
+            for micro_batch in range(self._schedule.micro_batches)
+        )
         lacking = [key for key in whole if key not in self._finished]
         if lacking:
             micro_batch, chunk = lacking[0]
             detail = f"micro-batch {micro_batch} of chunk {chunk} never ran"
             if lacking[0] in self._started:
                 detail = self._what(self._owner.index(lacking[0]))
-            raise self.error(f"the batch ends before all of it is done ({len(lacking)} missing): {detail}")
+            raise self.error(
+                f"the batch ends before all of it is done ({len(lacking)} missing): {detail}"
+            )
 
 
 def _numbered(schedule: PipeSchedule) -> Iterator[tuple[int, PipeInstruction | None]]:
@@ -346,7 +408,9 @@ class _Message(NamedTuple):
 class _Simulator:
     """The stages, and the messages between them."""
 
-    def __init__(self, schedules: Sequence[PipeSchedule], costs: CostModel, synchronous: bool, record: bool) -> None:
+    def __init__(
+        self, schedules: Sequence[PipeSchedule], costs: CostModel, synchronous: bool, record: bool
+    ) -> None:
         self._num_stages = len(schedules)
         self._synchronous = synchronous
         self._latency = costs.latency
@@ -406,7 +470,12 @@ class _Simulator:
         direction = _SENDS[type(instruction)]
         part = instruction.chunk * self._num_stages + stage.id + direction
         blocks = self._synchronous and part % self._num_stages != stage.id
-        message = _Message(stage.clock + self._latency, instruction.micro_batch, stage if blocks else None, stage.place)
+        message = _Message(
+            stage.clock + self._latency,
+            instruction.micro_batch,
+            stage if blocks else None,
+            stage.place,
+        )
         self._channels.setdefault((part, direction), deque()).append(message)
         receiver = self._receivers.pop((part, direction), None)
         if receiver is not None:
@@ -424,7 +493,10 @@ class _Simulator:
             return False
         message = queue.popleft()
         if message.micro_batch != instruction.micro_batch:
-            raise ScheduleError([stage.place, message.place], f"it gets the message of micro-batch {message.micro_batch} instead")
+            raise ScheduleError(
+                [stage.place, message.place],
+                f"it gets the message of micro-batch {message.micro_batch} instead",
+            )
         stage.clock = max(stage.clock, message.arrival)
         if message.sender is not None:
             message.sender.clock = max(message.sender.clock, stage.clock)
@@ -434,15 +506,28 @@ class _Simulator:
     def _check_end(self) -> None:
         """Refuse stages that wait and micro-batches that nobody ran.
 
-        Messages that nobody received need no check of their own: a part that has run every micro-batch has received every message.
+        Messages that nobody received need no check of their own: a part that has run every
+        micro-batch has received every message.
         """
         waiting = [each.place for each in self._stages if each.place.instruction is not None]
         if waiting:
-            lost = [message.place for queue in self._channels.values() for message in queue if message.place not in waiting]
+            lost = [
+                message.place
+                for queue in self._channels.values()
+                for message in queue
+                if message.place not in waiting
+            ]
             extra = f"; sent and never received: {'; '.join(map(str, lost))}" if lost else ""
             # Whoever is waited for and has ended is at fault as much as those that wait.
-            owners = {self._stages[(part - direction) % self._num_stages] for part, direction in self._receivers}
-            ended = [each.place for each in self._stages if each in owners and each.place.instruction is None]
+            owners = {
+                self._stages[(part - direction) % self._num_stages]
+                for part, direction in self._receivers
+            }
+            ended = [
+                each.place
+                for each in self._stages
+                if each in owners and each.place.instruction is None
+            ]
             reason = f"deadlock: {len(waiting)} of {self._num_stages} stages wait forever{extra}"
             raise ScheduleDeadlockError([*waiting, *ended], reason)
         for stage in self._stages:
@@ -451,4 +536,7 @@ class _Simulator:
                 raise stage.error("the batch ends without ReduceGrads and OptimizerStep")
             if stage.closed != self._stages[0].closed:
                 names = [[each.__name__ for each in one.closed] for one in (stage, self._stages[0])]
-                raise stage.error(f"the batch ends with {names[0]}, and on stage 0 with {names[1]}: one would wait for the other")
+                raise stage.error(
+                    f"the batch ends with {names[0]}, and on stage 0 with {names[1]}: one would "
+                    "wait for the other"
+                )

@@ -1,10 +1,13 @@
-"""One backward in two parts: gradients of a stage's inputs now, gradients of its weights later (zero-bubble schedules).
+"""One backward in two parts: gradients of a stage's inputs now, gradients of its weights later
+(zero-bubble schedules).
 
-The stage before waits for the first part only; the second fills time in which a stage would otherwise idle (Qi et al., "Zero Bubble
-Pipeline Parallelism", 2023). Nothing is computed twice: autograd computes, of each node, only the gradients that were asked for.
+The stage before waits for the first part only; the second fills time in which a stage would
+otherwise idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Nothing is computed twice:
+autograd computes, of each node, only the gradients that were asked for.
 
-A node that uses both an activation and a weight is a *cut*. The first part runs the graph for the inputs alone and keeps the
-gradient that arrives at each cut; the second runs every cut again, for its weights alone, from the gradient that was kept.
+A node that uses both an activation and a weight is a *cut*. The first part runs the graph for the
+inputs alone and keeps the gradient that arrives at each cut; the second runs every cut again, for
+its weights alone, from the gradient that was kept.
 """
 
 from __future__ import annotations
@@ -27,12 +30,18 @@ class SplitBackward:
         inputs: Leaves that the stage received and whose gradients it sends on.
 
     Attributes:
-        is_split: Whether the two parts are apart. They are not if the chunk has no such input (all of it is then left to the second
-            part), nor if the graph has a node of the user's own (`torch.autograd.Function`, reentrant checkpoints), which may
-            accumulate gradients by itself, or a weight that is used by several nodes: then the first part does everything.
+        is_split: Whether the two parts are apart. They are not if the chunk has no such input (all
+            of it is then left to the second part), nor if the graph has a node of the user's own
+            (`torch.autograd.Function`, reentrant checkpoints), which may accumulate gradients by
+            itself, or a weight that is used by several nodes: then the first part does everything.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
         self._roots = list(roots)
         self._grads = list(grads)
         self._inputs = list(inputs)
@@ -46,7 +55,9 @@ class SplitBackward:
         return bool(self._inputs) and not self.is_split
 
     def _find_cuts(self) -> bool:
-        """Fill `_weights_of`: each cut and the weights below it; False if the graph cannot be split."""
+        """Fill `_weights_of`: each cut and the weights below it; False if the graph cannot be
+        split.
+        """
         order = _topological([edge.node for edge in self._roots])
         if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in order):
             return False
@@ -58,7 +69,11 @@ class SplitBackward:
         for node in order:
             if node not in reaches_input:
                 continue
-            below = [child for child, _ in node.next_functions if child is not None and child not in reaches_input]
+            below = [
+                child
+                for child, _ in node.next_functions
+                if child is not None and child not in reaches_input
+            ]
             leaves = {leaf for leaf in _topological(below) if hasattr(leaf, "variable")}
             if leaves & claimed:
                 return False  # a cut above would reach this weight again through the activations
@@ -76,7 +91,9 @@ class SplitBackward:
             return tuple(tensor.grad for tensor in self._inputs)
         handles = [node.register_prehook(self._keeper(node)) for node in self._weights_of]
         try:
-            grads = torch.autograd.grad(self._roots, self._inputs, self._grads, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(
+                self._roots, self._inputs, self._grads, retain_graph=True, allow_unused=True
+            )
         finally:
             for handle in handles:
                 handle.remove()
@@ -94,8 +111,16 @@ class SplitBackward:
             torch.autograd.backward(self._roots, self._grads)
         elif self.is_split:
             for node, grads in self._arrived.items():
-                edges = [(GradientEdge(node, index), grad) for index, grad in enumerate(grads) if grad is not None]
-                torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=self._weights_of[node])
+                edges = [
+                    (GradientEdge(node, index), grad)
+                    for index, grad in enumerate(grads)
+                    if grad is not None
+                ]
+                torch.autograd.backward(
+                    [edge for edge, _ in edges],
+                    [grad for _, grad in edges],
+                    inputs=self._weights_of[node],
+                )
         self._arrived.clear()
         self._weights_of.clear()
         self._roots.clear()

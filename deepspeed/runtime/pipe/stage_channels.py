@@ -1,4 +1,6 @@
-"""The channels of one pipeline rank: activations in and out, gradients in and out, of each of its model chunks."""
+"""The channels of one pipeline rank: activations in and out, gradients in and out, of each of its
+model chunks.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,15 @@ class StageChannels:
         self._device = device
         self._watch = watch
         borders = range(1, self._num_parts)
-        # [Note: channels and groups] On backends that order everything of a pair on one communicator each channel has its own
-        # group, and new_group is collective: all ranks list all channels of all pipelines, in one order.
-        pairs = [pair for pipeline in self._pipelines() for border in borders for pair in self._pairs(pipeline, border)]
+        # [Note: channels and groups] On backends that order everything of a pair on one
+        # communicator each channel has its own group, and new_group is collective: all ranks list
+        # all channels of all pipelines, in one order.
+        pairs = [
+            pair
+            for pipeline in self._pipelines()
+            for border in borders
+            for pair in self._pairs(pipeline, border)
+        ]
         groups = make_channel_groups(pairs)
         own = module.grid.get_global_rank()
         self._made: dict[tuple[int, bool], Channel] = {}
@@ -54,21 +62,31 @@ class StageChannels:
             for border in borders:
                 for backwards, (src, dst) in enumerate(self._pairs(pipeline, border)):
                     if own in (src, dst):
-                        self._made[border, bool(backwards)] = self._channel(src, dst, border, bool(backwards), groups[at])
+                        self._made[border, bool(backwards)] = self._channel(
+                            src, dst, border, bool(backwards), groups[at]
+                        )
                     at += 1
         self.chunks = [self._of_chunk(chunk) for chunk in range(module.num_model_chunks)]
 
     def _pipelines(self) -> Iterator[list[int]]:
         """The ranks of every pipeline of the world, in stage order."""
-        yield from self._module.topology().get_axis_comm_lists("pipe") or [[self._module.grid.get_global_rank()]]
+        yield from self._module.topology().get_axis_comm_lists("pipe") or [
+            [self._module.grid.get_global_rank()]
+        ]
 
     def _pairs(self, pipeline: list[int], border: int) -> list[tuple[int, int]]:
-        """(source, destination) of the activations that cross into part `border`, and of the gradients that come back."""
+        """(source, destination) of the activations that cross into part `border`, and of the
+        gradients that come back.
+        """
         before, behind = (pipeline[part % self._module.num_stages] for part in (border - 1, border))
         return [(before, behind), (behind, before)]
 
     def _channel(self, src: int, dst: int, border: int, backwards: bool, group: object) -> Channel:
-        what = f"gradients of part {border}'s inputs" if backwards else f"activations into part {border}"
+        what = (
+            f"gradients of part {border}'s inputs"
+            if backwards
+            else f"activations into part {border}"
+        )
         return Channel(
             src,
             dst,
@@ -84,7 +102,10 @@ class StageChannels:
         part = chunk * self._module.num_stages + self._module.stage_id
         made = self._made
         return ChunkChannels(
-            made.get((part, False)), made.get((part + 1, False)), made.get((part + 1, True)), made.get((part, True))
+            made.get((part, False)),
+            made.get((part + 1, False)),
+            made.get((part + 1, True)),
+            made.get((part, True)),
         )
 
     def __iter__(self) -> Iterator[Channel]:

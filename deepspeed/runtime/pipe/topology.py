@@ -1,7 +1,8 @@
-"""Where every rank stands: coordinates on named axes (pure), and the process groups of the lines and planes through them.
+"""Where every rank stands: coordinates on named axes (pure), and the process groups of the lines
+and planes through them.
 
-`ProcessTopology` is arithmetic only. `PipelineParallelGrid` makes the groups, once per world, and answers Megatron's questions,
-so it serves as the `mpu` of a pipeline engine. It sends nothing.
+`ProcessTopology` is arithmetic only. `PipelineParallelGrid` makes the groups, once per world, and
+answers Megatron's questions, so it serves as the `mpu` of a pipeline engine. It sends nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class ProcessTopology:
         self.axes = list(axes)
         self.dims = [int(size) for size in dims]
         if len(self.axes) != len(self.dims) or len(set(self.axes)) != len(self.axes):
-            raise ValueError(f"topology: axes {self.axes} need distinct names and one size each, got dims {self.dims}")
+            raise ValueError(
+                f"topology: axes {self.axes} need distinct names and one size each, got dims "
+                f"{self.dims}"
+            )
         if any(size < 1 for size in self.dims):
             raise ValueError(f"topology: sizes must be at least 1, got {self._sizes()}")
         self.ProcessCoord = _coord_type(self.axes)
@@ -55,7 +59,10 @@ class ProcessTopology:
             ValueError: An axis is missing or unknown, or the position lies outside.
         """
         if set(coord_kwargs) != set(self.axes):
-            raise ValueError(f"get_rank: give exactly the axes {self.axes}, got {sorted(coord_kwargs)}; filter_match() takes fewer")
+            raise ValueError(
+                f"get_rank: give exactly the axes {self.axes}, got {sorted(coord_kwargs)}; "
+                "filter_match() takes fewer"
+            )
         coord = self.ProcessCoord(**coord_kwargs)
         if coord not in self.mapping:
             raise ValueError(f"get_rank: {coord} lies outside {self._sizes()}")
@@ -66,9 +73,15 @@ class ProcessTopology:
         return self.axes
 
     def get_rank_repr(
-        self, rank: int, omit_axes: Sequence[str] = (DATA_AXIS, PIPE_AXIS), inner_sep: str = "_", outer_sep: str = "-"
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = (DATA_AXIS, PIPE_AXIS),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
     ) -> str:
-        """The rank's coordinates as checkpoint file names spell them: `model_00`; empty if all axes are left out."""
+        """The rank's coordinates as checkpoint file names spell them: `model_00`; empty if all axes
+        are left out.
+        """
         coord = self.get_coord(rank)
         kept = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
@@ -84,11 +97,15 @@ class ProcessTopology:
             ValueError: There is no such rank.
         """
         if not 0 <= rank < len(self._coords):
-            raise ValueError(f"rank {rank} not found in topology {self._sizes()} of {len(self._coords)} ranks")
+            raise ValueError(
+                f"rank {rank} not found in topology {self._sizes()} of {len(self._coords)} ranks"
+            )
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lines along an axis: lists of ranks that differ in it only; empty for an axis that does not exist."""
+        """The lines along an axis: lists of ranks that differ in it only; empty for an axis that
+        does not exist.
+        """
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -103,7 +120,9 @@ class ProcessTopology:
         """
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
-            raise ValueError(f"filter_match: no axis {', '.join(unknown)}; the axes are {self.axes}")
+            raise ValueError(
+                f"filter_match: no axis {', '.join(unknown)}; the axes are {self.axes}"
+            )
         return [
             rank
             for rank, coord in enumerate(self._coords)
@@ -125,7 +144,10 @@ class ProcessTopology:
     def describe(self, rank: int) -> str:
         """One rank's place in words: `rank 3: pipe 1 of 2, data 1 of 2`."""
         coord = self.get_coord(rank)
-        places = (f"{axis} {getattr(coord, axis)} of {size}" for axis, size in zip(self.axes, self.dims, strict=True))
+        places = (
+            f"{axis} {getattr(coord, axis)} of {size}"
+            for axis, size in zip(self.axes, self.dims, strict=True)
+        )
         return f"rank {rank}: {', '.join(places)}"
 
     def __str__(self) -> str:
@@ -134,7 +156,9 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline x data parallelism; neighbours in rank are data replicas, whose gradients are the largest traffic."""
+    """Pipeline x data parallelism; neighbours in rank are data replicas, whose gradients are the
+    largest traffic.
+    """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=[PIPE_AXIS, DATA_AXIS], dims=[num_pp, num_dp])
@@ -148,7 +172,9 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _default_topology(world_size: int) -> ProcessTopology:
-    """Prime factors of the world size dealt to pipe and data in turns, as near a square as that gets."""
+    """Prime factors of the world size dealt to pipe and data in turns, as near a square as that
+    gets.
+    """
     dims = [1, 1]
     rest, factor, turn = world_size, 2, 0
     while rest > 1:
@@ -165,29 +191,37 @@ def _holding(rank: int, rank_lists: list[list[int]]) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """The process groups of a topology, and Megatron's questions about them. Making it is collective over the world.
+    """The process groups of a topology, and Megatron's questions about them. Making it is
+    collective over the world.
 
-    "model" in Megatron's old sense is everything that shares one data coordinate (pipeline x tensor); the tensor axis alone is
-    the "slice".
+    "model" in Megatron's old sense is everything that shares one data coordinate (pipeline x
+    tensor); the tensor axis alone is the "slice".
 
     Attributes:
         global_rank, world_size: Of this process.
-        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: Sizes of the axes
-            (model_parallel_size is the tensor axis, as slice_parallel_size).
+        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: Sizes of
+            the axes (model_parallel_size is the tensor axis, as slice_parallel_size).
         stage_id, data_parallel_id: This rank's pipe and data coordinates.
         is_first_stage, is_last_stage: Whether this rank is at an end of the pipeline.
-        ds_model_proc_group, ds_model_world_size, ds_model_rank: All ranks with this data coordinate.
-        dp_groups, dp_group, dp_proc_group: Rank lists of all data groups, of this rank's, and its process group.
+        ds_model_proc_group, ds_model_world_size, ds_model_rank: All ranks with this data
+            coordinate.
+        dp_groups, dp_group, dp_proc_group: Rank lists of all data groups, of this rank's, and its
+            process group.
         pipe_groups, pp_group, pp_proc_group: The same of the pipe axis.
         model_groups, slice_group, slice_proc_group: The same of the tensor axis.
-        p2p_groups: [rank, rank of the next stage] of every rank; the last stage's next is the first.
+        p2p_groups: [rank, rank of the next stage] of every rank; the last stage's next is the
+            first.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
-        if process_group is not None and dist.get_world_size(process_group) != dist.get_world_size():
+        if (
+            process_group is not None
+            and dist.get_world_size(process_group) != dist.get_world_size()
+        ):
             raise ValueError(
-                f"PipelineParallelGrid(process_group=...): the group has {dist.get_world_size(process_group)} of the world's "
-                f"{dist.get_world_size()} ranks; a grid spans the whole world, pass None"
+                "PipelineParallelGrid(process_group=...): the group has "
+                f"{dist.get_world_size(process_group)} of the world's {dist.get_world_size()} "
+                "ranks; a grid spans the whole world, pass None"
             )
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -207,11 +241,15 @@ class PipelineParallelGrid:
     def _check_topology(self) -> None:
         known = {PIPE_AXIS, DATA_AXIS, MODEL_AXIS}
         if not set(self._topo.axes) <= known:
-            raise ValueError(f"topology: axes {self._topo.axes} hold names other than {', '.join(sorted(known))}; rename them")
+            raise ValueError(
+                f"topology: axes {self._topo.axes} hold names other than "
+                f"{', '.join(sorted(known))}; rename them"
+            )
         if self._topo.world_size() != self.world_size:
             raise ValueError(
-                f"topology: {self._topo._sizes()} are {self._topo.world_size()} ranks, but the world has {self.world_size}; "
-                f"choose sizes whose product is {self.world_size}, or start {self._topo.world_size()} processes"
+                f"topology: {self._topo._sizes()} are {self._topo.world_size()} ranks, but the "
+                f"world has {self.world_size}; choose sizes whose product is {self.world_size}, or "
+                f"start {self._topo.world_size()} processes"
             )
 
     def _make_groups(self) -> None:
@@ -229,7 +267,9 @@ class PipelineParallelGrid:
         self.p2p_groups = self._neighbours()
 
     def _lines(self, axis: str) -> tuple[list[list[int]], list[int]]:
-        """All lines along an axis and this rank's; lines of one rank for an axis that does not exist."""
+        """All lines along an axis and this rank's; lines of one rank for an axis that does not
+        exist.
+        """
         lines = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
         return lines, _holding(self.global_rank, lines)
 
@@ -239,7 +279,11 @@ class PipelineParallelGrid:
         return [{DATA_AXIS: index} for index in range(self.data_parallel_size)]
 
     def _neighbours(self) -> list[list[int]]:
-        following = {rank: line[(at + 1) % len(line)] for line in self.pipe_groups for at, rank in enumerate(line)}
+        following = {
+            rank: line[(at + 1) % len(line)]
+            for line in self.pipe_groups
+            for at, rank in enumerate(line)
+        }
         return [[rank, following[rank]] for rank in range(self.world_size)]
 
     def describe(self, rank: int | None = None) -> str:

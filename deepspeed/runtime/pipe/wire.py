@@ -1,10 +1,12 @@
 """How a value of tensors becomes bytes on a channel, and back.
 
-A value is a tensor, None, a constant (bool, int, float, str), or a tuple or list of values. `MessageSpec` says what one looks like,
-`Layout` in which pieces its tensors travel. Everything here is computed alike at both ends; nothing here communicates.
+A value is a tensor, None, a constant (bool, int, float, str), or a tuple or list of values.
+`MessageSpec` says what one looks like, `Layout` in which pieces its tensors travel. Everything here
+is computed alike at both ends; nothing here communicates.
 
-Pieces are bytes: backends need not know dtypes then. A transfer has a price that a small tensor doesn't pay for, so small tensors
-share a piece; large ones travel alone, from and into their own memory.
+Pieces are bytes: backends need not know dtypes then. A transfer has a price that a small tensor
+doesn't pay for, so small tensors share a piece; large ones travel alone, from and into their own
+memory.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ import torch
 SMALL_BYTES = 32 * 1024
 # Offsets in a shared piece suit every dtype.
 _ALIGNMENT = 16
-# One transfer for any usual description: 8 bytes of length, then text. Longer ones continue in a second transfer.
+# One transfer for any usual description: 8 bytes of length, then text. Longer ones continue in a
+# second transfer.
 HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
-_CONSTANTS: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "float": float, "str": str}
+_CONSTANTS: dict[str, Any] = {
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,
+    "str": str,
+}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-# None, or the text "tensor", or ("const", type, text), or ("tuple", ...) or ("list", ...) of structures.
+# None, or the text "tensor", or ("const", type, text), or ("tuple", ...) or ("list", ...) of
+# structures.
 Structure = Any
 
 
@@ -52,7 +61,9 @@ class TensorSpec(NamedTuple):
         return size
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{' with gradient' if self.requires_grad else ''}".removeprefix("torch.")
+        return f"{self.dtype}{list(self.shape)}{' with gradient' if self.requires_grad else ''}".removeprefix(
+            "torch."
+        )
 
 
 class MessageSpec(NamedTuple):
@@ -85,14 +96,19 @@ def take_apart(value: Any) -> tuple[MessageSpec, list[torch.Tensor]]:
     """
     tensors: list[torch.Tensor] = []
     structure = _take_apart(value, tensors)
-    specs = tuple(TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+    specs = tuple(
+        TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors
+    )
     return MessageSpec(structure, specs), tensors
 
 
 def _take_apart(value: Any, tensors: list[torch.Tensor]) -> Structure:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
-            raise TypeError(f"a {value.layout} tensor of {value.dtype} cannot be sent between pipeline stages; send a dense one")
+            raise TypeError(
+                f"a {value.layout} tensor of {value.dtype} cannot be sent between pipeline stages; "
+                "send a dense one"
+            )
         tensors.append(value)
         return "tensor"
     kind = type(value)
@@ -104,8 +120,9 @@ def _take_apart(value: Any, tensors: list[torch.Tensor]) -> Structure:
         # As text: nan would differ from itself, and True would equal 1.
         return ("const", kind.__name__, str(value))
     raise TypeError(
-        f"a {kind.__module__}.{kind.__qualname__} cannot be sent between pipeline stages: only tensors, None, bool, int, float, "
-        "str, and tuples and lists of these; let the layer return these"
+        f"a {kind.__module__}.{kind.__qualname__} cannot be sent between pipeline stages: only "
+        "tensors, None, bool, int, float, str, and tuples and lists of these; let the layer return "
+        "these"
     )
 
 
@@ -136,7 +153,7 @@ def _constants(structure: Structure) -> Iterator[str]:
             yield from _constants(part)
 
 
-# -- descriptions -----------------------------------------------------------------------------------------------------
+# -- descriptions ----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +175,10 @@ def decode(data: bytes) -> MessageSpec:
     """The description in these bytes; what follows it is padding."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     structure, tensors = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    specs = tuple(TensorSpec(_DTYPES[dtype], tuple(shape), requires_grad) for dtype, shape, requires_grad in tensors)
+    specs = tuple(
+        TensorSpec(_DTYPES[dtype], tuple(shape), requires_grad)
+        for dtype, shape, requires_grad in tensors
+    )
     return MessageSpec(_tuples(structure), specs)
 
 
@@ -167,11 +187,12 @@ def _tuples(structure: Any) -> Structure:
     return tuple(_tuples(part) for part in structure) if isinstance(structure, list) else structure
 
 
-# -- pieces -----------------------------------------------------------------------------------------------------------
+# -- pieces ----------------------------------------------------------------------------------------
 
 
 class Layout:
-    """In which pieces tensors travel: those of more than `SMALL_BYTES` and a single one alone, the others in one piece.
+    """In which pieces tensors travel: those of more than `SMALL_BYTES` and a single one alone, the
+    others in one piece.
 
     Args:
         specs: What they look like.
@@ -191,7 +212,9 @@ class Layout:
             self._shared_bytes += -(-specs[index].num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pieces(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """What to send: bytes on ``device``. A contiguous tensor there that travels alone is not copied."""
+        """What to send: bytes on ``device``. A contiguous tensor there that travels alone is not
+        copied.
+        """
         pieces = [_as_bytes(tensors[index].detach().to(device)) for index in self._alone]
         if self._shared:
             piece = torch.empty(self._shared_bytes, dtype=torch.uint8, device=device)
@@ -212,7 +235,8 @@ class Layout:
     def spread(self, arrival: Arrival) -> None:
         """Copy what came in the shared piece to where it belongs.
 
-        Copies: as views of one piece the tensors would share autograd's count of changes, and live as long as the last of them.
+        Copies: as views of one piece the tensors would share autograd's count of changes, and live
+        as long as the last of them.
         """
         for index, start in self._shared:
             target = _as_bytes(arrival.tensors[index])

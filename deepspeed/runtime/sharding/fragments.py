@@ -1,8 +1,9 @@
 """The fragment table: which shard owns which elements of which parameter.
 
-Pure integers, no torch. A parameter group is laid out as one flat range, parameter after parameter, padded at the end and cut
-into `num_shards` equal shards. A *fragment* is one parameter's part of one shard. Reduction, norm, master weights, gathering,
-checkpoints and `safe_get_full_*` all read this table, so "who owns what" has one answer.
+Pure integers, no torch. A parameter group is laid out as one flat range, parameter after parameter,
+padded at the end and cut into `num_shards` equal shards. A *fragment* is one parameter's part of
+one shard. Reduction, norm, master weights, gathering, checkpoints and `safe_get_full_*` all read
+this table, so "who owns what" has one answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ ShardRank = int
 
 
 class Fragment(NamedTuple):
-    """`numel` elements of parameter `param`, from `param_start`, lying at `shard_start` of shard `shard`."""
+    """`numel` elements of parameter `param`, from `param_start`, lying at `shard_start` of shard
+    `shard`.
+    """
 
     param: ParamIndex
     param_start: NumEl
@@ -48,7 +51,10 @@ class FragmentTable:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1 or self.alignment < 1:
-            raise ValueError(f"num_shards and alignment must be positive, got {self.num_shards} and {self.alignment}")
+            raise ValueError(
+                f"num_shards and alignment must be positive, got {self.num_shards} and "
+                f"{self.alignment}"
+            )
         if any(numel < 0 for numel in self.numels):
             raise ValueError(f"element counts must not be negative, got {self.numels}")
 
@@ -59,7 +65,9 @@ class FragmentTable:
 
     @cached_property
     def offsets(self) -> tuple[NumEl, ...]:
-        """Where each parameter starts in the flat range; one entry more than parameters, the last is `numel`."""
+        """Where each parameter starts in the flat range; one entry more than parameters, the last
+        is `numel`.
+        """
         return (0, *accumulate(self.numels))
 
     @property
@@ -125,14 +133,16 @@ class FragmentTable:
             IndexError: If the position is in the padding or outside.
         """
         if not 0 <= position < self.numel:
-            raise IndexError(f"flat element {position} belongs to no parameter (there are {self.numel})")
+            raise IndexError(
+                f"flat element {position} belongs to no parameter (there are {self.numel})"
+            )
         return bisect_right(self.offsets, position) - 1
 
 
 def round_robin_order(count: int, num_shards: int) -> list[int]:
     """Parameter order that deals consecutive parameters to different shards.
 
-    Gradients become ready in roughly reverse registration order, so with this order every rank owns part of each bucket
-    (`round_robin_gradients`).
+    Gradients become ready in roughly reverse registration order, so with this order every rank owns
+    part of each bucket (`round_robin_gradients`).
     """
     return [index for first in range(num_shards) for index in range(first, count, num_shards)]

@@ -1,6 +1,8 @@
-"""One parameter group's tensors: the flat model-precision buffer, the owned master shard and its gradient.
+"""One parameter group's tensors: the flat model-precision buffer, the owned master shard and its
+gradient.
 
-Owns the storage of the parameters (they become views of `flat`). Remembers which ranks share the group, and calls no collective.
+Owns the storage of the parameters (they become views of `flat`). Remembers which ranks share the
+group, and calls no collective.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from deepspeed.runtime.sharding.fragments import FragmentTable, ShardRank
 
 
 def expert_group_of(param: torch.Tensor) -> str | None:
-    """The group name of an expert, whose replicas are the expert-data-parallel ranks; None for a dense parameter."""
+    """The group name of an expert, whose replicas are the expert-data-parallel ranks; None for a
+    dense parameter.
+    """
     return None if getattr(param, "allreduce", True) else param.group_name  # type: ignore[attr-defined]  # deepspeed.moe sets it
 
 
@@ -28,9 +32,12 @@ def expert_group_of_all(params: Iterable[torch.Tensor]) -> str | None:
     """
     names = {expert_group_of(param) for param in params}
     if len(names) > 1:
-        found = ", ".join(sorted("dense parameters" if name is None else f"experts of {name!r}" for name in names))
+        found = ", ".join(
+            sorted("dense parameters" if name is None else f"experts of {name!r}" for name in names)
+        )
         raise ValueError(
-            f"one optimizer group holds {found}, whose gradients are reduced over different ranks: make the groups with "
+            f"one optimizer group holds {found}, whose gradients are reduced over different ranks: "
+            "make the groups with "
             "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
         )
     return next(iter(names), None)
@@ -46,19 +53,22 @@ class ShardedGroup:
         master_dtype: Dtype of the master shard.
         grad_dtype: Dtype in which the owned gradient is accumulated.
         device: Device of master and gradient (the model's own, or the host when offloaded).
-        model_device: Device of the parameters, which a group without any cannot be asked for; None is `device`.
+        model_device: Device of the parameters, which a group without any cannot be asked for; None
+            is `device`.
         pin: Whether host buffers are page-locked, so that copies can be asynchronous.
         offload: Keep master and gradient apart from the model's buffer, on `device`.
         process_group: Ranks that own the shards; None if this rank owns everything.
-        replicas: Ranks that hold the same parameters, over which their gradients are averaged; None is the world.
+        replicas: Ranks that hold the same parameters, over which their gradients are averaged; None
+            is the world.
 
     Attributes:
         num_shards: How many owners there are.
         shard_rank: Which of them this rank is.
         flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
         shard: View of `flat`, this rank's part, shape `[shard_numel]`.
-        master: fp32 shard that the optimizer updates. It *is* `shard` when the model trains in the master dtype on the same
-            device, so that no second copy exists and nothing needs to be written back.
+        master: fp32 shard that the optimizer updates. It *is* `shard` when the model trains in the
+            master dtype on the same device, so that no second copy exists and nothing needs to be
+            written back.
         grad: Reduced gradient of the shard, shape `[shard_numel]`.
     """
 
@@ -90,7 +100,11 @@ class ShardedGroup:
         start, end = table.shard_range(shard)
         self.shard = self.flat[start:end]
         self.aliased = not offload and self.flat.dtype == master_dtype
-        self.master = self.shard if self.aliased else self.host_or_device(self.shard.detach().to(device, master_dtype))
+        self.master = (
+            self.shard
+            if self.aliased
+            else self.host_or_device(self.shard.detach().to(device, master_dtype))
+        )
         self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
         self._grad: torch.Tensor | None = None
 
@@ -112,19 +126,25 @@ class ShardedGroup:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The owned gradient; allocated and zeroed at first use, so that a group that only evaluates costs nothing."""
+        """The owned gradient; allocated and zeroed at first use, so that a group that only
+        evaluates costs nothing.
+        """
         if self._grad is None:
             zeros = torch.zeros(self.table.shard_numel, dtype=self.grad_dtype, device=self.device)
             self._grad = self.host_or_device(zeros)
         return self._grad
 
     def use_grad(self, grad: torch.Tensor) -> None:
-        """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full accumulator)."""
+        """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full
+        accumulator).
+        """
         self._grad = grad
 
     def grad_for_step(self) -> torch.Tensor:
         """The owned gradient in the master's dtype, as the optimizer wants it."""
-        return self.grad if self.grad.dtype == self.master.dtype else self.grad.to(self.master.dtype)
+        return (
+            self.grad if self.grad.dtype == self.master.dtype else self.grad.to(self.master.dtype)
+        )
 
     def param_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """The part of a flat, padded buffer that holds parameter `index`, in its shape."""
@@ -136,24 +156,36 @@ class ShardedGroup:
         return [self.param_view(flat, index) for index in range(len(self.params))]
 
     def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of the buffers, for `deepspeed.utils.memory_names`: first by parameter, then (padding) by buffer.
+        """Names of the buffers, for `deepspeed.utils.memory_names`: first by parameter, then
+        (padding) by buffer.
 
         Args:
             index: Which group this is.
             names: Name of each parameter.
         """
         buffers = (
-            [("flat parameters", self.flat)] if self.aliased else [("flat parameters", self.flat), ("master shard", self.master)]
+            [("flat parameters", self.flat)]
+            if self.aliased
+            else [("flat parameters", self.flat), ("master shard", self.master)]
         )
         if self._grad is not None:
             buffers.append(("gradient shard", self._grad))
         for what, buffer in buffers:
             label = f"{what} of group {index}"
             if buffer is self.flat:
-                pieces = [(param, start, self.table.numels[param]) for param, start in enumerate(self.table.offsets[:-1])]
+                pieces = [
+                    (param, start, self.table.numels[param])
+                    for param, start in enumerate(self.table.offsets[:-1])
+                ]
             else:
-                pieces = [(part.param, part.shard_start, part.numel) for part in self.table.of_shard(self.shard_rank)]
-            yield from ((f"{label} ({names[param]})", buffer[start : start + numel]) for param, start, numel in pieces)
+                pieces = [
+                    (part.param, part.shard_start, part.numel)
+                    for part in self.table.of_shard(self.shard_rank)
+                ]
+            yield from (
+                (f"{label} ({names[param]})", buffer[start : start + numel])
+                for param, start, numel in pieces
+            )
             yield f"{label} (padding)", buffer
 
     @torch.no_grad()
@@ -163,7 +195,9 @@ class ShardedGroup:
             self.master.copy_(self.shard)
 
     def release(self) -> None:
-        """Give the parameters storage of their own again, so that the model outlives the optimizer."""
+        """Give the parameters storage of their own again, so that the model outlives the
+        optimizer.
+        """
         with torch.no_grad():
             for param in self.params:
                 param.data = param.data.clone()

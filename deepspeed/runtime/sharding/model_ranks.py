@@ -1,14 +1,16 @@
-"""Which ranks hold which parameters of a model, as reduction, norm and the first broadcast need to know it.
+"""Which ranks hold which parameters of a model, as reduction, norm and the first broadcast need to
+know it.
 
-The groups are `deepspeed.utils.groups`'; this is their view from one model: who averages the gradient of a parameter, and which one
-of the ranks that hold it counts it in the global norm.
+The groups are `deepspeed.utils.groups`'; this is their view from one model: who averages the
+gradient of a parameter, and which one of the ranks that hold it counts it in the global norm.
 
-[Note: who counts]
-Every element of the whole model is counted by one rank. Of the ranks that average its gradient, the owner of its shard counts it,
-or the first rank where state is not sharded. Of the ranks that hold other parts of the model: a slice (`model_parallel` or
-`tensor_model_parallel` is true) counts on every tensor-parallel rank, everything else on the first; a parameter that pipeline
-stages share counts where it is not marked `ds_pipe_replicated`. The pipeline rank does not matter otherwise: stages own different
-parameters. Experts that are spread over the tensor-parallel ranks too are different ones on each of them, so all count.
+[Note: who counts] Every element of the whole model is counted by one rank. Of the ranks that
+average its gradient, the owner of its shard counts it, or the first rank where state is not
+sharded. Of the ranks that hold other parts of the model: a slice (`model_parallel` or
+`tensor_model_parallel` is true) counts on every tensor-parallel rank, everything else on the first;
+a parameter that pipeline stages share counts where it is not marked `ds_pipe_replicated`. The
+pipeline rank does not matter otherwise: stages own different parameters. Experts that are spread
+over the tensor-parallel ranks too are different ones on each of them, so all count.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 
 def norm_selection(tensor_rank: int) -> Callable[[torch.Tensor], bool]:
-    """Which dense parameters this tensor-parallel rank counts in the norm; see [Note: who counts]."""
+    """Which dense parameters this tensor-parallel rank counts in the norm; see [Note: who
+    counts].
+    """
 
     def counts(param: torch.Tensor) -> bool:
         if getattr(param, "ds_pipe_replicated", False):
@@ -44,7 +48,8 @@ class ModelRanks:
     """See module.
 
     Attributes:
-        replicas: Ranks that hold the same dense parameters, over which their gradients are averaged: data times sequence parallel.
+        replicas: Ranks that hold the same dense parameters, over which their gradients are
+            averaged: data times sequence parallel.
         num_replicas: How many these are; N of the reduce rule.
         experts: By group name, the ranks that hold the same experts.
         spread_experts: Group names whose experts are different ones on each tensor-parallel rank.
@@ -66,10 +71,18 @@ class ModelRanks:
         return cls(
             replicas=groups._get_sequence_data_parallel_group(),
             num_replicas=groups._get_sequence_data_parallel_world_size(),
-            experts={name: groups._get_expert_data_parallel_group(name) for name in sorted(filter(None, names))},
-            spread_experts=frozenset(name for name in filter(None, names) if not groups._expert_groups(name).sharded),
-            tensor_group=groups.get_tensor_model_parallel_group() if groups.get_tensor_model_parallel_world_size() > 1 else None,
-            has_parts=groups._get_model_parallel_world_size() > 1 or bwc_pipeline_parallel_world_size(groups.mpu) > 1,
+            experts={
+                name: groups._get_expert_data_parallel_group(name)
+                for name in sorted(filter(None, names))
+            },
+            spread_experts=frozenset(
+                name for name in filter(None, names) if not groups._expert_groups(name).sharded
+            ),
+            tensor_group=groups.get_tensor_model_parallel_group()
+            if groups.get_tensor_model_parallel_world_size() > 1
+            else None,
+            has_parts=groups._get_model_parallel_world_size() > 1
+            or bwc_pipeline_parallel_world_size(groups.mpu) > 1,
         )
 
     def holders(self, param: torch.Tensor) -> Any:
@@ -84,39 +97,53 @@ class ModelRanks:
 
     @property
     def norm_group(self) -> Any:
-        """The ranks over which squared sums are added up when each counts its shard; None if that is this one alone."""
+        """The ranks over which squared sums are added up when each counts its shard; None if that
+        is this one alone.
+        """
         return self.everyone if dist.get_world_size(group=self.everyone) > 1 else None
 
     @property
     def counts_shard(self) -> Callable[[torch.Tensor], bool] | None:
-        """Whether this rank counts what it owns of a parameter whose state is sharded; None: always."""
+        """Whether this rank counts what it owns of a parameter whose state is sharded; None:
+        always.
+        """
         return self._counts if self.has_parts else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether a rank of the data-parallel group holds all parameters there are, so that nothing is left to be summed."""
+        """Whether a rank of the data-parallel group holds all parameters there are, so that nothing
+        is left to be summed.
+        """
         return not self.has_parts and not self.experts
 
     def counts_replica(self, param: torch.Tensor) -> bool:
-        """Whether this rank counts a parameter that all its holders have whole: the first of them does."""
+        """Whether this rank counts a parameter that all its holders have whole: the first of them
+        does.
+        """
         return self._counts(param) and dist.get_rank(group=self.holders(param)) == 0
 
     def _counts(self, param: torch.Tensor) -> bool:
         if expert_group_of(param) in self.spread_experts:
             return True
-        return norm_selection(0 if self.tensor_group is None else dist.get_rank(group=self.tensor_group))(param)
+        return norm_selection(
+            0 if self.tensor_group is None else dist.get_rank(group=self.tensor_group)
+        )(param)
 
-    def agree_on_num_groups(self, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    def agree_on_num_groups(
+        self, optimizer: torch.optim.Optimizer | None, device: torch.device
+    ) -> int:
         """Length of the norm's tensor: the number of parameter groups of the rank that has most.
 
-        Only ranks that hold other parts of the model can differ; without any nothing is communicated. All ranks call it.
+        Only ranks that hold other parts of the model can differ; without any nothing is
+        communicated. All ranks call it.
 
         Args:
             optimizer: This rank's, if it has one.
             device: Where to communicate from.
 
         Raises:
-            DeepSpeedConfigError: If some ranks have an optimizer and others have none: the first would wait for the others' norm.
+            DeepSpeedConfigError: If some ranks have an optimizer and others have none: the first
+                would wait for the others' norm.
         """
         own = 0 if optimizer is None else len(optimizer.param_groups)
         if not self.has_parts:
@@ -127,8 +154,8 @@ class ModelRanks:
         if most and some_have_none:
             own_answer = "none" if optimizer is None else "one"
             raise DeepSpeedConfigError(
-                f"optimizer: rank {dist.get_rank()} has {own_answer}, others that hold parts of the model do the opposite. Give "
-                "all ranks one (a stage without trainable parameters too: of its frozen parameters, or of the group "
-                "{'params': []}), or none"
+                f"optimizer: rank {dist.get_rank()} has {own_answer}, others that hold parts of "
+                "the model do the opposite. Give all ranks one (a stage without trainable "
+                "parameters too: of its frozen parameters, or of the group {'params': []}), or none"
             )
         return int(most)

@@ -1,7 +1,9 @@
-"""How the updated shard of a group reaches every rank: rounded to the model dtype, copied to the device, gathered from its owners.
+"""How the updated shard of a group reaches every rank: rounded to the model dtype, copied to the
+device, gathered from its owners.
 
-Piece by piece, so that while the host updates one piece the pieces before it are on their way. Owns the order and size of pieces,
-which depend on the group's layout alone: all ranks of a group gather the same pieces in the same order. Does not own the update.
+Piece by piece, so that while the host updates one piece the pieces before it are on their way. Owns
+the order and size of pieces, which depend on the group's layout alone: all ranks of a group gather
+the same pieces in the same order. Does not own the update.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_s
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import StagingBuffers
 
-# Elements updated at a time: so many that what a piece costs by itself is small, so few that little is left to be sent when the
-# last one is updated.
+# Elements updated at a time: so many that what a piece costs by itself is small, so few that little
+# is left to be sent when the last one is updated.
 UPDATE_NUMEL = 1 << 21
 # One piece is on its way to the device while the next is written.
 NUM_STAGED = 2
@@ -38,10 +40,15 @@ class Publisher:
         self._group = group
         self._by_broadcast = by_broadcast
         self._on_host = get_accelerator().is_synchronized_device()
-        self._pairwise = group.num_shards > 1 and not by_broadcast and is_pairwise(group.flat, group.process_group)
+        self._pairwise = (
+            group.num_shards > 1
+            and not by_broadcast
+            and is_pairwise(group.flat, group.process_group)
+        )
         self._gather_numel = self._numel_of_gather(allgather_bucket_size)
         self._staging = StagingBuffers(NUM_STAGED, pin=group.pin)
-        self._staged: torch.Tensor | None = None  # the buffer that the piece at hand is rounded to, if it is one
+        # the buffer that the piece at hand is rounded to, if it is one
+        self._staged: torch.Tensor | None = None
         self._rounded = False  # whether the piece at hand has been rounded by the optimizer
         self._sent: Any = None  # the event of the last copy to the device
         self._gathers: deque[PendingShards] = deque()
@@ -49,7 +56,8 @@ class Publisher:
     def _numel_of_gather(self, bucket_size: int) -> int:
         group = self._group
         if self._pairwise:
-            # Slices go from shard to shard without a buffer: short ones cost nothing, and leave early.
+            # Slices go from shard to shard without a buffer: short ones cost nothing, and leave
+            # early.
             return max(1, min(UPDATE_NUMEL, bucket_size // group.num_shards))
         # Each gather of a part needs a buffer, and of the whole none.
         whole = group.num_shards == 1 or group.table.padded_numel <= bucket_size
@@ -64,10 +72,14 @@ class Publisher:
         """First and last+1 element in the shard of each piece."""
         for start in range(0, self._group.table.shard_numel, self._gather_numel):
             end = min(start + self._gather_numel, self._group.table.shard_numel)
-            yield from ((piece, min(piece + UPDATE_NUMEL, end)) for piece in range(start, end, UPDATE_NUMEL))
+            yield from (
+                (piece, min(piece + UPDATE_NUMEL, end)) for piece in range(start, end, UPDATE_NUMEL)
+            )
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
-        """Where an optimizer on the host may round the piece at hand to; None: `updated` reads the masters."""
+        """Where an optimizer on the host may round the piece at hand to; None: `updated` reads the
+        masters.
+        """
         group = self._group
         if group.flat.dtype not in HALF_DTYPES:
             return None
@@ -80,7 +92,9 @@ class Publisher:
 
     @torch.no_grad()
     def updated(self, start: int, end: int) -> None:
-        """The masters of the piece at hand are final, and so is its `low_precision_out` if that was asked for."""
+        """The masters of the piece at hand are final, and so is its `low_precision_out` if that was
+        asked for.
+        """
         group = self._group
         if self._staged is not None:
             self._send(self._staged[: end - start], start)
@@ -93,7 +107,9 @@ class Publisher:
             self._gather((end - 1) // self._gather_numel * self._gather_numel, end)
 
     def _send(self, source: torch.Tensor, start: int) -> None:
-        self._group.shard[start : start + source.numel()].copy_(source, non_blocking=self._group.pin)
+        self._group.shard[start : start + source.numel()].copy_(
+            source, non_blocking=self._group.pin
+        )
         if self._group.pin:
             self._sent = get_accelerator().Event()
             self._sent.record(get_accelerator().current_stream())
@@ -104,7 +120,9 @@ class Publisher:
             return
         if end - start == shard_numel and not self._pairwise:
             splits = [shard_numel] * group.num_shards
-            gather = gather_from_owners(group.flat, splits, group.process_group, self._by_broadcast, async_op=True)
+            gather = gather_from_owners(
+                group.flat, splits, group.process_group, self._by_broadcast, async_op=True
+            )
         else:
             while self._gathers and not self._pairwise:
                 self._gathers.popleft().wait()  # one buffer at a time
@@ -118,7 +136,8 @@ class Publisher:
             self.updated(start, end)
 
     def finish(self) -> None:
-        """Wait for the gathers (on the current stream, for backends with streams), and until no copy reads host memory any more.
+        """Wait for the gathers (on the current stream, for backends with streams), and until no
+        copy reads host memory any more.
 
         After it whoever likes may write to the masters: a checkpoint that is loaded, say.
         """

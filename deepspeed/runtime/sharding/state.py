@@ -1,9 +1,12 @@
-"""State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and BF16_Optimizer files share.
+"""State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and
+BF16_Optimizer files share.
 
-Written and read here is this rank's own cut of it; state that was cut otherwise is made into that by `runtime.checkpointing.recut`.
+Written and read here is this rank's own cut of it; state that was cut otherwise is made into that
+by `runtime.checkpointing.recut`.
 
-Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per group without padding with
-`elastic_checkpoint`. `param_slice_mappings` says where each parameter's fragment lies in this rank's shard.
+Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per
+group without padding with `elastic_checkpoint`. `param_slice_mappings` says where each parameter's
+fragment lies in this rank's shard.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
     """This rank's part of the state."""
     state: dict[str, Any] = {
         CLIP_GRAD: optimizer.clip_grad,
-        BASE_OPTIMIZER_STATE: _lean_state(optimizer) if elastic else optimizer.optimizer.state_dict(),
+        BASE_OPTIMIZER_STATE: _lean_state(optimizer)
+        if elastic
+        else optimizer.optimizer.state_dict(),
         SINGLE_PARTITION_OF_FP32_GROUPS: [_without_padding(g, g.master) for g in optimizer.groups],
         GROUP_PADDINGS: optimizer.group_paddings,
         PARTITION_COUNT: optimizer.partition_count,
@@ -58,10 +63,15 @@ def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.shard_rank)]
 
 
-def slice_mapping(optimizer: ZeROOptimizer, group: ShardedGroup) -> OrderedDict[str, fragment_address]:
+def slice_mapping(
+    optimizer: ZeROOptimizer, group: ShardedGroup
+) -> OrderedDict[str, fragment_address]:
     """Where this rank's fragments of the group's parameters lie in its shard."""
     return OrderedDict(
-        (optimizer.param_names.get(group.params[f.param], str(f.param)), fragment_address(numel=f.numel, start=f.shard_start))
+        (
+            optimizer.param_names.get(group.params[f.param], str(f.param)),
+            fragment_address(numel=f.numel, start=f.shard_start),
+        )
         for f in group.table.of_shard(group.shard_rank)
     )
 
@@ -75,7 +85,11 @@ def _lean_state(optimizer: ZeROOptimizer) -> list[dict[str, Any]]:
 
 
 def _lean_value(group: ShardedGroup, value: Any) -> Any:
-    is_moment = isinstance(value, torch.Tensor) and value.numel() == group.table.shard_numel and value.dim() > 0
+    is_moment = (
+        isinstance(value, torch.Tensor)
+        and value.numel() == group.table.shard_numel
+        and value.dim() > 0
+    )
     return _without_padding(group, value) if is_moment else value
 
 
@@ -88,25 +102,37 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     counts = list(saved[PARTITION_COUNT])
     if counts != optimizer.partition_count:
         raise CheckpointMismatchError(
-            f"the checkpoint's parameter groups are cut into {counts} shards, this run's into {optimizer.partition_count}"
+            f"the checkpoint's parameter groups are cut into {counts} shards, this run's into "
+            f"{optimizer.partition_count}"
         )
-    for index, (group, master) in enumerate(zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)):
+    for index, (group, master) in enumerate(
+        zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+    ):
         expected = _without_padding(group, group.master).numel()
         if master.numel() != expected:
             raise CheckpointMismatchError(
-                f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, this model's {expected}"
+                f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, "
+                f"this model's {expected}"
             )
-    for index, group in enumerate(optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []):
+    for index, group in enumerate(
+        optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
+    ):
         here = {name: (a.numel, a.start) for name, a in slice_mapping(optimizer, group).items()}
         there = {name: (a.numel, a.start) for name, a in saved[PARAM_SLICE_MAPPINGS][index].items()}
         if here != there:
             differing = sorted(set(here.items()) ^ set(there.items()))
-            raise CheckpointMismatchError(f"parameter group {index}: other parameters or another order, e.g. {differing[0][0]}")
+            raise CheckpointMismatchError(
+                f"parameter group {index}: other parameters or another order, e.g. "
+                f"{differing[0][0]}"
+            )
 
 
 @torch.no_grad()
 def load_sharded_state(
-    optimizer: ZeROOptimizer, saved: dict[str, Any], load_optimizer_states: bool, load_from_fp32_weights: bool
+    optimizer: ZeROOptimizer,
+    saved: dict[str, Any],
+    load_optimizer_states: bool,
+    load_from_fp32_weights: bool,
 ) -> None:
     """Restore masters and moments of this rank.
 
@@ -117,7 +143,9 @@ def load_sharded_state(
     if load_optimizer_states:
         _load_moments(optimizer, saved)
     if load_from_fp32_weights:
-        for group, master in zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True):
+        for group, master in zip(
+            optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True
+        ):
             _without_padding(group, group.master).copy_(master)
     else:
         optimizer.refresh_fp32_params()
@@ -126,8 +154,9 @@ def load_sharded_state(
 def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(state)` that keeps the dictionaries of its groups.
 
-    torch makes new ones. A schedule over another optimizer that shares these groups (a client replaced its optimizer by one of ours
-    for offload) would from then on set the learning rate where nobody reads it.
+    torch makes new ones. A schedule over another optimizer that shares these groups (a client
+    replaced its optimizer by one of ours for offload) would from then on set the learning rate
+    where nobody reads it.
     """
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
@@ -143,7 +172,9 @@ def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     if isinstance(base, dict):
         load_in_place(optimizer.optimizer, base)
         return
-    for param_group, kept in zip(optimizer.param_groups, saved.get(BASE_OPTIMIZER_PARAM_GROUPS, ()), strict=False):
+    for param_group, kept in zip(
+        optimizer.param_groups, saved.get(BASE_OPTIMIZER_PARAM_GROUPS, ()), strict=False
+    ):
         param_group.update({key: value for key, value in kept.items() if key != "params"})
     for group, lean in zip(optimizer.groups, base, strict=True):
         if not lean:

@@ -1,7 +1,7 @@
 """ZeRO's stage enum and, lazily, the model of the ``zero_optimization`` block.
 
-The model stands in ``deepspeed.runtime.config_models.zero``. ``ZeroStageEnum`` must stay in this module: checkpoints
-pickle it by this path.
+The model stands in ``deepspeed.runtime.config_models.zero``. ``ZeroStageEnum`` must stay in this
+module: checkpoints pickle it by this path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Defaults of the leaf-module block and, lazily, its model (``deepspeed.runtime.config_models.zero``)."""
+"""Defaults of the leaf-module block and, lazily, its model
+(``deepspeed.runtime.config_models.zero``).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What ZeRO-1 and ZeRO-2 allocate for a model's parameters, gradients and optimizer state, before anything is allocated.
+"""What ZeRO-1 and ZeRO-2 allocate for a model's parameters, gradients and optimizer state, before
+anything is allocated.
 
-Not a rule of thumb: `plan_model_states` lays out the same fragment table and bucket plans as the optimizer and follows one training
-step through them. Activations, and what the model itself keeps beside its parameters, are not in it. The functions under upstream's
-names (`estimate_zero2_model_states_mem_needs*`) read the plan for 16-bit training with Adam.
+Not a rule of thumb: `plan_model_states` lays out the same fragment table and bucket plans as the
+optimizer and follows one training step through them. Activations, and what the model itself keeps
+beside its parameters, are not in it. The functions under upstream's names
+(`estimate_zero2_model_states_mem_needs*`) read the plan for 16-bit training with Adam.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ class ModelStates:
         moments: Optimizer state of the owned shard.
         frozen: Parameters that are not trained.
         buffers: Bucket buffers, which stay from step to step.
-        reduction: Most that gradients, and what is received of other ranks, take beside them during a backward.
+        reduction: Most that gradients, and what is received of other ranks, take beside them during
+            a backward.
         gathering: Most that gathering the updated parameters takes beside the flat buffer.
-        building: Most at construction beside the flat buffer: the model's own parameters, which move into it.
+        building: Most at construction beside the flat buffer: the model's own parameters, which
+            move into it.
         offload: Whether masters, grads and moments lie on the host.
     """
 
@@ -73,9 +77,14 @@ class ModelStates:
 
     @property
     def device(self) -> int:
-        """Peak on the device: the larger of construction and a step, over what is there all the time."""
+        """Peak on the device: the larger of construction and a step, over what is there all the
+        time.
+        """
         resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
-        return max(self.params + self.frozen + self.building, resident + max(self.reduction, self.gathering))
+        return max(
+            self.params + self.frozen + self.building,
+            resident + max(self.reduction, self.gathering),
+        )
 
     @property
     def host(self) -> int:
@@ -113,21 +122,25 @@ def plan_model_states(
         allgather_bucket_size: `zero_optimization.allgather_bucket_size`.
         overlap_comm: `zero_optimization.overlap_comm`.
         gradient_accumulation_steps: Micro-batches per step.
-        on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices pairwise.
+        on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices
+            pairwise.
         rank: Whose plan, of 0 .. num_ranks - 1.
 
     Raises:
         ValueError: For another stage.
     """
     if stage not in (1, 2):
-        raise ValueError(f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2")
+        raise ValueError(
+            f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2"
+        )
     table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
     plans = plan_buckets([table], [range(len(numels))], reduce_bucket_size)
     settings = _Settings(stage, model_bytes, overlap_comm, gradient_accumulation_steps > 1, on_host)
     # Model and masters in one precision on one device share their memory.
     aliased = model_bytes == FP32_BYTES and not offload
     shard = table.shard_numel * FP32_BYTES
-    whole = num_ranks == 1 or table.padded_numel <= allgather_bucket_size  # gathered at once, into the flat buffer
+    # gathered at once, into the flat buffer
+    whole = num_ranks == 1 or table.padded_numel <= allgather_bucket_size
     params = table.padded_numel * model_bytes
     return ModelStates(
         params=params,
@@ -137,19 +150,25 @@ def plan_model_states(
         frozen=frozen_numel * model_bytes,
         buffers=model_bytes * _buffers_numel(plans, overlap_comm),
         reduction=_reduction_bytes(table, plans, settings, rank),
-        gathering=0 if whole or on_host else allgather_bucket_size * model_bytes,  # the host exchanges slices where they lie
+        # the host exchanges slices where they lie
+        gathering=0 if whole or on_host else allgather_bucket_size * model_bytes,
         building=table.numel * model_bytes,
         offload=offload,
     )
 
 
 def _buffers_numel(plans: Sequence[BucketPlan], overlap: bool) -> int:
-    """Elements of all bucket buffers; they are made in the first backward, and each fits the largest bucket."""
-    return min(MAX_IN_FLIGHT if overlap else 1, len(plans)) * max((plan.numel for plan in plans), default=0)
+    """Elements of all bucket buffers; they are made in the first backward, and each fits the
+    largest bucket.
+    """
+    return min(MAX_IN_FLIGHT if overlap else 1, len(plans)) * max(
+        (plan.numel for plan in plans), default=0
+    )
 
 
 class _Backward:
-    """The course of one rank's backward, in bytes beside the bucket buffers; follows `DeepSpeedZeroOptimizer` step by step.
+    """The course of one rank's backward, in bytes beside the bucket buffers; follows
+    `DeepSpeedZeroOptimizer` step by step.
 
     Args:
         settings: How it goes.
@@ -173,7 +192,9 @@ class _Backward:
         self.peak = max(self.peak, self._settings.model_bytes * self.live + received + extra)
 
     def send(self, plan: BucketPlan) -> None:
-        """A bucket is reduced; its gradients are dropped when it was copied together, or when the device says so."""
+        """A bucket is reduced; its gradients are dropped when it was copied together, or when the
+        device says so.
+        """
         self.land(MAX_IN_FLIGHT - 1)
         self._in_flight.append(plan)
         self.note()
@@ -182,16 +203,22 @@ class _Backward:
         self.live -= plan.numel
 
     def land(self, limit: int) -> None:
-        """Add what was received, oldest first; see `gradients.sink`. The host widens chunks of it first, devices do as they add."""
+        """Add what was received, oldest first; see `gradients.sink`. The host widens chunks of it
+        first, devices do as they add.
+        """
         while len(self._in_flight) > limit:
             settings, plan = self._settings, self._in_flight[0]
             converts = settings.on_host and settings.model_bytes != FP32_BYTES
-            widened = max((min(segment.numel, HOST_CHUNK) for segment in plan.segments[self._rank]), default=0)
+            widened = max(
+                (min(segment.numel, HOST_CHUNK) for segment in plan.segments[self._rank]), default=0
+            )
             self.note(FP32_BYTES * widened * len(plan.splits) if converts else 0)
             self._in_flight.popleft()
 
     def _received_bytes(self, plan: BucketPlan) -> int:
-        """What this rank's slice of a bucket is received into; see `comm.shard_ops.reduce_to_owners`."""
+        """What this rank's slice of a bucket is received into; see
+        `comm.shard_ops.reduce_to_owners`.
+        """
         settings, others = self._settings, len(plan.splits) - 1
         if settings.on_host:
             return settings.model_bytes * others * plan.splits[self._rank]
@@ -201,11 +228,14 @@ class _Backward:
         return settings.model_bytes * (kept + received)
 
 
-def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings, rank: int) -> int:
+def _reduction_bytes(
+    table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings, rank: int
+) -> int:
     """Most bytes beside the bucket buffers at one time of a step's backwards.
 
-    Stage 1 keeps the gradients of earlier micro-batches, to which a new one is added as soon as it is there, and reduces the sums
-    in the last backward. Stage 2 reduces in each, and what the first has on its way lands in the second.
+    Stage 1 keeps the gradients of earlier micro-batches, to which a new one is added as soon as it
+    is there, and reduces the sums in the last backward. Stage 2 reduces in each, and what the first
+    has on its way lands in the second.
     """
     backward = _Backward(settings, rank)
     if settings.stage == 1 and settings.accumulates:
@@ -217,10 +247,14 @@ def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings
     return backward.peak
 
 
-def _run_backward(backward: _Backward, table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings) -> None:
-    """Gradients appear in reverse model order, and a bucket is sent when it and all before it are complete.
+def _run_backward(
+    backward: _Backward, table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings
+) -> None:
+    """Gradients appear in reverse model order, and a bucket is sent when it and all before it are
+    complete.
 
-    Where no bucket is sent before the end of backward (`create_gradient_handling_hooks`), the first finds all gradients there.
+    Where no bucket is sent before the end of backward (`create_gradient_handling_hooks`), the first
+    finds all gradients there.
     """
     early = (settings.stage == 2 or settings.overlap_comm) and len(plans) > 1
     arrive = not (settings.stage == 1 and settings.accumulates)
@@ -246,10 +280,18 @@ def _run_backward(backward: _Backward, table: FragmentTable, plans: Sequence[Buc
 
 
 def _needs(
-    numels: Sequence[int], frozen: int, num_gpus_per_node: int, num_nodes: int, cpu_offload: bool, additional_buffer_factor: float
+    numels: Sequence[int],
+    frozen: int,
+    num_gpus_per_node: int,
+    num_nodes: int,
+    cpu_offload: bool,
+    additional_buffer_factor: float,
 ) -> tuple[int, int]:
-    states = plan_model_states(numels, num_gpus_per_node * num_nodes, offload=cpu_offload, frozen_numel=frozen)
-    # Every process of a node builds the whole model in fp32 on the host first; that is gone when the state has been made.
+    states = plan_model_states(
+        numels, num_gpus_per_node * num_nodes, offload=cpu_offload, frozen_numel=frozen
+    )
+    # Every process of a node builds the whole model in fp32 on the host first; that is gone when
+    # the state has been made.
     building = FP32_BYTES * (sum(numels) + frozen)
     host = max(building, states.host) * num_gpus_per_node * additional_buffer_factor
     return int(host), states.device
@@ -278,14 +320,19 @@ def estimate_zero2_model_states_mem_needs(
         additional_buffer_factor: Margin on the host's number.
 
     Returns:
-        Bytes on the host of one node, with the margin, and bytes on each device at its peak, without activations.
+        Bytes on the host of one node, with the margin, and bytes on each device at its peak,
+        without activations.
     """
     numels = _unknown_shapes(total_params)
     return _needs(numels, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
 
 
 def _print_table(
-    numels: Sequence[int], frozen: int, num_gpus_per_node: int, num_nodes: int, additional_buffer_factor: float
+    numels: Sequence[int],
+    frozen: int,
+    num_gpus_per_node: int,
+    num_nodes: int,
+    additional_buffer_factor: float,
 ) -> None:
     def plural(count: int, what: str) -> str:
         return f"{count} {what}" if count == 1 else f"{count} {what}s"
@@ -297,22 +344,39 @@ def _print_table(
         "  per CPU  |  per GPU |   Options",
     ]
     for offload in (True, False):
-        host, device = _needs(numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
-        lines.append(f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")
+        host, device = _needs(
+            numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+        )
+        lines.append(
+            f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | "
+            f"offload_optimizer={'cpu' if offload else 'none'}"
+        )
     print_rank_0("\n".join(lines))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print `estimate_zero2_model_states_mem_needs` with and without offload, for a model of which only the size is known."""
-    _print_table(_unknown_shapes(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    """Print `estimate_zero2_model_states_mem_needs` with and without offload, for a model of which
+    only the size is known.
+    """
+    _print_table(
+        _unknown_shapes(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the same for a model at hand, with its shapes; parameters that need no gradient have no state."""
+    """Print the same for a model at hand, with its shapes; parameters that need no gradient have no
+    state.
+    """
     params = list(model.parameters())
     numels = [param.numel() for param in params if param.requires_grad]
     frozen = sum(param.numel() for param in params if not param.requires_grad)

@@ -1,6 +1,8 @@
-"""Where ZeRO may keep optimizer state and parameters: device and state enums, and (lazily) the two models.
+"""Where ZeRO may keep optimizer state and parameters: device and state enums, and (lazily) the two
+models.
 
-The models stand in ``deepspeed.runtime.config_models.zero``; the names here are upstream's import paths.
+The models stand in ``deepspeed.runtime.config_models.zero``; the names here are upstream's import
+paths.
 """
 
 from __future__ import annotations

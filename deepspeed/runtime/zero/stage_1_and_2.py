@@ -1,16 +1,19 @@
 """ZeRO stages 1 and 2: optimizer state (1) and gradients (2) sharded over the data-parallel ranks.
 
-Both stages are one path. Gradients stay in `param.grad` until their bucket is sent; a bucket is copied together, reduced onto the
-owners of its elements and added into the owned gradient shard. Stage 1 sends at the accumulation boundary, stage 2 in every
-micro-batch and as soon as a bucket is complete, so that whole gradients never pile up.
+Both stages are one path. Gradients stay in `param.grad` until their bucket is sent; a bucket is
+copied together, reduced onto the owners of its elements and added into the owned gradient shard.
+Stage 1 sends at the accumulation boundary, stage 2 in every micro-batch and as soon as a bucket is
+complete, so that whole gradients never pile up.
 
-With several optimizer instances (`zero_optimizer.py`) a bucket that is reduced inside the instance goes on to the owners of the
-same shard in the other instances. Both belong to every reduction of a bucket, in stage 2 to that of each micro-batch: the owned
-gradient is then complete after every backward, one on the host need not come back, and no more crosses instances than with one
-instance. To cross once per step use stage 1, or `engine.no_sync()` for all micro-batches but the last.
+With several optimizer instances (`zero_optimizer.py`) a bucket that is reduced inside the instance
+goes on to the owners of the same shard in the other instances. Both belong to every reduction of a
+bucket, in stage 2 to that of each micro-batch: the owned gradient is then complete after every
+backward, one on the host need not come back, and no more crosses instances than with one instance.
+To cross once per step use stage 1, or `engine.no_sync()` for all micro-batches but the last.
 
-Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a rank does not have counts as
-zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
+Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a
+rank does not have counts as zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at
+their lines.
 """
 
 from __future__ import annotations
@@ -44,16 +47,22 @@ MAX_IN_FLIGHT = 2
 _ESTIMATORS = ("", "_all_cold", "_all_live")
 __getattr__ = lazy_attributes(
     __name__,
-    {f"estimate_zero2_model_states_mem_needs{kind}": "deepspeed.runtime.zero.memory_estimators" for kind in _ESTIMATORS},
+    {
+        f"estimate_zero2_model_states_mem_needs{kind}": "deepspeed.runtime.zero.memory_estimators"
+        for kind in _ESTIMATORS
+    },
 )
 
 
 class BucketBuffer:
-    """Payload memory of a bucket, with cached views per plan (making 800 views costs more than copying 800 small gradients)."""
+    """Payload memory of a bucket, with cached views per plan (making 800 views costs more than
+    copying 800 small gradients).
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self.last_read: Any = None  # event after which it may be filled again, if that is not in stream order anyway
+        # event after which it may be filled again, if that is not in stream order anyway
+        self.last_read: Any = None
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views(self, bucket: IPGBucket, starts: tuple[int, ...]) -> list[torch.Tensor]:
@@ -106,7 +115,9 @@ class IPGBucket:
     copy_streams: set[Any] = field(default_factory=set)
 
     def clear(self) -> None:
-        """Forget the contributions. The streams too [fix 1]: a stale one would order the next reduction after unrelated work."""
+        """Forget the contributions. The streams too [fix 1]: a stale one would order the next
+        reduction after unrelated work.
+        """
         self.buffer.clear()
         self.grads.clear()
         self.elements = 0
@@ -121,9 +132,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         param_names: Name of each parameter, in model order.
         contiguous_gradients: Reuse bucket buffers instead of allocating one per bucket.
         reduce_bucket_size: Elements per bucket.
-        reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own slice.
+        reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own
+            slice.
         overlap_comm: Communicate beside backward.
-        ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise, naming it.
+        ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise,
+            naming it.
         partition_grads: Stage 2.
         communication_data_type: What travels; None is the model's dtype.
         comm_dtype_of: Per-parameter override of it (`torch_autocast.lower_precision_safe_modules`).
@@ -159,7 +172,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._comm_dtype_of = comm_dtype_of
         self._backward_started = backward_started
         self.comm_context = CommContext(overlap_comm)
-        self.sink = HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
+        self.sink = (
+            HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
+        )
         self.reduce_bucket_size = reduce_bucket_size
         self._in_flight: deque[Reduction] = deque()
         self._make_buckets()
@@ -183,31 +198,55 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _make_buckets(self, held: frozenset[nn.Parameter] = frozenset()) -> None:
         """Plan buckets; those with `held` parameters are sent last, whatever hooks fire before."""
-        kinds = [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups]
-        # Buckets are sent in one order. A parameter whose gradient is complete after all others counts as registered before them.
+        kinds = [
+            [self.get_param_comm_dtype(param) for param in group.params] for group in self.groups
+        ]
+        # Buckets are sent in one order. A parameter whose gradient is complete after all others
+        # counts as registered before them.
         order = [
-            [-1 if param in held else position for param, position in zip(group.params, positions, strict=True)]
+            [
+                -1 if param in held else position
+                for param, position in zip(group.params, positions, strict=True)
+            ]
             for group, positions in zip(self.groups, self.registration, strict=True)
         ]
-        self.plans = plan_buckets([group.table for group in self.groups], order, self.reduce_bucket_size, kinds)
+        self.plans = plan_buckets(
+            [group.table for group in self.groups], order, self.reduce_bucket_size, kinds
+        )
         self.ipg_buckets = [
             IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
             for index, plan in enumerate(self.plans)
         ]
-        self._slots = [(index, param) for index, bucket in enumerate(self.ipg_buckets) for param in bucket.params]
+        self._slots = [
+            (index, param)
+            for index, bucket in enumerate(self.ipg_buckets)
+            for param in bucket.params
+        ]
         self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
         self._free_buffers: list[BucketBuffer] = []
-        self.readiness.held = frozenset(slot for slot, (_, param) in enumerate(self._slots) if param in held)
+        self.readiness.held = frozenset(
+            slot for slot, (_, param) in enumerate(self._slots) if param in held
+        )
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
         """See base class.
 
         Raises:
-            RuntimeError: In the middle of an accumulation window, whose gradients were counted with other buckets.
+            RuntimeError: In the middle of an accumulation window, whose gradients were counted with
+                other buckets.
         """
-        if self._in_flight or not self.sink.is_empty or any(param.grad is not None for _, param in self._slots):
-            raise RuntimeError("hold(params) in the middle of an accumulation window: call it before training or after zero_grad()")
-        already = {param for slot, (_, param) in enumerate(self._slots) if slot in self.readiness.held}
+        if (
+            self._in_flight
+            or not self.sink.is_empty
+            or any(param.grad is not None for _, param in self._slots)
+        ):
+            raise RuntimeError(
+                "hold(params) in the middle of an accumulation window: call it before training or "
+                "after zero_grad()"
+            )
+        already = {
+            param for slot, (_, param) in enumerate(self._slots) if slot in self.readiness.held
+        }
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
@@ -217,15 +256,20 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # Backward
 
     def create_gradient_handling_hooks(self) -> None:
-        """Hooks send buckets while backward goes on; without a bucket to send before its end there is nothing to hook.
+        """Hooks send buckets while backward goes on; without a bucket to send before its end there
+        is nothing to hook.
 
         Local accumulation needs the whole micro-batch first, so it reduces at the end of backward.
         """
-        launches_early = (self.partition_gradients or self.overlap_comm) and self.accumulator is None
+        launches_early = (
+            self.partition_gradients or self.overlap_comm
+        ) and self.accumulator is None
         if not launches_early or len(self.plans) < 2:
             return
         for slot, (_, param) in enumerate(self._slots):
-            self._hook_handles.append(param.register_post_accumulate_grad_hook(self._make_hook(slot)))
+            self._hook_handles.append(
+                param.register_post_accumulate_grad_hook(self._make_hook(slot))
+            )
 
     def _make_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
@@ -234,7 +278,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return on_gradient
 
     def _reduces_now(self) -> bool:
-        return (self.partition_gradients or self.tracker.is_boundary) and not self.tracker.in_no_sync
+        return (
+            self.partition_gradients or self.tracker.is_boundary
+        ) and not self.tracker.in_no_sync
 
     def backward_prologue(self) -> None:
         """See base class: decides once per backward whether hooks reduce."""
@@ -247,14 +293,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if not self._reducing:
             return
         if self.comm_context.has_streams:
-            # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
-            # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
+            # [fix 2] The stream current here, inside the hook, is the one that produced this
+            # gradient: autograd runs the hook on the stream of the accumulation node, which need
+            # not be the default stream nor the one the optimizer was built on.
             self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
         for index in self.readiness.mark(i):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def backward_epilogue(self) -> None:
-        """See base class: local accumulation takes this micro-batch in before anything is reduced."""
+        """See base class: local accumulation takes this micro-batch in before anything is
+        reduced.
+        """
         if self.accumulator is not None:
             self.accumulator.absorb(1.0 / self.accumulation_divisor)
 
@@ -267,21 +316,23 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for index in self.readiness.remaining():
             streams = self.ipg_buckets[index].copy_streams
             if streams:
-                # Of a bucket that is not complete, some gradients may be left from earlier backwards (no_sync), whose streams
-                # autograd has joined to the one current here.
+                # Of a bucket that is not complete, some gradients may be left from earlier
+                # backwards (no_sync), whose streams autograd has joined to the one current here.
                 streams.add(self.comm_context.current_stream())
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
         if self._hook_handles:
             self._send_late_gradients()
         self._clear_accumulator()
-        # Whatever is called before the step (reading a gradient on one rank, say) then finds all collectives issued already.
+        # Whatever is called before the step (reading a gradient on one rank, say) then finds all
+        # collectives issued already.
         self._send_across(0)
         if not self.overlap_comm:
             self._finish_in_flight(0)
 
     def _clear_accumulator(self) -> None:
         if self.accumulator is not None:
-            # The reduction stream copies out of the accumulator; zeroing it here and now must come after that.
+            # The reduction stream copies out of the accumulator; zeroing it here and now must come
+            # after that.
             self.comm_context.join()
             self.accumulator.clear()
 
@@ -292,27 +343,37 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _refuse_unused(self) -> None:
         # A gradient that was sent from its hook is gone by now, but its firing was counted.
-        silent = (p for slot, (_, p) in enumerate(self._slots) if not self.readiness.fired[slot] and self._local_sum(p) is None)
+        silent = (
+            p
+            for slot, (_, p) in enumerate(self._slots)
+            if not self.readiness.fired[slot] and self._local_sum(p) is None
+        )
         unused = [self.param_names.get(param, "?") for param in silent]
         if unused:
             raise RuntimeError(
-                f"no gradient reached {', '.join(unused)}; zero_optimization.ignore_unused_parameters is false. "
-                "Set it to true to count them as zero, or let every trainable parameter take part in the loss"
+                f"no gradient reached {', '.join(unused)}; "
+                "zero_optimization.ignore_unused_parameters is false. Set it to true to count them "
+                "as zero, or let every trainable parameter take part in the loss"
             )
 
     def _send_late_gradients(self) -> None:
-        """Gradients that arrived after their bucket had gone: learn about them once, or send them again if the model does so.
+        """Gradients that arrived after their bucket had gone: learn about them once, or send them
+        again if the model does so.
 
-        Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model whose parameters fire once needs
-        no agreement, and pays none after its first backward.
+        Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model
+        whose parameters fire once needs no agreement, and pays none after its first backward.
         """
         if self.readiness.learned and not self.readiness.fires_repeatedly:
             if self.readiness.late:
-                names = ", ".join(self.param_names.get(self._slots[slot][1], "?") for slot in sorted(self.readiness.late))
+                names = ", ".join(
+                    self.param_names.get(self._slots[slot][1], "?")
+                    for slot in sorted(self.readiness.late)
+                )
                 raise LateGradientError(
-                    f"{names}: another gradient arrived after the bucket had been reduced, which did not happen in the first "
-                    "backward. For models whose graph varies so, use stage 1 with zero_optimization.overlap_comm false, or run the "
-                    "first backward with the fullest graph"
+                    f"{names}: another gradient arrived after the bucket had been reduced, which "
+                    "did not happen in the first backward. For models whose graph varies so, use "
+                    "stage 1 with zero_optimization.overlap_comm false, or run the first backward "
+                    "with the fullest graph"
                 )
             return
         late = [int(slot in self.readiness.late) for slot in range(len(self._slots))]
@@ -326,7 +387,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # Reduction
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
-        """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the owned shard."""
+        """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the
+        owned shard.
+        """
         self._finish_in_flight(MAX_IN_FLIGHT - 1)
         bucket = self.ipg_buckets[index]
         grads = [self._local_sum(param) for param in bucket.params]
@@ -341,15 +404,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @torch.no_grad()
     def average_tensor(self, index: int, grads: list[torch.Tensor | None]) -> None:
-        """Copy gradients into the bucket and start its reduction, on the reduction stream if there is one.
+        """Copy gradients into the bucket and start its reduction, on the reduction stream if there
+        is one.
 
         Args:
             index: Bucket.
             grads: Gradient of each of its parameters, None where there is none.
         """
         plan, bucket = self.plans[index], self.ipg_buckets[index]
-        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
-        # work of *all* of these streams; the one current now is right only if no hook recorded any.
+        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on.
+        # Reading them is safe only after the work of *all* of these streams; the one current now is
+        # right only if no hook recorded any.
         self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
         with self.comm_context.on_reduction_stream():
             buffer = self._acquire_buffer(plan)
@@ -360,20 +425,26 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             payload = buffer.tensor[: plan.numel]
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
-            self._in_flight.append(Reduction(index, self._start_reduction(plan, payload), factors, buffer))
+            self._in_flight.append(
+                Reduction(index, self._start_reduction(plan, payload), factors, buffer)
+            )
             if self.comm_context.async_handles:
-                # All ranks issue inside(0), inside(1), across(0), inside(2), across(1), ...: a rank only ever waits for what comes
-                # earlier in this order, so the two groups' collectives cannot wait for each other in a circle.
+                # All ranks issue inside(0), inside(1), across(0), inside(2), across(1), ...: a rank
+                # only ever waits for what comes earlier in this order, so the two groups'
+                # collectives cannot wait for each other in a circle.
                 self._send_across(1)
             else:
                 self._finish_in_flight(0)
-        # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream that produced it.
+        # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream
+        # that produced it.
         self.comm_context.keep_alive([*bucket.grads, buffer.tensor])
         self.comm_context.issued()
 
     @staticmethod
     def _fill(views: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-        present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+        present = [
+            (view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None
+        ]
         if present:
             torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
         absent = [view for view, grad in zip(views, grads, strict=True) if grad is None]
@@ -386,11 +457,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             return reduce_to_owners(payload, plan.splits, group.process_group, async_op=True)
         start = plan.owned_start(group.shard_rank)
         owned = payload[start : start + plan.splits[group.shard_rank]]
-        works = [] if group.num_shards == 1 else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
+        works = (
+            []
+            if group.num_shards == 1
+            else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
+        )
         return PendingShards(works, [owned], keep=payload)
 
     def _send_across(self, limit: int) -> None:
-        """Let buckets go on to the other instances, oldest first, until at most `limit` have not."""
+        """Let buckets go on to the other instances, oldest first, until at most `limit` have
+        not.
+        """
         if self.instances.across is None:
             return
         inside = [reduction for reduction in self._in_flight if not reduction.is_across]
@@ -432,7 +509,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for index, buffer in used:
             names = (self.param_names.get(param, "?") for param in self.ipg_buckets[index].params)
             views = buffer.views(self.ipg_buckets[index], self.plans[index].starts)
-            yield from ((f"ipg bucket {index} ({name})", view) for name, view in zip(names, views, strict=True))
+            yield from (
+                (f"ipg bucket {index} ({name})", view)
+                for name, view in zip(names, views, strict=True)
+            )
         yield from (("ipg bucket buffer", buffer.tensor) for buffer in self._free_buffers)
         yield from super().named_memory()
 
@@ -445,21 +525,30 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # Norm
 
     def get_grad_norm_direct(self, group_index: int) -> torch.Tensor:
-        """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no communication."""
+        """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no
+        communication.
+        """
         return self._squared_norm(group_index, self.device)
 
     def complete_grad_norm_calculation_for_cpu_offload(self, group_index: int) -> torch.Tensor:
-        """The same where gradients lie on the host: summed there, moved to the model's device as one scalar."""
+        """The same where gradients lie on the host: summed there, moved to the model's device as
+        one scalar.
+        """
         return self._squared_norm(group_index, torch.device("cpu")).to(self.device)
 
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
-        local = self.complete_grad_norm_calculation_for_cpu_offload if self.cpu_offload else self.get_grad_norm_direct
+        local = (
+            self.complete_grad_norm_calculation_for_cpu_offload
+            if self.cpu_offload
+            else self.get_grad_norm_direct
+        )
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for group_index in range(len(self.groups)):
             squares[group_index] += local(group_index).squeeze()
-        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own different numbers of groups
-        # (pipeline stages do), and a collective per group would then never match. fp32 whatever the model's dtype.
+        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own
+        # different numbers of groups (pipeline stages do), and a collective per group would then
+        # never match. fp32 whatever the model's dtype.
         if self.norm_group is not None:
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
         return self._norm_of(squares)
@@ -467,7 +556,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     # Clearing and state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient, reduced or not. `param.grad` becomes None either way: it is only a way station here."""
+        """Forget every gradient, reduced or not. `param.grad` becomes None either way: it is only a
+        way station here.
+        """
         self._finish_in_flight(0)
         for _, param in self._slots:
             param.grad = None
@@ -486,12 +577,17 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            ZERO_STAGE: ZeroStageEnum.gradients if self.partition_gradients else ZeroStageEnum.optimizer_states,
+            ZERO_STAGE: ZeroStageEnum.gradients
+            if self.partition_gradients
+            else ZeroStageEnum.optimizer_states,
         }
         return {**state, **sharded_state_dict(self, elastic=self.elastic_checkpoint)}
 
     def load_state_dict(
-        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
     ) -> None:
         """See base class; the loss scaler too."""
         self.loss_scaler = state_dict[LOSS_SCALER]

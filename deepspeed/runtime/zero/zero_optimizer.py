@@ -1,18 +1,22 @@
-"""`ZeROOptimizer`: a master-weight optimizer whose masters are sharded over the data-parallel ranks.
+"""`ZeROOptimizer`: a master-weight optimizer whose masters are sharded over the data-parallel
+ranks.
 
-Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards, and optimizer instances.
+Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards, and optimizer
+instances.
 
-[Note: optimizer instances]
-`zero_optimization.num_optimizer_instances` = n splits the D data-parallel ranks into n instances of D/n consecutive ranks. Masters
-and moments are sharded inside an instance, so there are n copies of each shard. In the reduce rule's terms (its N is D)
+[Note: optimizer instances] `zero_optimization.num_optimizer_instances` = n splits the D
+data-parallel ranks into n instances of D/n consecutive ranks. Masters and moments are sharded
+inside an instance, so there are n copies of each shard. In the reduce rule's terms (its N is D)
 
     g = post * sum_{r<D} pre * g[r] = post * sum_{i<n} ( sum_{r in instance i} pre * g[r] ),
 
-the inner sum is reduced onto the shard's owner inside the instance, the outer one all-reduced over the n owners of the same shard;
-pre and post are as for one instance, no factor knows of n. After that all copies of a shard have the same gradient bit for bit.
-They stay equal because all that they are multiplied by is equal too: the norm (and with it clipping and the decision to skip) is
-reduced over all D ranks, and only instance 0 adds its shards, so that each element counts once. Instances that each took their own
-norm could disagree in its last bit and drift apart. Parameters are gathered inside the instance.
+the inner sum is reduced onto the shard's owner inside the instance, the outer one all-reduced over
+the n owners of the same shard; pre and post are as for one instance, no factor knows of n. After
+that all copies of a shard have the same gradient bit for bit. They stay equal because all that they
+are multiplied by is equal too: the norm (and with it clipping and the decision to skip) is reduced
+over all D ranks, and only instance 0 adds its shards, so that each element counts once. Instances
+that each took their own norm could disagree in its last bit and drift apart. Parameters are
+gathered inside the instance.
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ class ZeROOptimizer(MasterWeightOptimizer):
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        instances: How the data-parallel ranks are split into replicas of the sharded state; None: one instance of all of them.
-        elastic_checkpoint: Save moments without padding, so that another world size can cut them anew.
+        instances: How the data-parallel ranks are split into replicas of the sharded state; None:
+            one instance of all of them.
+        elastic_checkpoint: Save moments without padding, so that another world size can cut them
+            anew.
         kwargs: See `MasterWeightOptimizer`.
     """
 
@@ -56,13 +62,16 @@ class ZeROOptimizer(MasterWeightOptimizer):
         elastic_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        dp_process_group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        dp_process_group = (
+            dp_process_group if dp_process_group is not None else dist.get_world_group()
+        )
         self.instances = instances or OptimizerInstances(inside=dp_process_group)
         if self.instances.count > 1 and expert_data_parallel_group:
             raise ValueError(
-                f"zero_optimization.num_optimizer_instances: {self.instances.count} with experts (groups "
-                f"{sorted(expert_data_parallel_group)}) is not supported: each family of experts is on other ranks and would have "
-                "to be cut into instances of its own; use 1"
+                f"zero_optimization.num_optimizer_instances: {self.instances.count} with experts "
+                f"(groups {sorted(expert_data_parallel_group)}) is not supported: each family of "
+                "experts is on other ranks and would have to be cut into instances of its own; use "
+                "1"
             )
         self.elastic_checkpoint = elastic_checkpoint
         if self.instances.index > 0:
@@ -82,14 +91,18 @@ class ZeROOptimizer(MasterWeightOptimizer):
 
     @abstractmethod
     def load_state_dict(
-        self, state_dict: dict[str, Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = True
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
     ) -> None:
         """Restore this rank's part.
 
         Args:
             state_dict: As `state_dict()` returned it on this rank.
             load_optimizer_states: Restore moments and hyper-parameters, not only masters.
-            load_from_fp32_weights: Restore masters; otherwise round them up from the model-precision weights.
+            load_from_fp32_weights: Restore masters; otherwise round them up from the
+                model-precision weights.
         """
 
     @property

@@ -1,5 +1,7 @@
-"""The numerics oracle: a user's model under a configuration, on several local ranks, against one plain-torch process.
+"""The numerics oracle: a user's model under a configuration, on several local ranks, against one
+plain-torch process.
 
-`workload`: model, batches, loss. `plan`: which runs. `ranks`: processes. `worker`, `system`: one rank. `reference`, `judge`: what
-must be, and by how much it may differ. `verdicts`: the table. `text`, `picture`: how it is shown. `cli`: the command `ds_verify`.
+`workload`: model, batches, loss. `plan`: which runs. `ranks`: processes. `worker`, `system`: one
+rank. `reference`, `judge`: what must be, and by how much it may differ. `verdicts`: the table.
+`text`, `picture`: how it is shown. `cli`: the command `ds_verify`.
 """

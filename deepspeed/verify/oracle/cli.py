@@ -54,21 +54,57 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="ds_verify",
-        description="Check that a model trains under a DeepSpeed configuration as one process with the whole batch does.",
+        description=(
+            "Check that a model trains under a DeepSpeed configuration as one process with the "
+            "whole batch does."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--config", required=True, help="DeepSpeed configuration (JSON or hjson file)")
-    made.add_argument("--model", required=True, help="module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]")
-    made.add_argument("--data", help="module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own")
+    made.add_argument(
+        "--config", required=True, help="DeepSpeed configuration (JSON or hjson file)"
+    )
+    made.add_argument(
+        "--model",
+        required=True,
+        help="module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]",
+    )
+    made.add_argument(
+        "--data",
+        help="module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own",
+    )
     made.add_argument("--world-size", type=int, default=2, help="local ranks (default: 2)")
-    made.add_argument("--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)")
-    made.add_argument("--schedules", type=int, default=8, help="orders tried on the simulated device; 0 for none (default: 8)")
-    made.add_argument("--compile", nargs="?", const=DEFAULT_BACKEND, metavar="BACKEND", help="check the compiled model too")
+    made.add_argument(
+        "--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)"
+    )
+    made.add_argument(
+        "--schedules",
+        type=int,
+        default=8,
+        help="orders tried on the simulated device; 0 for none (default: 8)",
+    )
+    made.add_argument(
+        "--compile",
+        nargs="?",
+        const=DEFAULT_BACKEND,
+        metavar="BACKEND",
+        help="check the compiled model too",
+    )
     made.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    made.add_argument("--report", metavar="FILE", help="write FILE.html with table and curves, or FILE.png with the curves")
-    made.add_argument("--seed", type=int, default=0, help="for weights, data and schedules (default: 0)")
-    made.add_argument("--timeout", type=float, default=300.0, help="seconds without progress after which ranks hang (default: 300)")
+    made.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write FILE.html with table and curves, or FILE.png with the curves",
+    )
+    made.add_argument(
+        "--seed", type=int, default=0, help="for weights, data and schedules (default: 0)"
+    )
+    made.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds without progress after which ranks hang (default: 300)",
+    )
     return made
 
 
@@ -100,11 +136,18 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     """
     for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
         if getattr(settings, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be at least {least}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(settings, name)}: must be at least {least}"
+            )
     if settings.timeout <= 0:
         raise UsageError(f"--timeout {settings.timeout:g}: must be more than 0 seconds")
-    if settings.compile is not None and settings.compile not in torch._dynamo.list_backends(exclude_tags=()):
-        raise UsageError(f"--compile {settings.compile}: torch.compile knows {', '.join(torch._dynamo.list_backends())}")
+    if settings.compile is not None and settings.compile not in torch._dynamo.list_backends(
+        exclude_tags=()
+    ):
+        raise UsageError(
+            f"--compile {settings.compile}: torch.compile knows "
+            f"{', '.join(torch._dynamo.list_backends())}"
+        )
     config = load_config(settings.config)
     shape = shape_of(config, settings.world_size)
     numel, no_split = _try_model(settings, config, shape)
@@ -123,24 +166,34 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     started = time.monotonic()
     with _Progress(plan, visible) as progress:
         session = run_plan(plan, settings.timeout, progress.event)
-    shown = {**vars(settings), "config": config, "torch": torch.__version__, "seconds": round(time.monotonic() - started, 1)}
+    shown = {
+        **vars(settings),
+        "config": config,
+        "torch": torch.__version__,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     return make_report(plan, session, shown)
 
 
 def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str]:
-    """One forward and backward here, where a mistake is told at once and not in the logs of the ranks.
+    """One forward and backward here, where a mistake is told at once and not in the logs of the
+    ranks.
 
     Returns:
-        Trainable elements of the model, and why its global batch cannot be cut in other ways (or nothing).
+        Trainable elements of the model, and why its global batch cannot be cut in other ways (or
+        nothing).
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
     precision = precision_of(read_config(config, shape.world))
-    losses = [_loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)]
+    losses = [
+        _loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)
+    ]
     if not torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]).all()):
         raise UsageError(
-            f"--model {settings.model}: forward is random (losses {losses[0].item()!r} and {losses[1].item()!r} for one batch), "
-            "so no run equals another; switch off what draws random numbers in forward"
+            f"--model {settings.model}: forward is random (losses {losses[0].item()!r} and "
+            f"{losses[1].item()!r} for one batch), so no run equals another; switch off what draws "
+            "random numbers in forward"
         )
     numel = sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
     return numel, uncuttable(workload, batches)
@@ -155,7 +208,10 @@ def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torc
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"--model: one micro-batch failed in {dtype} on one process: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"--model: one micro-batch failed in {dtype} on one process: {type(error).__name__}: "
+            f"{error}"
+        ) from error
     return loss.detach()
 
 
@@ -167,7 +223,13 @@ class _Progress:
         total = sum(run.steps * (2 if run.kind in judged else 1) for run in plan.runs)
         self._is_terminal = sys.stderr.isatty()
         self._visible = visible
-        self._bar = tqdm(total=total, unit="step", disable=not (visible and self._is_terminal), dynamic_ncols=True, leave=False)
+        self._bar = tqdm(
+            total=total,
+            unit="step",
+            disable=not (visible and self._is_terminal),
+            dynamic_ncols=True,
+            leave=False,
+        )
         self._started = time.monotonic()
 
     def __enter__(self) -> _Progress:
@@ -183,7 +245,9 @@ class _Progress:
         elif event == "begin":
             self._bar.set_postfix_str(values["run"])
             if self._visible and not self._is_terminal:
-                sys.stderr.write(f"ds_verify: {time.monotonic() - self._started:6.1f} s: {values['run']}\n")
+                sys.stderr.write(
+                    f"ds_verify: {time.monotonic() - self._started:6.1f} s: {values['run']}\n"
+                )
                 sys.stderr.flush()
 
 
@@ -195,7 +259,9 @@ def main(argv: list[str] | None = None) -> int:
         if report_path is not None:
             require_plotting(report_path)
         if json_path is not None and not Path(json_path).resolve().parent.is_dir():
-            raise UsageError(f"--json {json_path}: there is no folder {Path(json_path).resolve().parent}")
+            raise UsageError(
+                f"--json {json_path}: there is no folder {Path(json_path).resolve().parent}"
+            )
         report = verify(Settings(**arguments), visible=True)
     except (UsageError, DeepSpeedConfigError) as error:
         sys.stderr.write(f"ds_verify: {error}\n")

@@ -1,7 +1,8 @@
 """Hugging Face models for the oracle, built from a configuration alone: no weights, no network.
 
-`hf:CONFIG_OR_PATH[?key=value&...]`, where CONFIG_OR_PATH is a model type that transformers knows ("gpt2"), a folder with a
-config.json, or such a file. Keys override the configuration; `sequence` is the length of the random token batches.
+`hf:CONFIG_OR_PATH[?key=value&...]`, where CONFIG_OR_PATH is a model type that transformers knows
+("gpt2"), a folder with a config.json, or such a file. Keys override the configuration; `sequence`
+is the length of the random token batches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ DEFAULT_SEQUENCE = 32
 MAX_PARAMETERS = 500_000_000
 
 
-def build_model(spec: str, seed: int, rows: int) -> tuple[nn.Module, Callable[[int, int, int], dict[str, torch.Tensor]]]:
+def build_model(
+    spec: str, seed: int, rows: int
+) -> tuple[nn.Module, Callable[[int, int, int], dict[str, torch.Tensor]]]:
     """A causal language model and random token batches for it.
 
     Args:
@@ -37,8 +40,11 @@ def build_model(spec: str, seed: int, rows: int) -> tuple[nn.Module, Callable[[i
         # optional: transformers is an extra
         import transformers
     except ImportError as error:
-        raise UsageError(f"--model hf:{spec}: needs transformers; pip install 'deepspeed[transformers]'") from error
-    transformers.logging.set_verbosity_error()  # special tokens outside a smaller vocabulary do not matter here
+        raise UsageError(
+            f"--model hf:{spec}: needs transformers; pip install 'deepspeed[transformers]'"
+        ) from error
+    # special tokens outside a smaller vocabulary do not matter here
+    transformers.logging.set_verbosity_error()
     name, _, query = spec.partition("?")
     overrides = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     sequence = overrides.pop("sequence", None)
@@ -50,10 +56,16 @@ def build_model(spec: str, seed: int, rows: int) -> tuple[nn.Module, Callable[[i
     try:
         module = transformers.AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise UsageError(f"--model hf:{spec}: {type(config).__name__} is not a causal language model's; give a function") from error
+        raise UsageError(
+            f"--model hf:{spec}: {type(config).__name__} is not a causal language model's; give a "
+            "function"
+        ) from error
     size = sum(param.numel() for param in module.parameters())
     if size > MAX_PARAMETERS:
-        raise UsageError(f"--model hf:{spec}: {size:,} parameters; make it smaller, e.g. hf:{name}?n_layer=4&n_embd=64")
+        raise UsageError(
+            f"--model hf:{spec}: {size:,} parameters; make it smaller, e.g. "
+            f"hf:{name}?n_layer=4&n_embd=64"
+        )
     return module, _random_tokens(config, seed, rows, sequence)
 
 
@@ -77,22 +89,40 @@ def _config(transformers: Any, name: str, overrides: dict[str, Any]) -> Any:
     try:
         known = transformers.AutoConfig.for_model(kind)
     except (ValueError, KeyError) as error:
-        raise UsageError(f"--model hf:{name}: transformers knows no model type {kind!r}; use another, or a config.json") from error
+        raise UsageError(
+            f"--model hf:{name}: transformers knows no model type {kind!r}; use another, or a "
+            "config.json"
+        ) from error
     unknown = [key for key in overrides if not hasattr(known, key)]
     if unknown:
-        raise UsageError(f"--model hf:{name}?{unknown[0]}=...: {type(known).__name__} has no {unknown[0]!r}")
+        raise UsageError(
+            f"--model hf:{name}?{unknown[0]}=...: {type(known).__name__} has no {unknown[0]!r}"
+        )
     return transformers.AutoConfig.for_model(kind, **{**given, **overrides})
 
 
-def _random_tokens(config: Any, seed: int, rows: int, sequence: Any) -> Callable[[int, int, int], dict[str, torch.Tensor]]:
-    limit = next((getattr(config, key) for key in ("n_positions", "max_position_embeddings") if hasattr(config, key)), None)
+def _random_tokens(
+    config: Any, seed: int, rows: int, sequence: Any
+) -> Callable[[int, int, int], dict[str, torch.Tensor]]:
+    limit = next(
+        (
+            getattr(config, key)
+            for key in ("n_positions", "max_position_embeddings")
+            if hasattr(config, key)
+        ),
+        None,
+    )
     length = sequence if sequence is not None else min(DEFAULT_SEQUENCE, limit or DEFAULT_SEQUENCE)
     if not isinstance(length, int) or length < 2 or (limit is not None and length > limit):
-        raise UsageError(f"--model hf: sequence={length} must be an integer from 2 to the model's {limit}")
+        raise UsageError(
+            f"--model hf: sequence={length} must be an integer from 2 to the model's {limit}"
+        )
     vocabulary = int(config.vocab_size)
 
     def batches(step: int, micro_batch: int, rank: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(((seed * 1009 + step) * 1009 + micro_batch) * 1009 + rank)
+        generator = torch.Generator().manual_seed(
+            ((seed * 1009 + step) * 1009 + micro_batch) * 1009 + rank
+        )
         tokens = torch.randint(0, vocabulary, (rows, length), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
 

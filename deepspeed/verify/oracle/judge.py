@@ -1,12 +1,13 @@
-"""Compares what the system did with what it must have done, parameter by parameter, and sums up in plain numbers.
+"""Compares what the system did with what it must have done, parameter by parameter, and sums up in
+plain numbers.
 
 Owns `[Note: parameters]`: after a step, |system - expected| per parameter is bounded by
 
-- SGD: learning rate times the gradient's bound, with the relative error of the norm when clipping, and fp32 rounding of the
-  weight;
-- any other optimizer: `UPDATE_TOLERANCE` of the update and fp32 rounding of the weight, when a plain optimizer over whole
-  parameters is fed the gradients that the system reports. (Fed the reference's own, Adam would turn the rounding of a tiny gradient
-  into a full step.)
+- SGD: learning rate times the gradient's bound, with the relative error of the norm when clipping,
+  and fp32 rounding of the weight;
+- any other optimizer: `UPDATE_TOLERANCE` of the update and fp32 rounding of the weight, when a
+  plain optimizer over whole parameters is fed the gradients that the system reports. (Fed the
+  reference's own, Adam would turn the rounding of a tiny gradient into a full step.)
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class StepFindings:
         step: Its number.
         gradients: Against the reference in the model's precision; fp32: against the whole batch.
         whole: Against the whole batch in double precision.
-        split: The model alone: mean of micro-batches against the whole batch, both in double precision.
+        split: The model alone: mean of micro-batches against the whole batch, both in double
+            precision.
         parameters: After the step.
         norm: The reported norm.
-        products: Per parameter: <system, reference> and <reference, reference>, whose quotient measures the divisor.
+        products: Per parameter: <system, reference> and <reference, reference>, whose quotient
+            measures the divisor.
         skipped: Why the step is not compared; empty if it is.
     """
 
@@ -82,7 +85,9 @@ class StepFindings:
         for key in ("gradients", "whole", "split", "parameters"):
             changed[key] = {name: Deviation(**value) for name, value in data[key].items()}
         changed["norm"] = None if data["norm"] is None else Deviation(**data["norm"])
-        changed["products"] = {name: (value[0], value[1]) for name, value in data["products"].items()}
+        changed["products"] = {
+            name: (value[0], value[1]) for name, value in data["products"].items()
+        }
         return cls(**changed)
 
 
@@ -92,13 +97,20 @@ def deviation(found: torch.Tensor | None, wanted: torch.Tensor, bound: float) ->
     return Deviation((value.double() - wanted.double()).norm().item(), bound, wanted.norm().item())
 
 
-def deviations(found: Mapping[str, torch.Tensor], wanted: Tensors, bounds: dict[str, float]) -> dict[str, Deviation]:
+def deviations(
+    found: Mapping[str, torch.Tensor], wanted: Tensors, bounds: dict[str, float]
+) -> dict[str, Deviation]:
     """Of every tensor."""
     return {name: deviation(found.get(name), value, bounds[name]) for name, value in wanted.items()}
 
 
 def judge_step(
-    record: StepRecord, expected: Expected, *, largest: float, sum_factor: float, whole_is_the_reference: bool
+    record: StepRecord,
+    expected: Expected,
+    *,
+    largest: float,
+    sum_factor: float,
+    whole_is_the_reference: bool,
 ) -> StepFindings:
     """Gradient, norm and divisor of one step.
 
@@ -116,13 +128,21 @@ def judge_step(
         findings.skipped = "skipped by the system, rightly: a sum of gradients overflows"
         return findings
     use_whole = whole_is_the_reference and expected.whole is not None
-    wanted, bounds = (expected.whole, expected.whole_bounds) if use_whole else (expected.rounded, expected.rounded_bounds)
+    wanted, bounds = (
+        (expected.whole, expected.whole_bounds)
+        if use_whole
+        else (expected.rounded, expected.rounded_bounds)
+    )
     wanted, bounds = _scaled(wanted or {}, bounds, sum_factor)
     findings.gradients = deviations(record.grads, wanted, bounds)
     if expected.whole is not None and expected.split is not None:
-        findings.whole = deviations(record.grads, *_scaled(expected.whole, expected.whole_bounds, sum_factor))
+        findings.whole = deviations(
+            record.grads, *_scaled(expected.whole, expected.whole_bounds, sum_factor)
+        )
         total = math.sqrt(sum(size**2 for size in expected.sizes.values()))
-        allowed = {name: FP32_TOLERANCE * (size + 0.01 * total) for name, size in expected.sizes.items()}
+        allowed = {
+            name: FP32_TOLERANCE * (size + 0.01 * total) for name, size in expected.sizes.items()
+        }
         findings.split = deviations(expected.split, expected.whole, allowed)
     for name, value in wanted.items():
         grad = record.grads.get(name)
@@ -130,37 +150,56 @@ def judge_step(
         findings.products[name] = (dot, value.square().sum().item())
     norm = global_norm(wanted.values())
     # The system adds up squares in fp32; rounding of n of them grows like a random walk.
-    rounding = FP32_TOLERANCE + ROUNDOFF[torch.float32] * math.sqrt(sum(value.numel() for value in wanted.values()))
+    rounding = FP32_TOLERANCE + ROUNDOFF[torch.float32] * math.sqrt(
+        sum(value.numel() for value in wanted.values())
+    )
     bound = math.sqrt(sum(bound**2 for bound in bounds.values())) + rounding * norm
     reported = math.nan if record.norm is None else record.norm
     findings.norm = Deviation(abs(reported - norm), bound, norm)
     return findings
 
 
-def _scaled(values: Tensors, bounds: dict[str, float], factor: float) -> tuple[Tensors, dict[str, float]]:
+def _scaled(
+    values: Tensors, bounds: dict[str, float], factor: float
+) -> tuple[Tensors, dict[str, float]]:
     if factor == 1.0:
         return values, bounds
-    return {name: value * factor for name, value in values.items()}, {name: bound * factor for name, bound in bounds.items()}
+    return {name: value * factor for name, value in values.items()}, {
+        name: bound * factor for name, bound in bounds.items()
+    }
 
 
-def judge_sgd(findings: StepFindings, record: StepRecord, expected: Expected, clip: float, sum_factor: float) -> None:
-    """Parameters after a step of SGD from the reference's own gradient; see `[Note: parameters]`."""
+def judge_sgd(
+    findings: StepFindings, record: StepRecord, expected: Expected, clip: float, sum_factor: float
+) -> None:
+    """Parameters after a step of SGD from the reference's own gradient; see `[Note:
+    parameters]`.
+    """
     if findings.skipped or findings.norm is None:
         return
     norm, norm_bound = findings.norm.size, findings.norm.bound
     factor = clip_factor(norm, clip)
     relative = norm_bound / norm if clip > 0 and norm > 0 else 0.0
-    source = expected.whole if set(findings.whole) and findings.gradients == findings.whole else expected.rounded
+    source = (
+        expected.whole
+        if set(findings.whole) and findings.gradients == findings.whole
+        else expected.rounded
+    )
     for name, before in record.before.items():
         grad = (source or {})[name] * sum_factor
         wanted = before.double() - SGD_LEARNING_RATE * factor * grad
-        allowed = SGD_LEARNING_RATE * factor * (findings.gradients[name].bound + relative * grad.norm().item())
+        allowed = (
+            SGD_LEARNING_RATE
+            * factor
+            * (findings.gradients[name].bound + relative * grad.norm().item())
+        )
         rounding = FP32_TOLERANCE * before.norm().item()
         findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
 
 
 class Twin:
-    """The configuration's optimizer over whole fp32 parameters, fed with the gradients that the system reports.
+    """The configuration's optimizer over whole fp32 parameters, fed with the gradients that the
+    system reports.
 
     Args:
         run: Whose configuration.
@@ -178,13 +217,23 @@ class Twin:
         except LookupError:
             config = read_config({**run.config, "zero_optimization": {"stage": 0}}, run.shape.world)
             self.optimizer = build_basic_optimizer(config, list(self.params.values()))
-            self.note = f"the reference is this package's own {type(self.optimizer).__name__} over whole parameters"
+            self.note = (
+                f"the reference is this package's own {type(self.optimizer).__name__} over whole "
+                "parameters"
+            )
 
     def judge(self, record: StepRecord, clip: float) -> dict[str, Deviation]:
         """Step as the system did, and compare the parameters."""
         for own, other in zip(self.optimizer.param_groups, record.groups, strict=True):
-            # What schedules change; switches of an implementation (fused, foreach) stay the twin's own.
-            own.update({key: other[key] for key in ("lr", "betas", "momentum", "weight_decay") if key in other and key in own})
+            # What schedules change; switches of an implementation (fused, foreach) stay the twin's
+            # own.
+            own.update(
+                {
+                    key: other[key]
+                    for key in ("lr", "betas", "momentum", "weight_decay")
+                    if key in other and key in own
+                }
+            )
         factor = clip_factor(record.norm or 0.0, clip)
         for name, param in self.params.items():
             with torch.no_grad():

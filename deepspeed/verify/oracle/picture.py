@@ -14,12 +14,21 @@ from deepspeed.verify.oracle.workload import UsageError
 
 SUFFIXES = (".html", ".png")
 COLORS = {Verdict.PASS: "#1a7f37", Verdict.FAIL: "#cf222e", Verdict.NOT_RUN: "#6e7781"}
-HEADINGS = ("check", "parameters", "gradient error / allowed", "relative", "parameter error / allowed", "divisor", "result", "")
+HEADINGS = (
+    "check",
+    "parameters",
+    "gradient error / allowed",
+    "relative",
+    "parameter error / allowed",
+    "divisor",
+    "result",
+    "",
+)
 STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 1em}"
-    "table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px solid #d0d7de;text-align:left;"
-    "vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}pre{margin:0;white-space:pre-wrap}"
-    "img{max-width:100%}td.f{font-family:monospace}"
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 "
+    "1em}table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px "
+    "solid "
+    "#d0d7de;text-align:left;vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}pre{margin:0;white-space:pre-wrap}img{max-width:100%}td.f{font-family:monospace}"
 )
 
 
@@ -37,7 +46,9 @@ def require_plotting(path: str) -> None:
         # optional: only reports draw
         import matplotlib  # noqa: F401 - whether it is there
     except ImportError as error:
-        raise UsageError(f"--report {path}: needs matplotlib; pip install matplotlib, or leave --report out") from error
+        raise UsageError(
+            f"--report {path}: needs matplotlib; pip install matplotlib, or leave --report out"
+        ) from error
 
 
 def write_report(report: Report, path: str) -> None:
@@ -64,11 +75,28 @@ def draw(report: Report) -> bytes:
         color = f"C{number % 10}"
         losses.plot(_values(curve["loss"]), marker="o", color=color, label=name)
         norms.plot(_values(curve["norm"]), marker="o", color=color, label=name)
-        norms.plot(curve["step"], _values(curve["expected_norm"]), marker="x", linestyle="none", color="black")
-        errors.plot(curve["step"], _values(curve["gradient"]), marker="o", color=color, label=f"{name}: gradient")
+        norms.plot(
+            curve["step"],
+            _values(curve["expected_norm"]),
+            marker="x",
+            linestyle="none",
+            color="black",
+        )
+        errors.plot(
+            curve["step"],
+            _values(curve["gradient"]),
+            marker="o",
+            color=color,
+            label=f"{name}: gradient",
+        )
         if any(value is not None for value in curve["parameter"]):
             errors.plot(
-                curve["step"], _values(curve["parameter"]), marker="s", linestyle=":", color=color, label=f"{name}: parameter"
+                curve["step"],
+                _values(curve["parameter"]),
+                marker="s",
+                linestyle=":",
+                color=color,
+                label=f"{name}: parameter",
             )
     errors.axhline(1.0, color="red", linewidth=1)
     for axes, title in (
@@ -96,16 +124,25 @@ def _values(curve: list[Any]) -> list[float]:
 
 
 def _is_positive(axes: Any) -> bool:
-    values = [value for line in axes.get_lines()[:-1] for value in line.get_ydata() if value == value]
+    values = [
+        value for line in axes.get_lines()[:-1] for value in line.get_ydata() if value == value
+    ]
     return any(value > 0 for value in values)
 
 
 def page(report: Report, image: bytes) -> str:
     """The HTML file."""
     heads = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
-    body = "".join(_row(row_cells, row.verdict, row.detail) for row in report.rows for row_cells in [cells(row)])
+    body = "".join(
+        _row(row_cells, row.verdict, row.detail)
+        for row in report.rows
+        for row_cells in [cells(row)]
+    )
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
-    settings = "".join(f"<li>{html.escape(str(k))}: <code>{html.escape(str(v))}</code></li>" for k, v in report.settings.items())
+    settings = "".join(
+        f"<li>{html.escape(str(k))}: <code>{html.escape(str(v))}</code></li>"
+        for k, v in report.settings.items()
+    )
     color = COLORS[Verdict.PASS if report.passed else Verdict.FAIL]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds_verify</title><style>{STYLE}</style></head><body>'

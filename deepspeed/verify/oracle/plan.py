@@ -1,4 +1,5 @@
-"""What is run: the list of engine runs that a check consists of, as plain data that travels to the ranks as JSON.
+"""What is run: the list of engine runs that a check consists of, as plain data that travels to the
+ranks as JSON.
 
 Owns how the user's configuration is changed for each run. Runs nothing.
 """
@@ -106,7 +107,10 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """From what `to_json` gave."""
-        runs = [Run(**{**run, "kind": RunKind(run["kind"]), "shape": Shape(**run["shape"])}) for run in data["runs"]]
+        runs = [
+            Run(**{**run, "kind": RunKind(run["kind"]), "shape": Shape(**run["shape"])})
+            for run in data["runs"]
+        ]
         return cls(**{**data, "shape": Shape(**data["shape"]), "runs": runs})
 
 
@@ -172,28 +176,44 @@ def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without its optimizer and schedule; the run brings SGD along."""
-    changed = {key: value for key, value in copy.deepcopy(config).items() if key not in ("optimizer", "scheduler")}
+    changed = {
+        key: value
+        for key, value in copy.deepcopy(config).items()
+        if key not in ("optimizer", "scheduler")
+    }
     fp16 = changed.get("fp16") or {}
     if fp16.get("enabled") and not fp16.get("loss_scale"):
-        # A dynamic scale begins where gradients overflow, and a short run would skip all its steps. Searching for the scale is left
-        # to the run with the configuration's own optimizer.
-        changed["fp16"] = {**fp16, "initial_scale_power": min(int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER)}
-    # SGD is not one of the host optimizers that offloading insists on; what it does here is the same.
+        # A dynamic scale begins where gradients overflow, and a short run would skip all its steps.
+        # Searching for the scale is left to the run with the configuration's own optimizer.
+        changed["fp16"] = {
+            **fp16,
+            "initial_scale_power": min(
+                int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER
+            ),
+        }
+    # SGD is not one of the host optimizers that offloading insists on; what it does here is the
+    # same.
     return {**changed, "zero_force_ds_cpu_optimizer": False}
 
 
 def quiet(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what writes somewhere, and without checks of the configuration's own: each has its run here."""
+    """Without what writes somewhere, and without checks of the configuration's own: each has its
+    run here.
+    """
     return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
 
 
 def in_several_buckets(config: dict[str, Any], numel: int) -> dict[str, Any]:
-    """The configuration with buckets that a small model fills several of: one bucket alone is never beside another."""
+    """The configuration with buckets that a small model fills several of: one bucket alone is never
+    beside another.
+    """
     changed = copy.deepcopy(config)
     zero = dict(changed.get("zero_optimization") or {})
     size = zero.get("reduce_bucket_size")
     enough = max(1, numel // SIM_BUCKETS)
-    zero["reduce_bucket_size"] = min(int(size), enough) if isinstance(size, (int, float)) else enough
+    zero["reduce_bucket_size"] = (
+        min(int(size), enough) if isinstance(size, (int, float)) else enough
+    )
     return {**changed, "zero_optimization": zero}
 
 
@@ -206,7 +226,10 @@ def shape_of(config: dict[str, Any], world: int) -> Shape:
     """
     read = read_config(config, world)
     if int(read.tree.zero_optimization.stage) > 2:
-        raise UsageError("--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2")
+        raise UsageError(
+            "--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or "
+            "2"
+        )
     return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
 
 
@@ -241,17 +264,39 @@ def make_plan(
     sgd = with_sgd(base)
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
     if config.get("optimizer") is not None:
-        runs.append(Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps))
+        runs.append(
+            Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps)
+        )
     splits = [] if no_split else shape.splits()
     for split in splits:
         name = f"{split.accumulation} x {split.rows} per rank"
-        runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS)))
+        runs.append(
+            Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS))
+        )
     if backend is not None:
-        runs.append(Run(f"compiled ({backend})", RunKind.COMPILED, sgd, shape, min(steps, SPLIT_STEPS), backend=backend))
+        runs.append(
+            Run(
+                f"compiled ({backend})",
+                RunKind.COMPILED,
+                sgd,
+                shape,
+                min(steps, SPLIT_STEPS),
+                backend=backend,
+            )
+        )
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
     for schedule in range(schedules):
         bucketed = in_several_buckets(sgd, numel)
-        runs.append(Run(f"schedule {schedule}", RunKind.SIM, bucketed, shape, min(steps, SIM_STEPS), schedule=schedule))
+        runs.append(
+            Run(
+                f"schedule {schedule}",
+                RunKind.SIM,
+                bucketed,
+                shape,
+                min(steps, SIM_STEPS),
+                schedule=schedule,
+            )
+        )
     return Plan(model, data, seed, steps, shape, runs, no_split or ("" if splits else ONE_CUT))

@@ -1,7 +1,9 @@
-"""Starts the ranks of a plan, follows what they write, and ends all of them when one fails or falls silent.
+"""Starts the ranks of a plan, follows what they write, and ends all of them when one fails or falls
+silent.
 
-Owns processes and time; what a result means is `verdicts`' business. The caller gets a result or a reason for every run: a run in
-which a rank raised, died or hung is reported, and the rest of the plan is started anew.
+Owns processes and time; what a result means is `verdicts`' business. The caller gets a result or a
+reason for every run: a run in which a rank raised, died or hung is reported, and the rest of the
+plan is started anew.
 """
 
 from __future__ import annotations
@@ -175,12 +177,19 @@ class _Launch:
                 "LOCAL_WORLD_SIZE": str(world),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             }
-            # The plan's configuration says what is watched; a switch for all runs would mix the rows of the table.
+            # The plan's configuration says what is watched; a switch for all runs would mix the
+            # rows of the table.
             environment.pop("DS_VERIFY", None)
             with output.open("wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", WORKER, str(Path(self.folder.name) / "plan.json"), self.folder.name],
+                        [
+                            sys.executable,
+                            "-m",
+                            WORKER,
+                            str(Path(self.folder.name) / "plan.json"),
+                            self.folder.name,
+                        ],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=file,
@@ -192,7 +201,8 @@ class _Launch:
     def _watch(self) -> Outcome | None:
         heard = time.monotonic()
         while True:
-            done = [process.poll() for process in self.processes]  # before reading: what a rank wrote last is then read
+            # before reading: what a rank wrote last is then read
+            done = [process.poll() for process in self.processes]
             if self._read():
                 heard = time.monotonic()
             if any(code not in (None, 0) for code in done):
@@ -215,7 +225,9 @@ class _Launch:
     def _failure(self) -> Outcome:
         """The first failure, once the others had time to fail with it."""
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None for process in self.processes
+        ):
             self._read()
             time.sleep(POLL_S)
         self._read()
@@ -223,20 +235,33 @@ class _Launch:
         for rank, (process, log) in enumerate(zip(self.processes, self.logs, strict=True)):
             code = process.returncode
             if code not in (None, 0) and not log.error:
-                how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
-                return Outcome(failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died")
+                how = (
+                    f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                    if code < 0
+                    else f"exited with {code}"
+                )
+                return Outcome(
+                    failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died"
+                )
         raised = {rank: log.error for rank, log in enumerate(self.logs) if log.error}
         first = min(raised, key=lambda rank: float(raised[rank]["time"]))
         error = raised[first]
         also = f" (ranks {', '.join(map(str, raised))})" if len(raised) > 1 else ""
-        return Outcome(failure=f"rank {first}{also}: {error['kind']}: {error['text']}", kind=error["kind"])
+        return Outcome(
+            failure=f"rank {first}{also}: {error['kind']}: {error['text']}", kind=error["kind"]
+        )
 
     def _silence(self, done: list[int | None]) -> Outcome:
         waiting = [rank for rank, code in enumerate(done) if code is None]
-        where = [f"rank {rank} in {(self.logs[rank].begun or ['its start'])[-1]}" for rank in waiting]
+        where = [
+            f"rank {rank} in {(self.logs[rank].begun or ['its start'])[-1]}" for rank in waiting
+        ]
         return Outcome(
-            failure=f"no progress for {self.timeout_s:g} s ({', '.join(where)}): they wait for each other, or --timeout is too "
-            f"short; last output of rank {waiting[0]}:\n{self._tail(waiting[0])}",
+            failure=(
+                f"no progress for {self.timeout_s:g} s ({', '.join(where)}): they wait for each "
+                "other, or --timeout is too short; last output of rank "
+                f"{waiting[0]}:\n{self._tail(waiting[0])}"
+            ),
             kind="hung",
         )
 

@@ -1,26 +1,29 @@
-"""The single-process reference: plain torch on this process's own copy of the model, no process group, no engine.
+"""The single-process reference: plain torch on this process's own copy of the model, no process
+group, no engine.
 
-`[Note: bound]` The gradient of a step from given weights is the mean of A * N micro-batch gradients g[i] (A per rank, N ranks). Let
-M = mean_i |g[i]|, the size of what is averaged, per parameter in the 2-norm, and u half a unit in the last place of the narrowest
-dtype that sums pass through.
+`[Note: bound]` The gradient of a step from given weights is the mean of A * N micro-batch gradients
+g[i] (A per rank, N ranks). Let M = mean_i |g[i]|, the size of what is averaged, per parameter in
+the 2-norm, and u half a unit in the last place of the narrowest dtype that sums pass through.
 
-1. *Summing.* The system makes at most A - 1 additions over micro-batches, N - 1 over ranks, two scalings, and one more rounding
-   when sums over several optimizer instances are sent on; a vector kernel may round otherwise on other alignments. Each has a
-   relative error of at most u of a partial sum, and no partial sum exceeds M:
+1. *Summing.* The system makes at most A - 1 additions over micro-batches, N - 1 over ranks, two
+   scalings, and one more rounding when sums over several optimizer instances are sent on; a vector
+   kernel may round otherwise on other alignments. Each has a relative error of at most u of a
+   partial sum, and no partial sum exceeds M:
 
        |system - mean g[i]| <= (A + N + 2) * u * M
 
-   with fp16's smallest subnormal, loss scale removed, added per element. g[i] is rounded as the system rounds it; the mean is
-   summed in double precision. This is the bound for half precision.
-2. *Rounding of forward and backward.* Let d[i] be g[i] in double precision. In exact arithmetic their mean is the gradient of the
-   whole batch, so by the triangle inequality
+   with fp16's smallest subnormal, loss scale removed, added per element. g[i] is rounded as the
+   system rounds it; the mean is summed in double precision. This is the bound for half precision.
+2. *Rounding of forward and backward.* Let d[i] be g[i] in double precision. In exact arithmetic
+   their mean is the gradient of the whole batch, so by the triangle inequality
 
        |system - whole batch| <= (A + N + 2) * u * M + mean_i |g[i] - d[i]|
 
-   The last term is measured here and taken twice, since other kernels (batch shapes, compilers) round otherwise. This is the bound
-   for fp32, and for comparing different cuts of one batch in any precision.
-3. A gradient that is zero in exact arithmetic (a bias before a softmax) is rounding alone. `NEGLIGIBLE` of the whole gradient's
-   norm is allowed to every parameter.
+   The last term is measured here and taken twice, since other kernels (batch shapes, compilers)
+   round otherwise. This is the bound for fp32, and for comparing different cuts of one batch in any
+   precision.
+3. A gradient that is zero in exact arithmetic (a bias before a softmax) is rounding alone.
+   `NEGLIGIBLE` of the whole gradient's norm is allowed to every parameter.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Expected:
     """The gradient that a step must have.
 
     Attributes:
-        rounded: Mean of the micro-batches' gradients as the model's dtype rounds them, in double precision.
+        rounded: Mean of the micro-batches' gradients as the model's dtype rounds them, in double
+            precision.
         rounded_bounds: Allowed 2-norm of the difference per parameter, point 1 of the note.
         whole: Gradient of the concatenated batch in double precision; None if there is none.
         whole_bounds: Allowed difference to it, point 2 of the note.
@@ -83,7 +87,10 @@ def uncuttable(workload: Workload, batches: GlobalBatches) -> str:
     """Why the global batch cannot be cut in another way and be the same; empty if it can."""
     norms = workload.batch_norms()
     if norms and batches.whole_reason is None:
-        return f"BatchNorm {norms[0]!r} normalizes over its micro-batch, so another cut of the batch is another model"
+        return (
+            f"BatchNorm {norms[0]!r} normalizes over its micro-batch, so another cut of the batch "
+            "is another model"
+        )
     return batches.whole_reason or ""
 
 
@@ -107,7 +114,9 @@ class Reference:
         self.no_whole = uncuttable(workload, batches)
         self.no_double = ""
 
-    def expected(self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool) -> Expected:
+    def expected(
+        self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool
+    ) -> Expected:
         """What the gradient of `step` at the fp32 weights `masters` must be, averaged and unscaled.
 
         Args:
@@ -134,10 +143,19 @@ class Reference:
         floor = NEGLIGIBLE * math.sqrt(sum(size**2 for size in sizes.values()))
         operations = shape.accumulation + shape.world + 2
         unit = max(operations * ROUNDOFF[self.precision.sums], FP32_TOLERANCE)
-        tiny = operations * FP16_SMALLEST / loss_scale if torch.float16 in (self.precision.model, self.precision.sums) else 0.0
-        bounds = {n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel()) for n, master in masters.items()}
+        tiny = (
+            operations * FP16_SMALLEST / loss_scale
+            if torch.float16 in (self.precision.model, self.precision.sums)
+            else 0.0
+        )
+        bounds = {
+            n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel())
+            for n, master in masters.items()
+        }
         # torch's maximum keeps NaN, Python's may not.
-        peak = torch.stack([value.amax() for value in reach.values() if value.numel()]).amax().item()
+        peak = (
+            torch.stack([value.amax() for value in reach.values() if value.numel()]).amax().item()
+        )
         half = Expected(rounded, bounds, None, {}, None, sizes, peak)
         if not with_whole or self.no_whole:
             return half
@@ -164,16 +182,29 @@ class Reference:
         if self.no_double:
             noise = {name: max(noise[name], UNMEASURED_NOISE * half.sizes[name]) for name in noise}
         whole_bounds = {name: half.rounded_bounds[name] + 2 * noise[name] for name in masters}
-        return replace(half, whole={n: g.double() for n, g in whole.items()}, whole_bounds=whole_bounds, split=split)
+        return replace(
+            half,
+            whole={n: g.double() for n, g in whole.items()},
+            whole_bounds=whole_bounds,
+            split=split,
+        )
 
     def _wide_dtype(self, masters: Tensors, step: int) -> torch.dtype:
         """Double precision, unless the model has parts that insist on fp32."""
         if self.no_double:
             return torch.float32
         try:
-            self._gradients(self._model(masters, torch.float64), self.batches.micro_batches(step)[0], 1.0, torch.float64)
+            self._gradients(
+                self._model(masters, torch.float64),
+                self.batches.micro_batches(step)[0],
+                1.0,
+                torch.float64,
+            )
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            self.no_double = f"the model does not run in double precision ({str(error).splitlines()[0]}); fp32 is the reference"
+            self.no_double = (
+                f"the model does not run in double precision ({str(error).splitlines()[0]}); fp32 "
+                "is the reference"
+            )
             return torch.float32
         return torch.float64
 
@@ -183,11 +214,14 @@ class Reference:
         model.to(dtype=dtype)
         params = trainable(model)
         for name, master in masters.items():
-            # Rounded to the model's dtype first: the whole-batch gradient is that of the weights which the model has.
+            # Rounded to the model's dtype first: the whole-batch gradient is that of the weights
+            # which the model has.
             params[name].copy_(master.to(self.precision.model))
         return model
 
-    def _gradients(self, model: nn.Module, batch: object, factor: float, dtype: torch.dtype) -> Tensors:
+    def _gradients(
+        self, model: nn.Module, batch: object, factor: float, dtype: torch.dtype
+    ) -> Tensors:
         """Gradient of the loss times `factor`; zero for parameters that take no part."""
         model.zero_grad(set_to_none=True)
         with self._autocast(dtype):
@@ -195,7 +229,10 @@ class Reference:
         wide = loss if loss.dtype == torch.float64 else loss.float()
         (wide * factor).backward()
         params = trainable(model)
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in params.items()
+        }
 
     def _autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         if self.precision.autocast is None or dtype != self.precision.model:

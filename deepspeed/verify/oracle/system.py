@@ -1,4 +1,6 @@
-"""One engine run on this rank: trains as a user would and keeps what the reference is compared with. Collective."""
+"""One engine run on this rank: trains as a user would and keeps what the reference is compared
+with. Collective.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
 from deepspeed.verify.oracle.workload import GlobalBatches, Workload
 
-# Small enough that a step does not throw the model about: each step starts from where the last one led.
+# Small enough that a step does not throw the model about: each step starts from where the last one
+# led.
 SGD_LEARNING_RATE = 0.1
 
 
@@ -27,7 +30,8 @@ class StepRecord:
     Attributes:
         step: Its number.
         before: fp32 weights before it.
-        grads: The averaged gradient that the optimizer saw, before clipping; a parameter without one is missing.
+        grads: The averaged gradient that the optimizer saw, before clipping; a parameter without
+            one is missing.
         norm: Reported norm; None if there is none.
         after: fp32 weights after it.
         loss: Mean loss over this rank's micro-batches.
@@ -56,7 +60,8 @@ class RunRecord:
         losses: Of all steps.
         norms: Of all steps.
         checksums: Digest of this rank's model parameters after each step; equal on all ranks.
-        faults: What was wrong without any reference: frozen parameters that changed, parameters that are not their master's.
+        faults: What was wrong without any reference: frozen parameters that changed, parameters
+            that are not their master's.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -86,8 +91,12 @@ class SystemRun:
         optimizer = None
         if not run.has_user_optimizer:
             optimizer = torch.optim.SGD(self.params.values(), lr=SGD_LEARNING_RATE)
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=run.config)
-        self.frozen = {n: p.detach().clone() for n, p in self.model.named_parameters() if not p.requires_grad}
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=optimizer, config=run.config
+        )
+        self.frozen = {
+            n: p.detach().clone() for n, p in self.model.named_parameters() if not p.requires_grad
+        }
         if run.kind is RunKind.COMPILED:
             self.engine.compile(backend=run.backend)
 
@@ -107,7 +116,11 @@ class SystemRun:
             plain = {name: safe_get_full_grad(param) for name, param in self.params.items()}
             return {name: grad.clone() for name, grad in plain.items() if grad is not None}
         values = safe_get_full_grads(list(self.params.values()))
-        return {} if values is None else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        return (
+            {}
+            if values is None
+            else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        )
 
     def train(
         self,
@@ -127,7 +140,10 @@ class SystemRun:
         masters = self.masters() if wants_tensors else {}
         for step in range(self.run.steps):
             before = masters
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+            groups = [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in self.optimizer.param_groups
+            ]
             loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
             loss = self._backwards(step)
             grads = self.gradients() if wants_tensors else {}
@@ -177,14 +193,19 @@ class SystemRun:
         return digest.hexdigest()[:16]
 
     def _faults(self, step: int, masters: Tensors) -> list[str]:
-        changed = [name for name, before in self.frozen.items() if not torch.equal(self.model.get_parameter(name), before)]
+        changed = [
+            name
+            for name, before in self.frozen.items()
+            if not torch.equal(self.model.get_parameter(name), before)
+        ]
         apart = [
             name
             for name, param in self.params.items()
             if not torch.equal(param.detach(), masters[name].to(param.dtype).to(param.device))
         ]
         return [f"step {step}: frozen {name} changed" for name in changed] + [
-            f"step {step}: {name} is not its master rounded to {self.params[name].dtype}" for name in apart
+            f"step {step}: {name} is not its master rounded to {self.params[name].dtype}"
+            for name in apart
         ]
 
     def close(self) -> None:
@@ -192,18 +213,32 @@ class SystemRun:
         self.engine.destroy()
 
 
-def plain_optimizer(config_block: dict[str, Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The configuration's optimizer over whole parameters: torch's where torch has it, else this package's own class."""
+def plain_optimizer(
+    config_block: dict[str, Any], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The configuration's optimizer over whole parameters: torch's where torch has it, else this
+    package's own class.
+    """
     settings = dict(config_block.get("params") or {})
     name = str(config_block["type"]).lower()
     if name in ("adam", "adamw", "fusedadam"):
         decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
-        for option in ("torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states", "freeze_step"):
+        for option in (
+            "torch_adam",
+            "bias_correction",
+            "set_grad_none",
+            "fp32_optimizer_states",
+            "freeze_step",
+        ):
             settings.pop(option, None)
         if "betas" in settings:
             settings["betas"] = tuple(settings["betas"])
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
     for candidate, cls in vars(torch.optim).items():
-        if candidate.lower() == name and isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        if (
+            candidate.lower() == name
+            and isinstance(cls, type)
+            and issubclass(cls, torch.optim.Optimizer)
+        ):
             return cls(params, **settings)
     raise LookupError(name)

@@ -23,7 +23,15 @@ def cells(row: Row) -> list[str]:
     """The numbers of a row, as texts."""
     relative = "" if row.relative is None else f"{row.relative:.1e}"
     divisor = "" if row.divisor is None else f"{row.divisor:.4g}"
-    return [row.check, row.family, share(row.gradient), relative, share(row.parameter), divisor, row.verdict.value]
+    return [
+        row.check,
+        row.family,
+        share(row.gradient),
+        relative,
+        share(row.parameter),
+        divisor,
+        row.verdict.value,
+    ]
 
 
 def render(report: Report) -> str:
@@ -35,7 +43,11 @@ def render(report: Report) -> str:
         lines.append(_line(entry, widths))
         if row.detail and (row.verdict is not Verdict.PASS or not row.family):
             lines += _wrapped(row.detail)
-    lines += ["", "gradient, parameter: largest error as a share of what rounding allows; relative: of the gradient's own norm."]
+    lines += [
+        "",
+        "gradient, parameter: largest error as a share of what rounding allows; relative: of the "
+        "gradient's own norm.",
+    ]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join([*lines, "", summary(report)])
 
@@ -49,7 +61,9 @@ def _line(entry: list[str], widths: list[int]) -> str:
 def _wrapped(text: str) -> list[str]:
     found: list[str] = []
     for line in text.splitlines():
-        found += textwrap.wrap(line, WIDTH - 4, break_long_words=False, drop_whitespace=False) or [""]
+        found += textwrap.wrap(line, WIDTH - 4, break_long_words=False, drop_whitespace=False) or [
+            ""
+        ]
     return [f"    {line}" for line in found]
 
 
@@ -57,6 +71,11 @@ def summary(report: Report) -> str:
     """One sentence."""
     counts = {verdict: sum(row.verdict is verdict for row in report.rows) for verdict in Verdict}
     named = culprits(report)
-    text = f"{counts[Verdict.PASS]} passed, {counts[Verdict.FAIL]} failed, {counts[Verdict.NOT_RUN]} not run"
-    blame = f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" if named else ""
+    text = (
+        f"{counts[Verdict.PASS]} passed, {counts[Verdict.FAIL]} failed, {counts[Verdict.NOT_RUN]} "
+        "not run"
+    )
+    blame = (
+        f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" if named else ""
+    )
     return f"{'PASS' if report.passed else 'FAIL'}: {text}{blame}"

@@ -1,4 +1,5 @@
-"""From what runs found to the rows of the table: PASS, FAIL with the parameter's name, or NOT RUN with the reason.
+"""From what runs found to the rows of the table: PASS, FAIL with the parameter's name, or NOT RUN
+with the reason.
 
 Pure: reads results, runs nothing.
 """
@@ -64,8 +65,8 @@ class Report:
     Attributes:
         rows: The table.
         notes: What was changed for the check, or cannot be compared.
-        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and parameter error as a share of what
-            is allowed.
+        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and
+            parameter error as a share of what is allowed.
         settings: Arguments of the check.
     """
 
@@ -113,14 +114,20 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
         if run.kind is not RunKind.SIM:
             rows += _ROWS[run.kind](run, outcome)
     rows += _absent(plan)
-    rows += _stream_rows([(run, session.outcomes[run.name]) for run in plan.runs if run.kind is RunKind.SIM])
+    rows += _stream_rows(
+        [(run, session.outcomes[run.name]) for run in plan.runs if run.kind is RunKind.SIM]
+    )
     return Report(rows, notes, curves, settings)
 
 
 def culprits(report: Report) -> list[str]:
-    """Parameters to look at first: those of the first failing check that names some, since later ones follow from it."""
+    """Parameters to look at first: those of the first failing check that names some, since later
+    ones follow from it.
+    """
     naming = [row for row in report.rows if row.verdict is Verdict.FAIL and row.parameters]
-    return sorted({name for row in naming if row.check == naming[0].check for name in row.parameters})
+    return sorted(
+        {name for row in naming if row.check == naming[0].check for name in row.parameters}
+    )
 
 
 # What all rows need
@@ -158,7 +165,9 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(listed[:MOST_NAMED]) + more
 
 
-def _outside(findings: list[StepFindings], pick: Callable[[StepFindings], dict[str, Deviation]]) -> Outside:
+def _outside(
+    findings: list[StepFindings], pick: Callable[[StepFindings], dict[str, Deviation]]
+) -> Outside:
     """First step at which each failing parameter was outside its allowance."""
     found: Outside = {}
     for one in findings:
@@ -171,8 +180,8 @@ def _outside(findings: list[StepFindings], pick: Callable[[StepFindings], dict[s
 def _describe(what: str, outside: Outside) -> str:
     name, (step, value) = max(outside.items(), key=lambda item: _share(item[1][1]))
     return (
-        f"{what} of {_named(outside)} wrong: at step {step} {name} is off by {value.error:.2e}, allowed {value.bound:.2e}, "
-        f"its norm {value.size:.2e}"
+        f"{what} of {_named(outside)} wrong: at step {step} {name} is off by {value.error:.2e}, "
+        f"allowed {value.bound:.2e}, its norm {value.size:.2e}"
     )
 
 
@@ -180,7 +189,9 @@ def _describe(what: str, outside: Outside) -> str:
 
 
 def _same_everywhere(session: Session) -> list[Row]:
-    """All ranks must have made the same model and data, or there is no single-process reference at all."""
+    """All ranks must have made the same model and data, or there is no single-process reference at
+    all.
+    """
     if not session.ready:
         return []
     first = session.ready[0]
@@ -188,17 +199,26 @@ def _same_everywhere(session: Session) -> list[Row]:
         apart = [rank for rank, said in enumerate(session.ready) if said[what] != first[what]]
         if apart:
             text = (
-                f"ranks 0 and {apart[0]} made different {remedy} from one seed; let the function draw from torch's generator only"
+                f"ranks 0 and {apart[0]} made different {remedy} from one seed; let the function "
+                "draw from torch's generator only"
             )
             return [Row("same model and data", Verdict.FAIL, text)]
-    return [Row("same model and data", Verdict.PASS, f"{len(session.ready)} ranks made equal weights and batches")]
+    return [
+        Row(
+            "same model and data",
+            Verdict.PASS,
+            f"{len(session.ready)} ranks made equal weights and batches",
+        )
+    ]
 
 
 def _absent(plan: Plan) -> list[Row]:
     kinds = {run.kind for run in plan.runs}
     rows = []
     if RunKind.USER not in kinds:
-        rows.append(Row("configured optimizer", Verdict.NOT_RUN, "the configuration names no optimizer"))
+        rows.append(
+            Row("configured optimizer", Verdict.NOT_RUN, "the configuration names no optimizer")
+        )
     if RunKind.COMPILED not in kinds:
         rows.append(Row("eager = compiled", Verdict.NOT_RUN, "not asked for (--compile)"))
     if RunKind.SPLIT not in kinds:
@@ -225,9 +245,14 @@ def _start_row(outcome: Outcome) -> Row:
     found = {name: Deviation(**value) for name, value in outcome.ranks[0]["start"].items()}
     wrong = {name: (0, one) for name, one in found.items() if not one.is_within}
     if wrong:
-        return Row("initial weights", Verdict.FAIL, _describe("fp32 weight", wrong), parameters=list(wrong))
+        return Row(
+            "initial weights", Verdict.FAIL, _describe("fp32 weight", wrong), parameters=list(wrong)
+        )
     return Row(
-        "initial weights", Verdict.PASS, "masters are the model's weights, rounded to its dtype", parameter=_worst(found.values())
+        "initial weights",
+        Verdict.PASS,
+        "masters are the model's weights, rounded to its dtype",
+        parameter=_worst(found.values()),
     )
 
 
@@ -250,29 +275,53 @@ def _family_rows(label: str, run: Run, findings: list[StepFindings]) -> list[Row
     compared = [one for one in findings if not one.skipped]
     if not compared:
         reason = findings[0].skipped if findings else "no step was judged"
-        return [Row(label, Verdict.FAIL, f"no step could be compared ({reason}); raise --steps or lower fp16.initial_scale_power")]
+        return [
+            Row(
+                label,
+                Verdict.FAIL,
+                f"no step could be compared ({reason}); raise --steps or lower "
+                "fp16.initial_scale_power",
+            )
+        ]
     families: dict[str, list[str]] = {}
     for name in compared[0].gradients:
         families.setdefault(family_of(name), []).append(name)
-    # Clipping spreads one wrong gradient over all parameters; then only the gradients tell where it is.
+    # Clipping spreads one wrong gradient over all parameters; then only the gradients tell where it
+    # is.
     are_gradients_right = not _outside(compared, lambda one: one.gradients)
-    return [_family_row(label, family, set(names), run, compared, are_gradients_right) for family, names in families.items()]
+    return [
+        _family_row(label, family, set(names), run, compared, are_gradients_right)
+        for family, names in families.items()
+    ]
 
 
-def _family_row(label: str, family: str, names: set[str], run: Run, findings: list[StepFindings], judges_parameters: bool) -> Row:
+def _family_row(
+    label: str,
+    family: str,
+    names: set[str],
+    run: Run,
+    findings: list[StepFindings],
+    judges_parameters: bool,
+) -> Row:
     def only(values: dict[str, Deviation]) -> dict[str, Deviation]:
         return {name: value for name, value in values.items() if name in names}
 
     grads = [value for one in findings for value in only(one.gradients).values()]
-    params = [value for one in findings for value in only(one.parameters).values() if judges_parameters]
+    params = [
+        value for one in findings for value in only(one.parameters).values() if judges_parameters
+    ]
     row = Row(label, Verdict.PASS, family=family, gradient=_worst(grads), parameter=_worst(params))
-    row.relative = max((value.error / value.size for value in grads if value.size > 0), default=None)
+    row.relative = max(
+        (value.error / value.size for value in grads if value.size > 0), default=None
+    )
     row.divisor, expected, allowed = _divisor(names, run, findings)
     wrong = []
     outside = _outside(findings, lambda one: only(one.gradients))
     if outside:
         wrong.append(_describe("gradient", outside))
-    outside_params = _outside(findings, lambda one: only(one.parameters)) if judges_parameters else {}
+    outside_params = (
+        _outside(findings, lambda one: only(one.parameters)) if judges_parameters else {}
+    )
     if outside_params:
         wrong.append(_describe("value after the step", outside_params))
     if row.divisor is not None and not abs(row.divisor / expected - 1) <= allowed:
@@ -283,10 +332,14 @@ def _family_row(label: str, family: str, names: set[str], run: Run, findings: li
     return row
 
 
-def _divisor(names: set[str], run: Run, findings: list[StepFindings]) -> tuple[float | None, float, float]:
-    """Measured divisor of a family, what it must be, and the relative error that gradients' bounds allow.
+def _divisor(
+    names: set[str], run: Run, findings: list[StepFindings]
+) -> tuple[float | None, float, float]:
+    """Measured divisor of a family, what it must be, and the relative error that gradients' bounds
+    allow.
 
-    The undivided sum is the mean times A * N; the system's gradient projected on the reference gives the rest.
+    The undivided sum is the mean times A * N; the system's gradient projected on the reference
+    gives the rest.
     """
     summed = str(run.config.get("gradient_allreduce_op", "mean")) == "sum"
     expected = float(run.shape.accumulation if summed else run.shape.micro_batches)
@@ -311,14 +364,19 @@ def _norm_row(label: str, findings: list[StepFindings]) -> Row:
         step, one = wrong[0]
         row.verdict = Verdict.FAIL
         row.detail = (
-            f"at step {step} the reported norm is off by {one.error:.2e}, allowed {one.bound:.2e}; it must be {one.size:.6g}"
+            f"at step {step} the reported norm is off by {one.error:.2e}, allowed {one.bound:.2e}; "
+            f"it must be {one.size:.6g}"
         )
     return row
 
 
 def _ranks_row(label: str, outcome: Outcome) -> Row:
     check = f"{label}: equal on all ranks"
-    faults = [f"rank {rank}: {fault}" for rank, result in enumerate(outcome.ranks) for fault in result["faults"]]
+    faults = [
+        f"rank {rank}: {fault}"
+        for rank, result in enumerate(outcome.ranks)
+        for fault in result["faults"]
+    ]
     first = outcome.ranks[0]["checksums"]
     apart = [
         (rank, step)
@@ -330,7 +388,11 @@ def _ranks_row(label: str, outcome: Outcome) -> Row:
         rank, step = apart[0]
         faults.insert(0, f"after step {step} ranks 0 and {rank} hold different parameters")
     if faults:
-        return Row(check, Verdict.FAIL, f"{faults[0]}{f' and {len(faults) - 1} more findings' if len(faults) > 1 else ''}")
+        return Row(
+            check,
+            Verdict.FAIL,
+            f"{faults[0]}{f' and {len(faults) - 1} more findings' if len(faults) > 1 else ''}",
+        )
     return Row(check, Verdict.PASS, "bit for bit, and every parameter is its rounded master")
 
 
@@ -345,9 +407,18 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
         reason = next(iter(outcome.ranks[0]["notes"]), "the step was skipped")
         return [Row(check, Verdict.NOT_RUN, reason, family=family)]
     outside = _outside(findings, lambda one: one.whole)
-    row = Row(check, Verdict.PASS, family=family, gradient=_worst(v for one in findings for v in one.whole.values()))
+    row = Row(
+        check,
+        Verdict.PASS,
+        family=family,
+        gradient=_worst(v for one in findings for v in one.whole.values()),
+    )
     if outside:
-        row.verdict, row.detail, row.parameters = Verdict.FAIL, _describe("gradient", outside), list(outside)
+        row.verdict, row.detail, row.parameters = (
+            Verdict.FAIL,
+            _describe("gradient", outside),
+            list(outside),
+        )
     return [row]
 
 
@@ -376,8 +447,16 @@ def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
         run, outcome = failed[0]
         return [Row(checks[0], Verdict.FAIL, f"{run.name}: {outcome.failure}")]
     bucket = runs[0][0].config["zero_optimization"]["reduce_bucket_size"]
-    where = f"{len(runs)} schedules x {runs[0][0].steps} steps on the simulated device, reduce_bucket_size {bucket:,}"
-    hazards = [(run.name, hazard) for run, outcome in runs for result in outcome.ranks for hazard in result["hazards"]]
+    where = (
+        f"{len(runs)} schedules x {runs[0][0].steps} steps on the simulated device, "
+        f"reduce_bucket_size {bucket:,}"
+    )
+    hazards = [
+        (run.name, hazard)
+        for run, outcome in runs
+        for result in outcome.ranks
+        for hazard in result["hazards"]
+    ]
     rows = []
     for check, is_race in ((checks[0], True), (checks[1], False)):
         mine = [(name, hazard) for name, hazard in hazards if (hazard["kind"] == "race") == is_race]
@@ -389,16 +468,23 @@ def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
 
 
 def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> Row:
-    apart = [(run.name, one) for run, outcome in runs for result in outcome.ranks for one in result["against_cpu"]]
+    apart = [
+        (run.name, one)
+        for run, outcome in runs
+        for result in outcome.ranks
+        for one in result["against_cpu"]
+    ]
     if apart:
         name, one = apart[0]
         text = (
-            f"{name}: after step {one['step']} {_named(o['name'] for _, o in apart)} differ from the host's run by "
-            f"{one['error']:.2e}, allowed {one['bound']:.2e}"
+            f"{name}: after step {one['step']} {_named(o['name'] for _, o in apart)} differ from "
+            f"the host's run by {one['error']:.2e}, allowed {one['bound']:.2e}"
         )
         return Row(check, Verdict.FAIL, text, parameters=sorted({o["name"] for _, o in apart}))
     if not any(result["compared"] for _, outcome in runs for result in outcome.ranks):
-        return Row(check, Verdict.NOT_RUN, "an earlier run failed, so the host's SGD run is not at hand")
+        return Row(
+            check, Verdict.NOT_RUN, "an earlier run failed, so the host's SGD run is not at hand"
+        )
     return Row(check, Verdict.PASS, f"parameters equal those of the SGD run ({where})")
 
 
@@ -407,7 +493,10 @@ def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[An
         return None if value is None or not math.isfinite(value) else value
 
     return {
-        "loss": [finite(sum(losses) / len(losses)) for losses in zip(*(rank["losses"] for rank in outcome.ranks), strict=True)],
+        "loss": [
+            finite(sum(losses) / len(losses))
+            for losses in zip(*(rank["losses"] for rank in outcome.ranks), strict=True)
+        ],
         "norm": [finite(value) for value in outcome.ranks[0]["norms"]],
         "step": [one.step for one in findings],
         "expected_norm": [None if one.norm is None else finite(one.norm.size) for one in findings],

@@ -1,7 +1,9 @@
-"""One rank of `ds_verify`: makes the runs of a plan and judges its share of their steps. Started by `ranks.launch`.
+"""One rank of `ds_verify`: makes the runs of a plan and judges its share of their steps. Started by
+`ranks.launch`.
 
-Every rank writes one line of JSON per event to its own file, which the parent follows; nothing of the user's model has to be quiet.
-A run that raises ends the process: the other ranks may be inside a collective, and the parent starts the rest of the plan anew.
+Every rank writes one line of JSON per event to its own file, which the parent follows; nothing of
+the user's model has to be quiet. A run that raises ends the process: the other ranks may be inside
+a collective, and the parent starts the rest of the plan anew.
 """
 
 from __future__ import annotations
@@ -58,8 +60,12 @@ class Worker:
 
     def work(self) -> None:
         """All runs, one after the other."""
-        weights = [float(param.detach().double().sum()) for param in self.workload.module.parameters()]
-        self.tell("ready", batches=self.batches.checksum(), weights=weights, notes=self.workload.notes)
+        weights = [
+            float(param.detach().double().sum()) for param in self.workload.module.parameters()
+        ]
+        self.tell(
+            "ready", batches=self.batches.checksum(), weights=weights, notes=self.workload.notes
+        )
         for run in self.plan.runs:
             self.tell("begin", run=run.name)
             result = self._simulated(run) if run.kind is RunKind.SIM else self._run(run)
@@ -78,7 +84,8 @@ class Worker:
                 twins.append(Twin(run, record.before))
             twin_findings[record.step] = twins[0].judge(record, config.tree.gradient_clipping)
 
-        # One rank's twin is enough: that all ranks hold the same parameters is checked by their checksums.
+        # One rank's twin is enough: that all ranks hold the same parameters is checked by their
+        # checksums.
         follows = run.kind is RunKind.USER and self.rank == 0
         judged = run.kind in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
         try:
@@ -90,12 +97,23 @@ class Worker:
         finally:
             system.close()
         reference = Reference(self.workload, self.batches, precision)
-        findings = [self._judge(run, one, reference, precision) for one in record.steps if one.step % run.shape.world == self.rank]
+        findings = [
+            self._judge(run, one, reference, precision)
+            for one in record.steps
+            if one.step % run.shape.world == self.rank
+        ]
         if run.kind is RunKind.SGD:
             self.sgd_steps = [one for one in record.steps if one.step < self._sim_steps()]
         result = _summary(record, findings)
-        result["parameters"] = {step: {name: vars(d) for name, d in found.items()} for step, found in twin_findings.items()}
-        result["notes"] = [note for note in (reference.no_whole, reference.no_double, *(t.note for t in twins)) if note]
+        result["parameters"] = {
+            step: {name: vars(d) for name, d in found.items()}
+            for step, found in twin_findings.items()
+        }
+        result["notes"] = [
+            note
+            for note in (reference.no_whole, reference.no_double, *(t.note for t in twins))
+            if note
+        ]
         result["is_single"] = precision.is_single
         result["start"] = self._start(record, precision)
         return result
@@ -104,7 +122,9 @@ class Worker:
         return max((run.steps for run in self.plan.runs if run.kind is RunKind.SIM), default=0)
 
     def _keeps(self, run: Run, step: int) -> bool:
-        return step % run.shape.world == self.rank or (run.kind is RunKind.SGD and step < self._sim_steps())
+        return step % run.shape.world == self.rank or (
+            run.kind is RunKind.SGD and step < self._sim_steps()
+        )
 
     def _start(self, record: RunRecord, precision: Precision) -> dict[str, dict[str, float]]:
         """fp32 weights before the first step against the model's own, rounded to its dtype."""
@@ -117,12 +137,17 @@ class Worker:
             for name, value in record.steps[0].before.items()
         }
 
-    def _judge(self, run: Run, record: StepRecord, reference: Reference, precision: Precision) -> StepFindings:
+    def _judge(
+        self, run: Run, record: StepRecord, reference: Reference, precision: Precision
+    ) -> StepFindings:
         config = read_config(run.config, run.shape.world)
-        # Double precision is the reference of fp32 and of other cuts; in half precision it is looked at at both ends of a run.
+        # Double precision is the reference of fp32 and of other cuts; in half precision it is
+        # looked at at both ends of a run.
         all_of_them = precision.is_single or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
         with_whole = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
-        expected = reference.expected(record.before, record.step, run.shape, record.loss_scale, with_whole)
+        expected = reference.expected(
+            record.before, record.step, run.shape, record.loss_scale, with_whole
+        )
         factor = float(run.shape.world) if config.tree.gradient_allreduce_op == "sum" else 1.0
         findings = judge_step(
             record,
@@ -143,22 +168,35 @@ class Worker:
         from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
 
-        with simulate(self.plan.seed, run.schedule, BACKWARD_STREAMS), check_streams(raises=False) as checker:
+        with (
+            simulate(self.plan.seed, run.schedule, BACKWARD_STREAMS),
+            check_streams(raises=False) as checker,
+        ):
             system = SystemRun(run, self.workload, self.batches, self.rank)
             try:
-                record = system.train(keep=lambda step: True, progress=lambda step: self.tell("step", run=run.name, step=step))
+                record = system.train(
+                    keep=lambda step: True,
+                    progress=lambda step: self.tell("step", run=run.name, step=step),
+                )
             finally:
                 system.close()
         result = _summary(record, [])
         result["hazards"] = [
-            {"kind": finding.kind.value, "edge": finding.edge, "text": finding.describe()} for finding in checker.findings
+            {"kind": finding.kind.value, "edge": finding.edge, "text": finding.describe()}
+            for finding in checker.findings
         ]
         result["compared"] = len(self.sgd_steps)
-        result["against_cpu"] = self._against_cpu(record, precision_of(read_config(run.config, run.shape.world)), run)
+        result["against_cpu"] = self._against_cpu(
+            record, precision_of(read_config(run.config, run.shape.world)), run
+        )
         return result
 
-    def _against_cpu(self, record: RunRecord, precision: Precision, run: Run) -> list[dict[str, Any]]:
-        """Parameters after each step against those of the SGD run on the host, to the rounding of sums in another order."""
+    def _against_cpu(
+        self, record: RunRecord, precision: Precision, run: Run
+    ) -> list[dict[str, Any]]:
+        """Parameters after each step against those of the SGD run on the host, to the rounding of
+        sums in another order.
+        """
         unit = 2 * (run.shape.accumulation + run.shape.world + 2) * ROUNDOFF[precision.sums]
         found = []
         for simulated, plain in zip(record.steps, self.sgd_steps, strict=False):
@@ -193,16 +231,24 @@ def main(plan_path: str, folder: str) -> int:
     with (Path(folder) / f"events-{rank}.jsonl").open("w", encoding="utf-8") as events:
         try:
             meeting_point = f"file://{Path(folder).resolve()}/rendezvous"
-            deepspeed.init_distributed(init_method=meeting_point, rank=rank, world_size=world, verbose=False)
+            deepspeed.init_distributed(
+                init_method=meeting_point, rank=rank, world_size=world, verbose=False
+            )
             worker = Worker(plan, rank, events)
             worker.work()
         except Exception as error:
             text = traceback.format_exc()
-            said = {"event": "error", "time": time.time(), "kind": type(error).__name__, "text": str(error)}
+            said = {
+                "event": "error",
+                "time": time.time(),
+                "kind": type(error).__name__,
+                "text": str(error),
+            }
             events.write(json.dumps(said) + "\n")
             sys.stderr.write(text)
             return 1
-    # No barrier and no destroy: all results are on disk, and a rank that is gone must not hold up the others.
+    # No barrier and no destroy: all results are on disk, and a rank that is gone must not hold up
+    # the others.
     return 0
 
 

@@ -1,16 +1,19 @@
 """What is checked: the user's model, its batches and its loss, the same in every process.
 
-Owns the contract of `--model` and `--data`, seeding, calling the model, and cutting one global batch into micro-batches in
-different ways. Knows nothing of engines and ranks beyond their number. Hugging Face models are built in `hugging_face`.
+Owns the contract of `--model` and `--data`, seeding, calling the model, and cutting one global
+batch into micro-batches in different ways. Knows nothing of engines and ranks beyond their number.
+Hugging Face models are built in `hugging_face`.
 
 A model function returns `module`, `(module, batches)` or `(module, batches, loss)`:
 
-- `batches` is a function `batches(step, micro_batch, rank)` that returns one micro-batch; or a map-style dataset, whose samples are
-  collated and dealt in the order (step, micro-batch, rank); or an iterable of micro-batches in that order.
-- A batch is passed to the module as keywords (dict), as positional arguments (tuple or list), or as it is. With `loss`, a batch of
-  two is `(inputs, targets)`, and the module is called with the inputs.
-- `loss(output, batch)` returns the scalar mean over the batch. Without it the module's output is the loss, has it as `.loss` or
-  `["loss"]`, or is a tuple that begins with it.
+- `batches` is a function `batches(step, micro_batch, rank)` that returns one micro-batch; or a
+  map-style dataset, whose samples are collated and dealt in the order (step, micro-batch, rank); or
+  an iterable of micro-batches in that order.
+- A batch is passed to the module as keywords (dict), as positional arguments (tuple or list), or as
+  it is. With `loss`, a batch of two is `(inputs, targets)`, and the module is called with the
+  inputs.
+- `loss(output, batch)` returns the scalar mean over the batch. Without it the module's output is
+  the loss, has it as `.loss` or `["loss"]`, or is a tuple that begins with it.
 
 Floating-point inputs are cast to the model's dtype; `loss` sees outputs and batch in fp32 at least.
 """
@@ -36,7 +39,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-# Attributes that turn random behaviour on when they are floats above zero: nn.LSTM.dropout, attention_dropout, resid_pdrop ...
+# Attributes that turn random behaviour on when they are floats above zero: nn.LSTM.dropout,
+# attention_dropout, resid_pdrop ...
 RANDOM_ATTRIBUTES = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop")
 HUGGING_FACE = "hf:"
 
@@ -69,7 +73,9 @@ class Shape:
         return micro * self.world + rank
 
     def splits(self) -> list[Shape]:
-        """Other cuts of the same global batch: all at once, and as many micro-batches as possible (at most 8)."""
+        """Other cuts of the same global batch: all at once, and as many micro-batches as possible
+        (at most 8).
+        """
         samples = self.accumulation * self.rows
         finest = next(a for a in range(min(samples, 8), 0, -1) if samples % a == 0)
         wanted = {1, finest} - {self.accumulation}
@@ -99,7 +105,9 @@ class Workload:
 
     def batch_norms(self) -> list[str]:
         """Names of modules whose output for a sample depends on the rest of its micro-batch."""
-        return [name for name, module in self.module.named_modules() if isinstance(module, _BatchNorm)]
+        return [
+            name for name, module in self.module.named_modules() if isinstance(module, _BatchNorm)
+        ]
 
     def loss_of(self, forward: Callable[..., Any], batch: Any, dtype: torch.dtype) -> torch.Tensor:
         """The scalar loss of one batch under `forward`, whose weights have `dtype`."""
@@ -109,7 +117,10 @@ class Workload:
         wide = torch.promote_types(dtype, torch.float32)
         value = self.loss(_cast(output, wide), _cast(batch, wide))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise UsageError(f"--model: loss(output, batch) returned {_kind(value)}; return a scalar tensor, the batch's mean")
+            raise UsageError(
+                f"--model: loss(output, batch) returned {_kind(value)}; return a scalar tensor, "
+                "the batch's mean"
+            )
         return value
 
     def _inputs(self, batch: Any) -> Any:
@@ -119,7 +130,9 @@ class Workload:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        return (
+            leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        )
 
     return tree_map(cast, value)
 
@@ -140,14 +153,18 @@ def _scalar(output: Any) -> torch.Tensor:
         found = output[0]
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise UsageError(
-            f"--model: without a loss function the module must return its scalar loss, but it returned {_kind(output)}; "
-            "return (module, batches, loss) with loss(output, batch)"
+            "--model: without a loss function the module must return its scalar loss, but it "
+            f"returned {_kind(output)}; return (module, batches, loss) with loss(output, batch)"
         )
     return found
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else f"a {type(value).__name__}"
+    )
 
 
 # Loading
@@ -164,8 +181,10 @@ def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workloa
     """What `--model` and `--data` name, dropout off.
 
     Args:
-        model: `package.module:function`, `file.py:function` or `hf:CONFIG_OR_PATH[?override=value&...]`.
-        data: The same forms without `hf:`, or a file of tensors that torch.load reads; None: the model function's own batches.
+        model: `package.module:function`, `file.py:function` or
+            `hf:CONFIG_OR_PATH[?override=value&...]`.
+        data: The same forms without `hf:`, or a file of tensors that torch.load reads; None: the
+            model function's own batches.
         seed: For weights and for random batches.
         rows: Samples per micro-batch, for random batches.
 
@@ -183,17 +202,26 @@ def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workloa
     parts = list(made) if isinstance(made, (tuple, list)) else [made]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         raise UsageError(
-            f"--model {model}: returned {_kind(made)}; return a torch.nn.Module, (module, batches) or (module, batches, loss)"
+            f"--model {model}: returned {_kind(made)}; return a torch.nn.Module, (module, batches) "
+            "or (module, batches, loss)"
         )
     module, batches, loss = (*parts, None, None)[:3]
     if loss is not None and not callable(loss):
-        raise UsageError(f"--model {model}: loss is {_kind(loss)}; give a function loss(output, batch) or leave it out")
+        raise UsageError(
+            f"--model {model}: loss is {_kind(loss)}; give a function loss(output, batch) or leave "
+            "it out"
+        )
     if data is not None:
         batches = _data(data)
     if batches is None:
-        raise UsageError(f"--model {model}: there are no batches; return (module, batches) or give --data")
+        raise UsageError(
+            f"--model {model}: there are no batches; return (module, batches) or give --data"
+        )
     if not any(param.requires_grad for param in module.parameters()):
-        raise UsageError(f"--model {model}: no parameter of the module requires a gradient, so there is nothing to check")
+        raise UsageError(
+            f"--model {model}: no parameter of the module requires a gradient, so there is nothing "
+            "to check"
+        )
     return Workload(module, batches, loss, _without_randomness(module))
 
 
@@ -215,7 +243,10 @@ def _function(argument: str, spec: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{argument} {spec}: {error}; give a module that Python finds from {os.getcwd()}, or file.py") from error
+        raise UsageError(
+            f"{argument} {spec}: {error}; give a module that Python finds from {os.getcwd()}, or "
+            "file.py"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{argument} {spec}: {place} has no function {name!r}")
@@ -225,15 +256,21 @@ def _function(argument: str, spec: str) -> Callable[..., Any]:
 def _data(spec: str) -> Any:
     if ":" in spec and not Path(spec).exists():
         made = _function("--data", spec)
-        # batches(step, micro_batch, rank) is used as it is; a function without arguments makes the batches.
+        # batches(step, micro_batch, rank) is used as it is; a function without arguments makes the
+        # batches.
         return made if len(inspect.signature(made).parameters) == 3 else made()
     if not Path(spec).is_file():
         raise UsageError(f"--data {spec}: neither a file nor package.module:function")
     loaded = torch.load(spec, weights_only=True)
     leaves, structure = tree_flatten(loaded)
-    sizes = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in leaves}
+    sizes = {
+        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in leaves
+    }
     if len(sizes) != 1 or min(sizes) < 1:
-        raise UsageError(f"--data {spec}: expected a tensor, or a dict or tuple of tensors, with one number of samples in front")
+        raise UsageError(
+            f"--data {spec}: expected a tensor, or a dict or tuple of tensors, with one number of "
+            "samples in front"
+        )
     return _TensorRows(leaves, structure)
 
 
@@ -264,7 +301,10 @@ def _without_randomness(module: nn.Module) -> list[str]:
                 changed.append(f"{name}.{key}")
     if not changed:
         return []
-    return [f"dropout is set to 0 for the check in {len(changed)} places ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"]
+    return [
+        f"dropout is set to 0 for the check in {len(changed)} places "
+        f"({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
+    ]
 
 
 # Batches
@@ -296,15 +336,22 @@ class GlobalBatches:
         for number, batch in enumerate(batch for step in self._steps for batch in step):
             sizes = {leaf.shape[0] for leaf in _tensors(batch) if leaf.dim()}
             if len(sizes) != 1:
-                self.whole_reason = f"the tensors of a batch have no common number of samples in front ({sorted(sizes)})"
+                self.whole_reason = (
+                    "the tensors of a batch have no common number of samples in front "
+                    f"({sorted(sizes)})"
+                )
                 return
             if sizes != {self.shape.rows}:
                 raise UsageError(
-                    f"batch {number} has {sizes.pop()} samples, but the configuration's train_micro_batch_size_per_gpu is "
-                    f"{self.shape.rows}; make them agree"
+                    f"batch {number} has {sizes.pop()} samples, but the configuration's "
+                    f"train_micro_batch_size_per_gpu is {self.shape.rows}; make them agree"
                 )
         structures = [tree_flatten(batch)[1] for step in self._steps for batch in step]
-        shapes = [[leaf.shape[1:] for leaf in _tensors(batch) if leaf.dim()] for step in self._steps for batch in step]
+        shapes = [
+            [leaf.shape[1:] for leaf in _tensors(batch) if leaf.dim()]
+            for step in self._steps
+            for batch in step
+        ]
         if any(s != structures[0] for s in structures) or any(s != shapes[0] for s in shapes):
             self.whole_reason = "batches differ in structure or shape"
 
@@ -313,14 +360,18 @@ class GlobalBatches:
         if shape is None or shape == self.shape:
             return self._steps[step]
         whole = self.whole(step)
-        return [_rows(whole, place * shape.rows, shape.rows) for place in range(shape.micro_batches)]
+        return [
+            _rows(whole, place * shape.rows, shape.rows) for place in range(shape.micro_batches)
+        ]
 
     def whole(self, step: int) -> Any:
         """The global batch of a step as one batch; `whole_reason` must be None."""
         if step not in self._whole:
             flat = [tree_flatten(batch)[0] for batch in self._steps[step]]
             structure = tree_flatten(self._steps[step][0])[1]
-            self._whole[step] = tree_unflatten([_joined(leaves) for leaves in zip(*flat, strict=True)], structure)
+            self._whole[step] = tree_unflatten(
+                [_joined(leaves) for leaves in zip(*flat, strict=True)], structure
+            )
         return self._whole[step]
 
     def checksum(self) -> float:
@@ -329,7 +380,9 @@ class GlobalBatches:
         for number, batch in enumerate(batch for step in self._steps for batch in step):
             for leaf in _tensors(batch):
                 flat = leaf.detach().double().reshape(-1)
-                total += (number + 1) * float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum())
+                total += (number + 1) * float(
+                    (flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum()
+                )
         return total
 
 
@@ -344,13 +397,20 @@ def _joined(leaves: Sequence[Any]) -> Any:
 
 def _rows(batch: Any, start: int, count: int) -> Any:
     def cut(leaf: Any) -> Any:
-        return leaf[start : start + count] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        return (
+            leaf[start : start + count] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        )
 
     return tree_map(cut, batch)
 
 
 def _micro_batches(batches: Any, shape: Shape, steps: int) -> list[list[Any]]:
-    places = [(step, micro, rank) for step in range(steps) for micro in range(shape.accumulation) for rank in range(shape.world)]
+    places = [
+        (step, micro, rank)
+        for step in range(steps)
+        for micro in range(shape.accumulation)
+        for rank in range(shape.world)
+    ]
     if callable(batches) and not isinstance(batches, (Dataset, Iterable)):
         found = [batches(*place) for place in places]
     elif _is_map_style(batches):
@@ -358,17 +418,24 @@ def _micro_batches(batches: Any, shape: Shape, steps: int) -> list[list[Any]]:
     elif isinstance(batches, Iterable):
         found = list(islice(iter(batches), len(places)))
     else:
-        raise UsageError(f"batches is {_kind(batches)}; give a function of (step, micro_batch, rank), a dataset or an iterable")
+        raise UsageError(
+            f"batches is {_kind(batches)}; give a function of (step, micro_batch, rank), a dataset "
+            "or an iterable"
+        )
     if len(found) < len(places):
         raise UsageError(
-            f"batches ended after {len(found)} micro-batches; {steps} steps x {shape.accumulation} micro-batches x {shape.world} "
-            f"ranks need {len(places)}. Give more, or lower --steps"
+            f"batches ended after {len(found)} micro-batches; {steps} steps x {shape.accumulation} "
+            f"micro-batches x {shape.world} ranks need {len(places)}. Give more, or lower --steps"
         )
     return [found[i : i + shape.micro_batches] for i in range(0, len(found), shape.micro_batches)]
 
 
 def _is_map_style(batches: Any) -> bool:
-    return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset) and hasattr(batches, "__getitem__")
+    return (
+        isinstance(batches, Dataset)
+        and not isinstance(batches, IterableDataset)
+        and hasattr(batches, "__getitem__")
+    )
 
 
 def _collated(dataset: Any, count: int, rows: int) -> Iterator[Any]:

@@ -1,8 +1,9 @@
 """Who touched which bytes of one piece of memory last: a map of byte intervals.
 
-Pure bookkeeping: what is ordered before what is asked of the caller. For each interval the last write is kept, and the reads since
-then that no later read is ordered after; whatever else was there is ordered before one of these, so an access that is ordered after
-these is ordered after all. That is also what bounds the memory: one write and one read per stream and interval.
+Pure bookkeeping: what is ordered before what is asked of the caller. For each interval the last
+write is kept, and the reads since then that no later read is ordered after; whatever else was there
+is ordered before one of these, so an access that is ordered after these is ordered after all. That
+is also what bounds the memory: one write and one read per stream and interval.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Segment:
     reads: tuple[Use, ...]
 
     def conflicts(self, writes: bool) -> tuple[Use, ...]:
-        """Accesses that a new one must be ordered after: a read after the last write, a write after the reads since as well."""
+        """Accesses that a new one must be ordered after: a read after the last write, a write after
+        the reads since as well.
+        """
         last = () if self.write is None else (self.write,)
         return last + self.reads if writes else last
 
@@ -70,11 +73,15 @@ class AccessMap:
 
     def uses(self) -> list[Use]:
         """Every access that is still remembered, once."""
-        found = {id(use): use for segment in self._segments for use in segment.conflicts(writes=True)}
+        found = {
+            id(use): use for segment in self._segments for use in segment.conflicts(writes=True)
+        }
         return list(found.values())
 
     def unordered(self, access: Access, is_ordered: IsOrdered) -> list[Use]:
-        """Remembered accesses that overlap `access`, conflict with it and are not ordered before it; each once."""
+        """Remembered accesses that overlap `access`, conflict with it and are not ordered before
+        it; each once.
+        """
         found: dict[int, Use] = {}
         index = self._index(access.start)
         while index < len(self._segments) and self._segments[index].start < access.end:
@@ -95,7 +102,11 @@ class AccessMap:
         """Remember `use`; forget what it makes superfluous."""
         start, end = use.access.start, use.access.end
         index = self._index(start)
-        if index < len(self._segments) and (same := self._segments[index]).start == start and same.end == end:
+        if (
+            index < len(self._segments)
+            and (same := self._segments[index]).start == start
+            and same.end == end
+        ):
             # Nearly always: the same tensor again.
             if use.access.writes:
                 same.write, same.reads = use, ()
@@ -118,11 +129,15 @@ class AccessMap:
         self._segments[first:last] = replaced
 
     def _cut(self, position: int) -> int:
-        """Index of the first segment at or after `position`, once the one that crosses it is cut in two."""
+        """Index of the first segment at or after `position`, once the one that crosses it is cut in
+        two.
+        """
         index = self._index(position)
         if index < len(self._segments) and self._segments[index].start < position:
             crossed = self._segments[index]
-            self._segments.insert(index + 1, Segment(position, crossed.end, crossed.write, crossed.reads))
+            self._segments.insert(
+                index + 1, Segment(position, crossed.end, crossed.write, crossed.reads)
+            )
             crossed.end = position
             return index + 1
         return index
@@ -131,7 +146,9 @@ class AccessMap:
         """Drop what is ordered before everything that is still to come."""
         kept: list[Segment] = []
         for segment in self._segments:
-            write = None if segment.write is None or is_ordered(segment.write.launch) else segment.write
+            write = (
+                None if segment.write is None or is_ordered(segment.write.launch) else segment.write
+            )
             reads = tuple(read for read in segment.reads if not is_ordered(read.launch))
             if write is not None or reads:
                 _append(kept, Segment(segment.start, segment.end, write, reads))
@@ -141,7 +158,12 @@ class AccessMap:
 def _append(segments: list[Segment], segment: Segment) -> None:
     """Append, joined with the last one where nothing tells them apart."""
     last = segments[-1] if segments else None
-    if last is not None and last.end == segment.start and last.write is segment.write and last.reads == segment.reads:
+    if (
+        last is not None
+        and last.end == segment.start
+        and last.write is segment.write
+        and last.reads == segment.reads
+    ):
         last.end = segment.end
         return
     segments.append(segment)

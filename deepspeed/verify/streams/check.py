@@ -31,14 +31,16 @@ def check_streams(raises: bool = True) -> Iterator[StreamChecker]:
     """Within it, every access to memory on any stream is checked for an order.
 
     Args:
-        raises: Raise at the end if something was found; otherwise read `checker.findings` or `checker.report()`.
+        raises: Raise at the end if something was found; otherwise read `checker.findings` or
+            `checker.report()`.
 
     Yields:
         The checker.
 
     Raises:
         StreamRaceError: Accesses were left unordered; not if the block itself raises.
-        RuntimeError: The accelerator has no streams (set DS_ACCELERATOR=sim), or is being checked already.
+        RuntimeError: The accelerator has no streams (set DS_ACCELERATOR=sim), or is being checked
+            already.
     """
     with _traced() as checker:
         yield checker
@@ -47,7 +49,8 @@ def check_streams(raises: bool = True) -> Iterator[StreamChecker]:
 
 
 def enable_stream_checking() -> StreamChecker:
-    """Check from now on, until `disable_stream_checking` or the end of the process. Does nothing when it is on already.
+    """Check from now on, until `disable_stream_checking` or the end of the process. Does nothing
+    when it is on already.
 
     Returns:
         The checker; the engine raises its findings at every `step()` through `raise_findings`.
@@ -74,8 +77,8 @@ def disable_stream_checking() -> None:
 def raise_findings() -> None:
     """Raise what `enable_stream_checking` has found since the last call; nothing when it is off.
 
-    With a process group all ranks must call it alike, and all raise if one of them has a finding: a rank that went on by itself
-    would wait for the others in its next collective.
+    With a process group all ranks must call it alike, and all raise if one of them has a finding: a
+    rank that went on by itself would wait for the others in its next collective.
 
     Raises:
         StreamRaceError: There is a finding, here or on another rank.

@@ -1,18 +1,22 @@
-"""Happens-before over streams: vector clocks for streams, events and the host, and what they leave unordered.
+"""Happens-before over streams: vector clocks for streams, events and the host, and what they leave
+unordered.
 
-Pure: no torch, no device. `StreamChecker` is a `StreamTracer`; a device tells it what the host issues, in the host's order.
+Pure: no torch, no device. `StreamChecker` is a `StreamTracer`; a device tells it what the host
+issues, in the host's order.
 
-[Note: happens-before]
-Work on one stream runs in the order in which it was issued. Beyond that, work B runs after work A exactly if B's stream waited
-for an event recorded after A, or the host waited for A (through an event, a stream or the device) before it issued B. A stream's
-clock says, for every other stream, up to which of its operators everything that the stream gets from now on runs afterwards; the
-host's clock says what the host knows to be done. Two accesses to the same bytes of which one writes, neither ordered before the
-other, are a race: some order that the device may choose changes a result.
+[Note: happens-before] Work on one stream runs in the order in which it was issued. Beyond that,
+work B runs after work A exactly if B's stream waited for an event recorded after A, or the host
+waited for A (through an event, a stream or the device) before it issued B. A stream's clock says,
+for every other stream, up to which of its operators everything that the stream gets from now on
+runs afterwards; the host's clock says what the host knows to be done. Two accesses to the same
+bytes of which one writes, neither ordered before the other, are a race: some order that the device
+may choose changes a result.
 
-[Note: memory that is handed out again]
-The allocator hands memory freed for a stream out again on that stream, without waiting: uses by other streams that the allocating
-stream does not wait for may then still be under way. So an allocation is a write of the whole block on its stream, and it is
-checked against the uses of everything freed for that stream that it may take. `record_stream` makes the allocator wait itself.
+[Note: memory that is handed out again] The allocator hands memory freed for a stream out again on
+that stream, without waiting: uses by other streams that the allocating stream does not wait for may
+then still be under way. So an allocation is a write of the whole block on its stream, and it is
+checked against the uses of everything freed for that stream that it may take. `record_stream` makes
+the allocator wait itself.
 """
 
 from __future__ import annotations
@@ -79,7 +83,9 @@ class _Freed(NamedTuple):
 
 
 class _EventClocks:
-    """What each event stands for. Events die with their last reference elsewhere, except those that cannot be weakly referenced."""
+    """What each event stands for. Events die with their last reference elsewhere, except those that
+    cannot be weakly referenced.
+    """
 
     def __init__(self) -> None:
         self._weak: weakref.WeakKeyDictionary[Hashable, Clock] = weakref.WeakKeyDictionary()
@@ -105,7 +111,8 @@ class StreamChecker:
         name_of: Names the memory at an address, for reports; None if it has no name.
 
     Attributes:
-        findings: What was found so far; the same two places in the code are one finding with a count.
+        findings: What was found so far; the same two places in the code are one finding with a
+            count.
     """
 
     def __init__(self, name_of: Callable[[int], str | None] = lambda address: None) -> None:
@@ -119,8 +126,9 @@ class StreamChecker:
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[Hashable, list[_Freed]] = {}
         self._launches = 0
-        # Memory dies whenever Python drops a reference or collects garbage, so also in the midst of this class's own work; frees
-        # are noted here and take effect before whatever the device reports next, which is the order in which they happened.
+        # Memory dies whenever Python drops a reference or collects garbage, so also in the midst of
+        # this class's own work; frees are noted here and take effect before whatever the device
+        # reports next, which is the order in which they happened.
         self._dying: deque[tuple[int, Stack]] = deque()
         # Autograd's device threads report too.
         self._lock = threading.RLock()
@@ -165,7 +173,9 @@ class StreamChecker:
                 self._sweep()
 
     def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
-        """See `StreamTracer`. Everything issued later is ordered after it, so it need not be remembered."""
+        """See `StreamTracer`. Everything issued later is ordered after it, so it need not be
+        remembered.
+        """
         with self._lock:
             if self._dying:
                 self._settle_frees()
@@ -203,10 +213,22 @@ class StreamChecker:
 
     def _check(self, use: Use, is_ordered: IsOrdered) -> None:
         memory = self._memory.get(use.access.storage)
-        for earlier in memory.accesses.unordered(use.access, is_ordered) if memory is not None else ():
-            start, end = max(earlier.access.start, use.access.start), min(earlier.access.end, use.access.end)
-            name = self._name_of(use.access.address + start - use.access.start) or f"storage {use.access.storage}"
-            self._found(Finding(Kind.RACE, earlier, use, start, end, name, self._waits_for_older(use, earlier)))
+        for earlier in (
+            memory.accesses.unordered(use.access, is_ordered) if memory is not None else ()
+        ):
+            start, end = (
+                max(earlier.access.start, use.access.start),
+                min(earlier.access.end, use.access.end),
+            )
+            name = (
+                self._name_of(use.access.address + start - use.access.start)
+                or f"storage {use.access.storage}"
+            )
+            self._found(
+                Finding(
+                    Kind.RACE, earlier, use, start, end, name, self._waits_for_older(use, earlier)
+                )
+            )
 
     def _waits_for_older(self, later: Use, earlier: Use) -> bool:
         stream = later.launch.stream
@@ -294,9 +316,17 @@ class StreamChecker:
             memory = self._memory.pop(storage, None)
             if memory is None or memory.stream is None:
                 continue
-            # What the allocator waits for by itself: the allocation stream's order, and recorded streams up to here.
-            excused = [ordered_before(self._clock_of(stream)) for stream in (memory.stream, *memory.recorded)]
-            left = [use for use in memory.accesses.uses() if not any(done(use.launch) for done in excused)]
+            # What the allocator waits for by itself: the allocation stream's order, and recorded
+            # streams up to here.
+            excused = [
+                ordered_before(self._clock_of(stream))
+                for stream in (memory.stream, *memory.recorded)
+            ]
+            left = [
+                use
+                for use in memory.accesses.uses()
+                if not any(done(use.launch) for done in excused)
+            ]
             if left:
                 self._freed.setdefault(memory.stream, []).append(_Freed(left, freed_at))
 
@@ -306,5 +336,7 @@ class StreamChecker:
         for memory in self._memory.values():
             memory.accesses.forget(is_done)
         for stream, pending in list(self._freed.items()):
-            kept = [freed for freed in pending if not all(is_done(use.launch) for use in freed.uses)]
+            kept = [
+                freed for freed in pending if not all(is_done(use.launch) for use in freed.uses)
+            ]
             self._freed[stream] = kept

@@ -1,4 +1,6 @@
-"""Collectives of a device whose streams torch's backend orders by itself (NCCL), told to the device's trace."""
+"""Collectives of a device whose streams torch's backend orders by itself (NCCL), told to the
+device's trace.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _PAIRWISE = ("send", "recv", "isend", "irecv")
 
 
 class TracedWork:
-    """An asynchronous operation's handle that also tells who waits for it; otherwise the handle itself."""
+    """An asynchronous operation's handle that also tells who waits for it; otherwise the handle
+    itself.
+    """
 
     def __init__(self, work: Any, issued: TracedCollective) -> None:
         self._work = work
@@ -64,13 +68,19 @@ class CollectiveTeller:
 def _communicator(call: CollectiveCall) -> str:
     """One stream each: every group has its own, and every pair of ranks that exchange something."""
     ranks = dist.get_all_ranks_from_group(call.group)
-    peer = call.argument("dst" if call.name in ("send", "isend") else "src") if call.name in _PAIRWISE else None
+    peer = (
+        call.argument("dst" if call.name in ("send", "isend") else "src")
+        if call.name in _PAIRWISE
+        else None
+    )
     return f"group {list(ranks)}" + ("" if peer is None else f" with rank {peer}")
 
 
 @contextmanager
 def telling(tracing: CollectiveTracing | None) -> Iterator[None]:
-    """Within it, `deepspeed.comm` tells `tracing` of its operations; None means that the device tells of them itself."""
+    """Within it, `deepspeed.comm` tells `tracing` of its operations; None means that the device
+    tells of them itself.
+    """
     if tracing is None:
         yield
         return

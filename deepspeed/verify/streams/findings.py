@@ -1,4 +1,6 @@
-"""What the stream checker found, in words: both accesses, the memory, and the wait that is missing."""
+"""What the stream checker found, in words: both accesses, the memory, and the wait that is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ class Finding:
     Attributes:
         kind: See `Kind`.
         earlier: The access that was issued first.
-        later: The one that does not wait for it. Of `Kind.LIFETIME`: the allocation that may take the memory.
+        later: The one that does not wait for it. Of `Kind.LIFETIME`: the allocation that may take
+            the memory.
         start: First byte that both touch, counted from the beginning of the storage.
         end: One past the last.
         memory: Name of the memory.
-        waits_for_older: Whether the later stream waits for some of the earlier one's work, only not for this.
+        waits_for_older: Whether the later stream waits for some of the earlier one's work, only not
+            for this.
         freed_at: Of `Kind.LIFETIME`: where the last reference was dropped.
         count: How often the same two places in the code met.
     """
@@ -51,18 +55,26 @@ class Finding:
         """The missing edge: who does not wait for whom, and what that one did."""
         waiting, waited = self.later.launch, self.earlier.launch
         did = "wrote" if self.earlier.access.writes else "read"
-        older = f" (it waits for earlier work of {waited.stream!r} only)" if self.waits_for_older else ""
+        older = (
+            f" (it waits for earlier work of {waited.stream!r} only)"
+            if self.waits_for_older
+            else ""
+        )
         if self.kind is Kind.LIFETIME:
             return (
-                f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} {self._bytes}, before that memory, freed in "
-                f"the meantime, is handed out again{older}"
+                f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} {self._bytes}, "
+                f"before that memory, freed in the meantime, is handed out again{older}"
             )
         if waited.operator == ALLOCATION:
             return (
-                f"{waiting.stream!r} never waits for {waited.stream!r}, for which {self._bytes} was allocated: work of the "
-                f"memory's former owner may still be under way there{older}"
+                f"{waiting.stream!r} never waits for {waited.stream!r}, for which {self._bytes} "
+                "was allocated: work of the memory's former owner may still be under way "
+                f"there{older}"
             )
-        return f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} {self._bytes}{older}"
+        return (
+            f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} "
+            f"{self._bytes}{older}"
+        )
 
     @property
     def _bytes(self) -> str:
@@ -78,7 +90,10 @@ class Finding:
         again = f" (met {self.count} times)" if self.count > 1 else ""
         lines = [f"{self.kind.value}: {self.edge}{again}", *self._side(self.earlier)]
         if self.kind is Kind.LIFETIME:
-            lines += ["  freed, when its last reference was dropped:", *describe(self.freed_at, "    ")]
+            lines += [
+                "  freed, when its last reference was dropped:",
+                *describe(self.freed_at, "    "),
+            ]
         return "\n".join(lines + self._side(self.later))
 
     def __str__(self) -> str:
@@ -87,14 +102,22 @@ class Finding:
     def _side(self, use: Use) -> list[str]:
         launch, access = use
         verb = "writes" if access.writes else "reads"
-        what = "hands the memory out" if launch.operator == ALLOCATION else f"{verb} bytes {access.start}..{access.end}"
+        what = (
+            "hands the memory out"
+            if launch.operator == ALLOCATION
+            else f"{verb} bytes {access.start}..{access.end}"
+        )
         return [f"  {launch.operator} on {launch.stream!r} {what}", *describe(launch.stack, "    ")]
 
 
 def place(use: Use) -> Hashable:
     """Where in the code, by what operator and on which stream."""
     launch = use.launch
-    return launch.operator, repr(launch.stream), tuple((code.co_filename, code.co_name, line) for code, line in launch.stack)
+    return (
+        launch.operator,
+        repr(launch.stream),
+        tuple((code.co_filename, code.co_name, line) for code, line in launch.stack),
+    )
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -102,7 +125,15 @@ def report(findings: Sequence[Finding]) -> str:
     if not findings:
         return "no stream races: every conflicting pair of accesses is ordered"
     head = f"{len(findings)} stream {'hazard' if len(findings) == 1 else 'hazards'}"
-    return "\n".join([head, *(f"[{number}] {finding.describe()}" for number, finding in enumerate(findings, start=1))])
+    return "\n".join(
+        [
+            head,
+            *(
+                f"[{number}] {finding.describe()}"
+                for number, finding in enumerate(findings, start=1)
+            ),
+        ]
+    )
 
 
 class StreamRaceError(RuntimeError):

@@ -1,4 +1,6 @@
-"""Where in the user's or the engine's code an operator was issued: captured for every launch, formatted only for findings."""
+"""Where in the user's or the engine's code an operator was issued: captured for every launch,
+formatted only for findings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MAX_DEPTH = 60
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OWN_PARTS = ("accelerator", "comm", "verify")
-"""Parts of this package that issue or trace operators on somebody's behalf: the somebody is what a reader wants to see."""
+"""Parts of this package that issue or trace operators on somebody's behalf: the somebody is what a
+reader wants to see.
+"""
 EXPLICIT = os.path.join(PACKAGE, "comm", "shard_ops.py")
 """Decides itself which collectives to issue, so its lines are worth reading."""
 
@@ -45,7 +49,8 @@ def _is_shown(filename: str) -> bool:
     path = os.path.abspath(filename)
     if path == EXPLICIT:
         return True
-    # site-packages lies below the standard library's directory, but holds user code (model libraries).
+    # site-packages lies below the standard library's directory, but holds user code (model
+    # libraries).
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     if path.startswith(standard) and f"{os.sep}site-packages{os.sep}" not in path:
         return False
@@ -57,7 +62,8 @@ def capture() -> Stack:
     frames: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     depth = 0
-    # Several times per operator: a dictionary of file names costs a third of what calling a cached function does.
+    # Several times per operator: a dictionary of file names costs a third of what calling a cached
+    # function does.
     while frame is not None and depth < MAX_DEPTH:
         code = frame.f_code
         shown = _shown.get(code.co_filename)
@@ -79,5 +85,8 @@ def describe(stack: Stack, indent: str) -> list[str]:
     lines = []
     for code, line in stack:
         source = linecache.getline(code.co_filename, line).strip()
-        lines.append(f"{indent}{code.co_filename}:{line} in {code.co_name}" + (f": {source}" if source else ""))
+        lines.append(
+            f"{indent}{code.co_filename}:{line} in {code.co_name}"
+            + (f": {source}" if source else "")
+        )
     return lines

@@ -26,7 +26,14 @@ from deepspeed.accelerator.npu_accelerator import NPU_Accelerator
 from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerator
 from deepspeed.accelerator.xpu_accelerator import XPU_Accelerator
 
-BUILT_IN = [CPU_Accelerator, CUDA_Accelerator, XPU_Accelerator, NPU_Accelerator, HPU_Accelerator, MPS_Accelerator]
+BUILT_IN = [
+    CPU_Accelerator,
+    CUDA_Accelerator,
+    XPU_Accelerator,
+    NPU_Accelerator,
+    HPU_Accelerator,
+    MPS_Accelerator,
+]
 
 
 @pytest.fixture
@@ -52,7 +59,9 @@ class Plugin(CPU_Accelerator):
 
 def _register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     point = EntryPoint(name, value, real_accelerator.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(real_accelerator, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        real_accelerator, "entry_points", lambda group: [point] if group == point.group else []
+    )
 
 
 def test_environment_chooses(unchosen: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +72,12 @@ def test_environment_chooses(unchosen: None, monkeypatch: pytest.MonkeyPatch) ->
     assert is_current_accelerator_supported()
 
 
-@pytest.mark.parametrize("name, text", [("simulator", "DS_ACCELERATOR=simulator names no"), ("cpuu", "=cpuu names no")])
-def test_unknown_names_are_refused(unchosen: None, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "name, text", [("simulator", "DS_ACCELERATOR=simulator names no"), ("cpuu", "=cpuu names no")]
+)
+def test_unknown_names_are_refused(
+    unchosen: None, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", name)
     with pytest.raises(ValueError, match=text) as caught:
         get_accelerator()
@@ -126,7 +139,9 @@ def test_every_accelerator_is_complete(kind: type[DeepSpeedAccelerator]) -> None
     assert accelerator.get_op_builder("NoSuchBuilder") is None
     assert accelerator.create_op_builder("NoSuchBuilder") is None
     public = [name for name in vars(DeepSpeedAccelerator) if not name.startswith("_")]
-    undocumented = [name for name in public if not (getattr(DeepSpeedAccelerator, name).__doc__ or "").strip()]
+    undocumented = [
+        name for name in public if not (getattr(DeepSpeedAccelerator, name).__doc__ or "").strip()
+    ]
     assert len(public) >= 70 and not undocumented
 
 

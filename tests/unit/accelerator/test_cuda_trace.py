@@ -1,4 +1,6 @@
-"""Tracing of real streams without a device: torch's trace of GPU calls is played by the test, host tensors play the device's."""
+"""Tracing of real streams without a device: torch's trace of GPU calls is played by the test, host
+tensors play the device's.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def device() -> Iterator[Device]:
 
 
 def test_operators_of_two_streams(device: Device) -> None:
-    # Kills: operators reported on another stream than the current one, in-place arguments taken for reads.
+    # Kills: operators reported on another stream than the current one, in-place arguments taken for
+    # reads.
     value = torch.zeros(8)
     device.wait(SIDE, 0)
     device.current = SIDE
@@ -62,7 +65,10 @@ def test_operators_of_two_streams(device: Device) -> None:
     assert device.kinds == []
     value + 1
     assert device.kinds == [Kind.RACE]
-    assert "<default stream> never waits for <stream 1>, which wrote bytes 0..32" in device.checker.report()
+    assert (
+        "<default stream> never waits for <stream 1>, which wrote bytes 0..32"
+        in device.checker.report()
+    )
 
 
 def test_waits_through_events(device: Device) -> None:
@@ -142,7 +148,8 @@ class PlayedEvent:
 
 
 def test_a_successful_query_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kills: alarms about a keep-alive that is dropped once its event has passed; order from a query that said no.
+    # Kills: alarms about a keep-alive that is dropped once its event has passed; order from a query
+    # that said no.
     monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
     device = Device()
     with traced(device.trace):
@@ -197,13 +204,17 @@ class Work:
 
 
 class TestCollectives:
-    def issue(self, device: Device, monkeypatch: pytest.MonkeyPatch, value: torch.Tensor, async_op: bool) -> Any:
+    def issue(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch, value: torch.Tensor, async_op: bool
+    ) -> Any:
         monkeypatch.setattr(collectives.dist, "get_all_ranks_from_group", lambda group: [0, 1])
         work = Work() if async_op else None
         call = CollectiveCall("all_reduce", lambda *args: work, (value, None, None, async_op))
         return collectives.CollectiveTeller(device.trace).run(call, call.issue)
 
-    def test_an_asynchronous_one_has_to_be_waited_for(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_asynchronous_one_has_to_be_waited_for(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: a bucket read before its reduction is waited for.
         value = torch.zeros(8)
         self.issue(device, monkeypatch, value, async_op=True)
@@ -211,7 +222,9 @@ class TestCollectives:
         assert device.kinds == [Kind.RACE]
         assert "<nccl stream of group [0, 1]>, which wrote" in device.checker.report()
 
-    def test_waiting_orders_the_stream_current_then(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_waiting_orders_the_stream_current_then(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: a wait credited to the issuing stream.
         value = torch.zeros(8)
         work = self.issue(device, monkeypatch, value, async_op=True)
@@ -223,7 +236,9 @@ class TestCollectives:
         value + 1
         assert device.kinds == [Kind.RACE]
 
-    def test_it_waits_for_the_stream_current_at_the_call_only(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_waits_for_the_stream_current_at_the_call_only(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: a collective taken to be ordered after everything.
         value = torch.zeros(8)
         device.wait(SIDE, 0)
@@ -233,14 +248,18 @@ class TestCollectives:
         self.issue(device, monkeypatch, value, async_op=False)
         assert device.kinds == [Kind.RACE]
 
-    def test_a_synchronous_one_is_waited_for(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_synchronous_one_is_waited_for(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: alarms about every synchronous collective.
         value = torch.zeros(8)
         self.issue(device, monkeypatch, value, async_op=False)
         value.add_(1)
         assert device.kinds == []
 
-    def test_completion_seen_by_the_host(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_completion_seen_by_the_host(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: alarms after a poll that said done; order from a poll that said no.
         value = torch.zeros(8)
         work = self.issue(device, monkeypatch, value, async_op=True)

@@ -1,4 +1,6 @@
-"""Page-locked memory of the simulated device: the host's own, reached by the device with copies that go by streams."""
+"""Page-locked memory of the simulated device: the host's own, reached by the device with copies
+that go by streams.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def test_pinned_memory_is_not_on_the_device(sim: Sim_Accelerator) -> None:
 
 
 def test_the_host_reads_an_unfinished_copy_as_it_is(sim: Sim_Accelerator) -> None:
-    # Kills: waiting for the stream behind the host's back, which hides a missing event.synchronize().
+    # Kills: waiting for the stream behind the host's back, which hides a missing
+    # event.synchronize().
     host = sim.pin_memory(torch.zeros(3))
     host.copy_(torch.full((3,), 5.0), non_blocking=True)
     event = sim.Event()

@@ -1,4 +1,6 @@
-"""The simulated device: what is not ordered is wrong, in every run; what is ordered is the host's result bit for bit."""
+"""The simulated device: what is not ordered is wrong, in every run; what is ordered is the host's
+result bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_missing_wait_reads_poison(sim: Sim_Accelerator) -> None:
     assert (produced * 2).isnan().all().item()
 
 
-@pytest.mark.parametrize("how", ["wait_stream", "event", "synchronize", "device", "event_synchronize"])
+@pytest.mark.parametrize(
+    "how", ["wait_stream", "event", "synchronize", "device", "event_synchronize"]
+)
 def test_waits_order(sim: Sim_Accelerator, how: str) -> None:
     # Kills: a way to wait that doesn't.
     side, produced = on_side(sim)
@@ -133,12 +137,21 @@ def test_memory_counters(sim: Sim_Accelerator) -> None:
 
 
 def model() -> nn.Sequential:
-    layers = (nn.Embedding(11, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 11))
+    layers = (
+        nn.Embedding(11, 8),
+        nn.Linear(8, 16),
+        nn.LayerNorm(16),
+        nn.GELU(),
+        nn.Dropout(0.25),
+        nn.Linear(16, 11),
+    )
     return nn.Sequential(*layers)
 
 
 def train(steps: int = 4) -> list[torch.Tensor]:
-    """Losses and parameters; uses dropout, foreach optimizers, clipping, autocast and a random batch."""
+    """Losses and parameters; uses dropout, foreach optimizers, clipping, autocast and a random
+    batch.
+    """
     torch.manual_seed(3)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
@@ -157,7 +170,8 @@ def train(steps: int = 4) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", [0, 1, 2])
 def test_training_equals_the_host_bit_for_bit(schedule: int) -> None:
-    # Kills: numbers that depend on when work runs (generators, autocast, grad mode), wrong strides or dtypes of results.
+    # Kills: numbers that depend on when work runs (generators, autocast, grad mode), wrong strides
+    # or dtypes of results.
     expected = train()
     with simulate(schedule=schedule):
         found = [tensor.clone() for tensor in train()]

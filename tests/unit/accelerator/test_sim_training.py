@@ -25,8 +25,13 @@ class TestTraining(DistributedTest):
 
     @pytest.mark.parametrize("schedule", [0, 1])
     def test_equals_one_process(self, schedule: int) -> None:
-        # Kills: a missing wait in engine or optimizer; zeroing the accumulator while the reduction stream still reads it.
-        for case in (SHARED_BUCKET, dataclasses.replace(SHARED_BUCKET, stage=1, offload=True), LOCAL_ACCUMULATION):
+        # Kills: a missing wait in engine or optimizer; zeroing the accumulator while the reduction
+        # stream still reads it.
+        for case in (
+            SHARED_BUCKET,
+            dataclasses.replace(SHARED_BUCKET, stage=1, offload=True),
+            LOCAL_ACCUMULATION,
+        ):
             with simulate(schedule=schedule, backward_streams=2):
                 run_cases([case])
 

@@ -1,4 +1,6 @@
-"""Runs a client's training script in processes of its own, as a user does, with this project's launcher or torchrun."""
+"""Runs a client's training script in processes of its own, as a user does, with this project's
+launcher or torchrun.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from unit.common import get_master_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = {
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "{processes}", "--master_port", "{port}"],
+    "deepspeed": [
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "{processes}",
+        "--master_port",
+        "{port}",
+    ],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "{processes}"],
 }
 
@@ -25,11 +34,21 @@ def need(*modules: str) -> None:
     """Skip the test unless all client libraries are installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (requirements/requirements-dev.txt has them)")
+        pytest.skip(
+            f"not installed: {', '.join(missing)} (requirements/requirements-dev.txt has them)"
+        )
 
 
-def launch(script: str, out: Path, *args: str, processes: int = 2, launcher: str = "deepspeed", timeout: float = 180.0) -> Any:
-    """Run `script` of this folder on `processes` ranks and return the JSON that its rank 0 wrote to `out/result.json`.
+def launch(
+    script: str,
+    out: Path,
+    *args: str,
+    processes: int = 2,
+    launcher: str = "deepspeed",
+    timeout: float = 180.0,
+) -> Any:
+    """Run `script` of this folder on `processes` ranks and return the JSON that its rank 0 wrote to
+    `out/result.json`.
 
     Args:
         script: File name.
@@ -41,7 +60,9 @@ def launch(script: str, out: Path, *args: str, processes: int = 2, launcher: str
     """
     result = out / "result.json"
     result.unlink(missing_ok=True)
-    before = [word.format(processes=processes, port=get_master_port()) for word in LAUNCHERS[launcher]]
+    before = [
+        word.format(processes=processes, port=get_master_port()) for word in LAUNCHERS[launcher]
+    ]
     run = subprocess.run(
         [sys.executable, *before, str(Path(__file__).parent / script), str(out), *args],
         cwd=out,
@@ -51,13 +72,21 @@ def launch(script: str, out: Path, *args: str, processes: int = 2, launcher: str
         timeout=timeout,
         check=False,
     )
-    assert run.returncode == 0, f"{script} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+    assert run.returncode == 0, (
+        f"{script} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+    )
     return json.loads(result.read_text())
 
 
 def environment() -> dict[str, str]:
-    """A user's environment, on the host, without network and without what another test's process group left behind."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    """A user's environment, on the host, without network and without what another test's process
+    group left behind.
+    """
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **ours,

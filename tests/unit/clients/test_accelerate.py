@@ -1,4 +1,6 @@
-"""A loop with accelerate, unmodified, trains, accumulates, clips, saves and goes on through this package."""
+"""A loop with accelerate, unmodified, trains, accumulates, clips, saves and goes on through this
+package.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ CASES = [f"{stage}-{kind}" for stage in (1, 2) for kind in ("arguments", "offloa
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases straight through, and again from their middle in new processes; by torchrun, as `accelerate launch` does."""
+    """All cases straight through, and again from their middle in new processes; by torchrun, as
+    `accelerate launch` does.
+    """
     need("accelerate", "transformers")
     out = tmp_path_factory.mktemp("accelerate")
     straight = launch("train_with_accelerate.py", out, launcher="torchrun")
-    return {"straight": straight, "resumed": launch("train_with_accelerate.py", out, "--resume", launcher="torchrun")}
+    return {
+        "straight": straight,
+        "resumed": launch("train_with_accelerate.py", out, "--resume", launcher="torchrun"),
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -29,7 +36,8 @@ def test_the_loop_trains(runs: dict[str, Any], case: str) -> None:
     assert run["boundaries"] == [False, True] * STEPS
     assert sum(run["loss"][str(STEPS)]) < sum(run["loss"]["1"])
     assert all(norm > 0 for norm in run["grad_norm"].values())
-    # A schedule that acts on the client's own groups, or the configuration's: either way the rate that is used moves.
+    # A schedule that acts on the client's own groups, or the configuration's: either way the rate
+    # that is used moves.
     assert len(set(run["learning_rate"].values())) >= 3
 
 
@@ -59,7 +67,8 @@ def test_save_state_and_load_state_lose_nothing(runs: dict[str, Any], case: str)
 @pytest.mark.parametrize("kind", ["arguments", "offload", "config"])
 def test_both_stages_train_alike(runs: dict[str, Any], kind: str) -> None:
     one, two = runs["straight"][f"1-{kind}"], runs["straight"][f"2-{kind}"]
-    # bf16 gradients are summed over micro-batches before the reduction at stage 1 and after it at stage 2.
+    # bf16 gradients are summed over micro-batches before the reduction at stage 1 and after it at
+    # stage 2.
     for step in map(str, range(1, STEPS + 1)):
         assert one["loss"][step] == pytest.approx(two["loss"][step], rel=2e-3)
         assert one["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=2e-2)

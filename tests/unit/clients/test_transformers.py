@@ -1,4 +1,6 @@
-"""transformers.Trainer, unmodified, trains, evaluates, saves and resumes on this package as on DeepSpeed."""
+"""transformers.Trainer, unmodified, trains, evaluates, saves and resumes on this package as on
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ STEPS, SAVED_AT = 6, 3
 
 
 @pytest.fixture(scope="module", params=["config", "client"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """A run of six steps, and one that goes on from the third in new processes; stages 1 and 2."""
     need("transformers", "accelerate")
     out = tmp_path_factory.mktemp(request.param)
     # Optimizer and schedule once from the DeepSpeed configuration and once the Trainer's own.
     args = ["--stages", "1", "2", *(["--client"] if request.param == "client" else [])]
     straight = launch("train_with_trainer.py", out, *args)
-    return {"out": out, "straight": straight, "resumed": launch("train_with_trainer.py", out, *args, "--resume")}
+    return {
+        "out": out,
+        "straight": straight,
+        "resumed": launch("train_with_trainer.py", out, *args, "--resume"),
+    }
 
 
 @pytest.mark.parametrize("stage", ["1", "2"])
@@ -48,7 +56,8 @@ def test_it_goes_on_as_if_it_had_not_stopped(runs: dict[str, Any], stage: str) -
 
 def test_both_stages_train_alike(runs: dict[str, Any]) -> None:
     one, two = runs["straight"]["1"], runs["straight"]["2"]
-    # bf16 gradients are summed over micro-batches before the reduction at stage 1 and after it at stage 2.
+    # bf16 gradients are summed over micro-batches before the reduction at stage 1 and after it at
+    # stage 2.
     for step in map(str, range(1, STEPS + 1)):
         assert one["loss"][step] == pytest.approx(two["loss"][step], rel=2e-3)
         assert one["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=2e-2)

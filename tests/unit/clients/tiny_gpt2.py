@@ -11,7 +11,9 @@ LENGTH = 16
 
 
 def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
-    """Two layers, tied embeddings, and dropout, so that resuming has to restore random states too."""
+    """Two layers, tied embeddings, and dropout, so that resuming has to restore random states
+    too.
+    """
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -30,7 +32,9 @@ def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count up from their index, modulo the vocabulary; labels are the tokens themselves."""
+    """Sequences that count up from their index, modulo the vocabulary; labels are the tokens
+    themselves.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,6 +1,8 @@
-"""A user's script: a training loop with accelerate and a DeepSpeed plugin. Run by test_accelerate.py.
+"""A user's script: a training loop with accelerate and a DeepSpeed plugin. Run by
+test_accelerate.py.
 
-The loop is accelerate's documented one: prepare, accumulate, backward, clip_grad_norm_, step, save_state and load_state.
+The loop is accelerate's documented one: prepare, accumulate, backward, clip_grad_norm_, step,
+save_state and load_state.
 """
 
 from __future__ import annotations
@@ -25,12 +27,18 @@ STEPS, SAVED_AT, ACCUMULATION = 4, 2, 2
 
 def make_accelerator(stage: int, offload: bool, config: dict[str, Any] | None) -> Accelerator:
     """With a configuration of the script's own, or with accelerate's, made from arguments."""
-    # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state made beforehand says gloo.
+    # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state
+    # made beforehand says gloo.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
     if config is not None:
-        plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"}})
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={
+                **config,
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+            }
+        )
     else:
         device = "cpu" if offload else "none"
         plugin = DeepSpeedPlugin(
@@ -39,7 +47,9 @@ def make_accelerator(stage: int, offload: bool, config: dict[str, Any] | None) -
             gradient_clipping=0.5,
             offload_optimizer_device=device,
         )
-    return Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+    return Accelerator(
+        mixed_precision="bf16", deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
+    )
 
 
 CONFIG = {
@@ -51,12 +61,19 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "warmup_type": "linear",
+        },
     },
 }
 
 
-def train(folder: Path, stage: int, resume: bool, offload: bool, from_config: bool) -> dict[str, Any]:
+def train(
+    folder: Path, stage: int, resume: bool, offload: bool, from_config: bool
+) -> dict[str, Any]:
     """One run; returns what a user sees of it."""
     accelerator = make_accelerator(stage, offload, CONFIG if from_config else None)
     model = tiny_gpt2()
@@ -66,7 +83,8 @@ def train(folder: Path, stage: int, resume: bool, offload: bool, from_config: bo
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
-    # A generator of its own: torch's loader draws from the global one at each start, which a run that goes on has one more of.
+    # A generator of its own: torch's loader draws from the global one at each start, which a run
+    # that goes on has one more of.
     loader = DataLoader(Counting(32), batch_size=2, generator=torch.Generator())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     done = 0
@@ -74,7 +92,9 @@ def train(folder: Path, stage: int, resume: bool, offload: bool, from_config: bo
         accelerator.load_state(str(folder / "state"))
         done = SAVED_AT
     seen: dict[str, Any] = {"loss": {}, "grad_norm": {}, "learning_rate": {}, "boundaries": []}
-    batches = loader if not resume else accelerator.skip_first_batches(loader, SAVED_AT * ACCUMULATION)
+    batches = (
+        loader if not resume else accelerator.skip_first_batches(loader, SAVED_AT * ACCUMULATION)
+    )
     model.train()
     for batch in batches:
         with accelerator.accumulate(model):
@@ -86,7 +106,9 @@ def train(folder: Path, stage: int, resume: bool, offload: bool, from_config: bo
             scheduler.step()
             optimizer.zero_grad()
         seen["boundaries"].append(accelerator.sync_gradients)
-        seen["loss"].setdefault(str(done + 1), []).append(accelerator.gather(loss.detach().float()).mean().item())
+        seen["loss"].setdefault(str(done + 1), []).append(
+            accelerator.gather(loss.detach().float()).mean().item()
+        )
         if not accelerator.sync_gradients:
             continue
         done += 1
@@ -111,8 +133,11 @@ def look_at(accelerator: Accelerator, model: Any) -> dict[str, Any]:
         "engine": f"{type(model).__module__}.{type(model).__name__}",
         "inner": model.optimizer.optimizer.__class__.__name__,
         "unwrapped": type(unwrapped).__name__,
-        "state_dict_is_the_model": gathered.keys() == own.keys() and all(torch.equal(gathered[k].cpu(), own[k]) for k in own),
-        "state_dict_is_a_copy": all(gathered[k].data_ptr() != own[k].data_ptr() for k in own if own[k].numel()),
+        "state_dict_is_the_model": gathered.keys() == own.keys()
+        and all(torch.equal(gathered[k].cpu(), own[k]) for k in own),
+        "state_dict_is_a_copy": all(
+            gathered[k].data_ptr() != own[k].data_ptr() for k in own if own[k].numel()
+        ),
         "distributed_type": str(accelerator.distributed_type),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
     }
@@ -122,14 +147,18 @@ def main() -> None:
     """Run the stages asked for; rank 0 writes the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--resume", action="store_true", help="go on from the state of an earlier run")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the state of an earlier run"
+    )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
     result = {}
     for stage in (1, 2):
         for kind in ("arguments", "offload", "config"):
             name = f"{stage}-{kind}"
-            result[name] = train(args.out / name, stage, args.resume, kind == "offload", kind == "config")
+            result[name] = train(
+                args.out / name, stage, args.resume, kind == "offload", kind == "config"
+            )
     if torch.distributed.get_rank() == 0:
         (args.out / "result.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""A user's script: transformers.Trainer with a DeepSpeed configuration full of "auto". Run by test_transformers.py."""
+"""A user's script: transformers.Trainer with a DeepSpeed configuration full of "auto". Run by
+test_transformers.py.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_gpt2 import Counting, tiny_gpt2
 
 STEPS, SAVED_AT = 6, 3
-# The library refuses bf16=True on a host without a GPU, unless use_cpu=True, which would leave DeepSpeed out. Only this gate is
-# opened; bf16 itself works on the host.
+# The library refuses bf16=True on a host without a GPU, unless use_cpu=True, which would leave
+# DeepSpeed out. Only this gate is opened; bf16 itself works on the host.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 def config(stage: int, client: bool) -> dict[str, Any]:
     """What the DeepSpeed documentation of transformers recommends, for this stage."""
     blocks = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
         },
     }
     return {
@@ -40,14 +50,20 @@ def config(stage: int, client: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto", "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "contiguous_gradients": True,
+        },
         **({} if client else blocks),
     }
 
 
 def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any]:
     """One run; returns what a user sees of it."""
-    # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state made beforehand says gloo.
+    # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state
+    # made beforehand says gloo.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
@@ -76,9 +92,15 @@ def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any
     history = trainer.state.log_history
     return {
         "loss": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-        "grad_norm": {entry["step"]: float(entry["grad_norm"]) for entry in history if "grad_norm" in entry},
-        "learning_rate": {entry["step"]: entry["learning_rate"] for entry in history if "learning_rate" in entry},
-        "eval_loss": {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry},
+        "grad_norm": {
+            entry["step"]: float(entry["grad_norm"]) for entry in history if "grad_norm" in entry
+        },
+        "learning_rate": {
+            entry["step"]: entry["learning_rate"] for entry in history if "learning_rate" in entry
+        },
+        "eval_loss": {
+            entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry
+        },
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "engine": type(trainer.model_wrapped).__module__,
         "optimizer": type(trainer.model_wrapped.optimizer).__name__,
@@ -92,12 +114,23 @@ def main() -> None:
     """Run the stages asked for; rank 0 writes the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of an earlier run")
-    parser.add_argument("--stages", type=int, nargs="+", help="ZeRO stages, run one after the other")
-    parser.add_argument("--client", action="store_true", help="the Trainer's optimizer and schedule, not the configuration's")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint of an earlier run"
+    )
+    parser.add_argument(
+        "--stages", type=int, nargs="+", help="ZeRO stages, run one after the other"
+    )
+    parser.add_argument(
+        "--client",
+        action="store_true",
+        help="the Trainer's optimizer and schedule, not the configuration's",
+    )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
-    result = {stage: train(args.out / f"stage{stage}", stage, args.resume, args.client) for stage in args.stages}
+    result = {
+        stage: train(args.out / f"stage{stage}", stage, args.resume, args.client)
+        for stage in args.stages
+    }
     if torch.distributed.get_rank() == 0:
         (args.out / "result.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Every operation of `deepspeed.comm` against its definition, on three ranks, and nothing in its way."""
+"""Every operation of `deepspeed.comm` against its definition, on three ranks, and nothing in its
+way.
+"""
 
 import inspect
 import timeit
@@ -24,7 +26,9 @@ def _mine(numel: int = 2) -> torch.Tensor:
 class TestOperations(DistributedTest):
     world_size = WORLD
 
-    @pytest.mark.parametrize("op, expected", [("SUM", 6.0), ("MAX", 3.0), ("MIN", 1.0), ("PRODUCT", 6.0), ("AVG", 2.0)])
+    @pytest.mark.parametrize(
+        "op, expected", [("SUM", 6.0), ("MAX", 3.0), ("MIN", 1.0), ("PRODUCT", 6.0), ("AVG", 2.0)]
+    )
     def test_all_reduce(self, op: str, expected: float) -> None:
         tensor = _mine()
         assert dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op)) is None
@@ -146,7 +150,10 @@ class TestOperations(DistributedTest):
             tensor = _mine()
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [4.0, 4.0]
-            assert dist.get_world_size(group) == 2 and dist.get_all_ranks_from_group(group) == [0, 2]
+            assert dist.get_world_size(group) == 2 and dist.get_all_ranks_from_group(group) == [
+                0,
+                2,
+            ]
             assert dist.get_global_rank(group, 1) == 2
         assert dist.get_global_rank(None, 1) == 1
         assert dist.get_world_size() == WORLD and dist.get_all_ranks_from_group() == [0, 1, 2]
@@ -186,16 +193,24 @@ class TestAlone(DistributedTest):
         tensor = _mine()
         previous, collectives.torch_dist.all_reduce = collectives.torch_dist.all_reduce, nothing
         try:
-            per_call = min(timeit.repeat(lambda: dist.all_reduce(tensor), number=5000, repeat=5)) / 5000
+            per_call = (
+                min(timeit.repeat(lambda: dist.all_reduce(tensor), number=5000, repeat=5)) / 5000
+            )
         finally:
             collectives.torch_dist.all_reduce = previous
-        # 0.2 us here; the bound only has to catch signature inspection or dictionaries built per call.
+        # 0.2 us here; the bound only has to catch signature inspection or dictionaries built per
+        # call.
         assert per_call < 5e-6
 
 
 def test_questions_without_a_group_say_what_to_do() -> None:
     assert not dist.is_initialized() and dist.is_available()
-    for question in (dist.get_rank, dist.get_world_size, dist.get_world_group, dist.get_backend_name):
+    for question in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.get_world_group,
+        dist.get_backend_name,
+    ):
         with pytest.raises(RuntimeError, match=r"call deepspeed.init_distributed\(\)"):
             question()
     dist.destroy_process_group()  # nothing to destroy is no error
@@ -217,7 +232,10 @@ def test_reduce_op_is_torchs() -> None:
         ("all_gather_into_tensor", "output_tensor tensor group async_op prof log_name debug"),
         ("reduce_scatter", "output input_list op group async_op prof log_name debug"),
         ("reduce_scatter_tensor", "output_tensor tensor op group async_op prof log_name debug"),
-        ("all_to_all_single", "output tensor output_split_sizes input_split_sizes group async_op prof log_name debug"),
+        (
+            "all_to_all_single",
+            "output tensor output_split_sizes input_split_sizes group async_op prof log_name debug",
+        ),
         ("all_to_all", "output_tensor_list input_tensor_list group async_op"),
         ("gather", "tensor gather_list dst group async_op prof log_name debug"),
         ("scatter", "tensor scatter_list src group async_op prof log_name debug"),
@@ -230,7 +248,10 @@ def test_reduce_op_is_torchs() -> None:
         ("all_gather_object", "object_list obj group prof log_name debug"),
         ("broadcast_object_list", "object_list src group device"),
         ("all_reduce_coalesced", "tensors op group async_op prof log_name debug"),
-        ("init_distributed", "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method"),
+        (
+            "init_distributed",
+            "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method",
+        ),
     ],
 )
 def test_positional_order_is_upstreams(name: str, leading: str) -> None:

@@ -36,7 +36,12 @@ def test_bandwidths(operation: str, bus_share: float) -> None:
 
 
 def test_sizes_are_readable() -> None:
-    assert [convert_size(n) for n in (0, 1023, 4000, 123456789)] == ["0B", "1023.0 B", "3.91 KB", "117.74 MB"]
+    assert [convert_size(n) for n in (0, 1023, 4000, 123456789)] == [
+        "0B",
+        "1023.0 B",
+        "3.91 KB",
+        "117.74 MB",
+    ]
 
 
 def test_summary_of_what_was_recorded() -> None:
@@ -132,7 +137,14 @@ class TestLogger(DistributedTest):
         dist.reduce(into, dst=0)
         dist.monitored_barrier()
         names = set(dist.get_logged_comm_ops())
-        assert {"all_gather", "all_gather_object", "reduce_scatter", "gather", "scatter", "reduce"} <= names
+        assert {
+            "all_gather",
+            "all_gather_object",
+            "reduce_scatter",
+            "gather",
+            "scatter",
+            "reduce",
+        } <= names
 
     def test_summary(self) -> None:
         import contextlib
@@ -143,8 +155,13 @@ class TestLogger(DistributedTest):
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             result = dist.log_summary(show_straggler=True, return_dict=True)
         assert result is not None
-        assert result["metadata"]["world_size"] == 2 and result["metadata"]["rank"] == dist.get_rank()
-        assert list(result["summary"]) == ["all_reduce"] and result["summary"]["all_reduce"][4000]["count"] == 1
+        assert (
+            result["metadata"]["world_size"] == 2 and result["metadata"]["rank"] == dist.get_rank()
+        )
+        assert (
+            list(result["summary"]) == ["all_reduce"]
+            and result["summary"]["all_reduce"][4000]["count"] == 1
+        )
         assert result["straggler_analysis"]["all_reduce"][4000]["total_straggler_ms"] >= 0
         text = shown.getvalue()
         assert ("3.91 KB" in text and "busbw_avg (Gbps)" in text) == (dist.get_rank() == 0)
@@ -154,11 +171,15 @@ class TestLogger(DistributedTest):
         assert not dist.has_comm_data() and dist.log_summary() is None
 
     def test_configuration_and_overrides(self) -> None:
-        section = SimpleNamespace(enabled=True, verbose=False, debug=True, prof_all=False, prof_ops=["broadcast"])
+        section = SimpleNamespace(
+            enabled=True, verbose=False, debug=True, prof_all=False, prof_ops=["broadcast"]
+        )
         dist.configure(SimpleNamespace(tree=SimpleNamespace(comms_logger=section)))
         dist.all_reduce(torch.ones(1))
         dist.broadcast(torch.ones(1), 0)
-        assert dist.get_logged_comm_ops() == ["broadcast | [Caller Func: test_configuration_and_overrides]"]
+        assert dist.get_logged_comm_ops() == [
+            "broadcast | [Caller Func: test_configuration_and_overrides]"
+        ]
         dist.all_reduce(torch.ones(1), prof=True)
         assert dist.get_comm_operation_count() == 2
         dist.configure(enabled=False)

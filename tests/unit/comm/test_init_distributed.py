@@ -47,24 +47,36 @@ def bare_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
     ],
 )
-def test_missing_variables_are_named_with_the_remedy(bare_env: pytest.MonkeyPatch, given: dict[str, str], missing: str) -> None:
+def test_missing_variables_are_named_with_the_remedy(
+    bare_env: pytest.MonkeyPatch, given: dict[str, str], missing: str
+) -> None:
     os.environ.update(given)
-    with pytest.raises(ValueError, match=f"environment variables {missing} are not set; start the script with") as caught:
+    with pytest.raises(
+        ValueError, match=f"environment variables {missing} are not set; start the script with"
+    ) as caught:
         dist.init_distributed("gloo")
     assert "torchrun" in str(caught.value) and not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
-    "rank, world, text", [("2", "2", "RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2"), ("x", "2", "RANK='x' is not")]
+    "rank, world, text",
+    [
+        ("2", "2", "RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2"),
+        ("x", "2", "RANK='x' is not"),
+    ],
 )
-def test_inconsistent_variables(bare_env: pytest.MonkeyPatch, rank: str, world: str, text: str) -> None:
+def test_inconsistent_variables(
+    bare_env: pytest.MonkeyPatch, rank: str, world: str, text: str
+) -> None:
     os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     with pytest.raises(ValueError, match=text):
         dist.init_distributed("gloo")
 
 
 def test_a_group_must_be_there_when_making_one_is_forbidden(bare_env: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="dist_init_required=False, but there is no process group"):
+    with pytest.raises(
+        RuntimeError, match="dist_init_required=False, but there is no process group"
+    ):
         dist.init_distributed("gloo", dist_init_required=False)
 
 
@@ -75,7 +87,8 @@ def test_ccl_without_its_package_is_refused(bare_env: pytest.MonkeyPatch, tmp_pa
 
 
 def test_mpi_on_one_machine(bare_env: pytest.MonkeyPatch) -> None:
-    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)  # as if mpi4py were not installed
+    # as if mpi4py were not installed
+    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)
     os.environ.update(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4")
     os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="3", OMPI_COMM_WORLD_LOCAL_SIZE="4")
     assert discovery.in_mpi()
@@ -96,7 +109,11 @@ def test_mpi_on_several_machines_needs_an_address(bare_env: pytest.MonkeyPatch) 
         dist.mpi_discovery()
     os.environ["MASTER_ADDR"] = "head"
     dist.mpi_discovery()
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == ("1", "1", "head")
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == (
+        "1",
+        "1",
+        "head",
+    )
 
 
 def test_mpi_discovery_without_mpi(bare_env: pytest.MonkeyPatch) -> None:
@@ -106,13 +123,20 @@ def test_mpi_discovery_without_mpi(bare_env: pytest.MonkeyPatch) -> None:
 
 
 def test_slurm(bare_env: pytest.MonkeyPatch) -> None:
-    os.environ.update(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_NODELIST="gpu[07-09,12],cpu1")
+    os.environ.update(
+        SLURM_PROCID="5",
+        SLURM_NTASKS="8",
+        SLURM_LOCALID="1",
+        SLURM_JOB_NODELIST="gpu[07-09,12],cpu1",
+    )
     discovery.discover(distributed_port=456, verbose=True)
     assert [os.environ[name] for name in OWN] == ["5", "8", "1", "gpu07", "456"]
 
 
 def test_explicit_variables_win_over_slurm(bare_env: pytest.MonkeyPatch) -> None:
-    os.environ.update(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_JOB_NODELIST="a", MASTER_ADDR="b", MASTER_PORT="7")
+    os.environ.update(
+        SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_JOB_NODELIST="a", MASTER_ADDR="b", MASTER_PORT="7"
+    )
     discovery.discover(distributed_port=456, verbose=False)
     assert os.environ["MASTER_ADDR"] == "b" and os.environ["MASTER_PORT"] == "7"
 
@@ -138,7 +162,11 @@ def test_slurm_without_hosts(bare_env: pytest.MonkeyPatch) -> None:
 
 def test_cloud_schedulers(bare_env: pytest.MonkeyPatch) -> None:
     os.environ.update(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4")
-    os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2", AZ_BATCH_MASTER_NODE="head:77")
+    os.environ.update(
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+        AZ_BATCH_MASTER_NODE="head:77",
+    )
     assert not (dist.in_aml() or dist.in_aws_sm() or dist.in_dlts())
     bare_env.setenv("AZUREML_EXPERIMENT_ID", "1")
     assert dist.in_aml()
@@ -152,7 +180,11 @@ def test_cloud_schedulers(bare_env: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_from_launchers(bare_env: pytest.MonkeyPatch) -> None:
-    asked = (get_world_rank_from_launcher, get_local_rank_from_launcher, get_world_size_from_launcher)
+    asked = (
+        get_world_rank_from_launcher,
+        get_local_rank_from_launcher,
+        get_world_size_from_launcher,
+    )
     assert [ask() for ask in asked] == [0, 0, 1]
     os.environ.update(SLURM_PROCID="5", SLURM_LOCALID="2", SLURM_NTASKS="8")
     assert [ask() for ask in asked] == [5, 2, 8]
@@ -167,7 +199,12 @@ def test_message_sizes() -> None:
     import torch
 
     assert get_msg_size_from_args(dist.all_reduce, torch.ones(3)) == 12
-    assert get_msg_size_from_args(dist.reduce_scatter, torch.ones(1), input_list=[torch.ones(2), torch.ones(3)]) == 20
+    assert (
+        get_msg_size_from_args(
+            dist.reduce_scatter, torch.ones(1), input_list=[torch.ones(2), torch.ones(3)]
+        )
+        == 20
+    )
     assert get_msg_size_from_args(dist.barrier) == 0
 
 
@@ -194,7 +231,9 @@ class TestJoin(DistributedTest):
         rank = int(os.environ["RANK"])
         for name in OWN:
             del os.environ[name]
-        dist.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        dist.init_distributed(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
+        )
         dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
 
@@ -202,7 +241,9 @@ class TestJoin(DistributedTest):
         rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
         for name in OWN:
             del os.environ[name]
-        os.environ.update(SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_NODELIST="localhost")
+        os.environ.update(
+            SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_NODELIST="localhost"
+        )
         dist.init_distributed("gloo", distributed_port=int(port))
         dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)

@@ -1,4 +1,6 @@
-"""The intent check on real ranks: each kind of divergence is named on every rank, and nothing that is right is."""
+"""The intent check on real ranks: each kind of divergence is named on every rank, and nothing that
+is right is.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +31,9 @@ def checked(timeout_s: float = 20.0) -> Iterator[None]:
 
 
 def failure_of(act: Callable[[], Any], timeout_s: float = 20.0) -> str:
-    """The text with which this rank fails. Every rank must, and within seconds: the harness's limit would be too late."""
+    """The text with which this rank fails. Every rank must, and within seconds: the harness's limit
+    would be too late.
+    """
     started = time.monotonic()
     with checked(timeout_s), pytest.raises(CollectiveMismatchError) as failed:
         act()
@@ -50,23 +54,55 @@ class TestTwo(DistributedTest):
 
         text = failure_of(act)
         assert "the operation differs" in text
-        assert "rank 0: all_reduce(SUM) of float32[4] at " in text and "rank 1: broadcast from rank 0 of float32[4] at " in text
+        assert (
+            "rank 0: all_reduce(SUM) of float32[4] at " in text
+            and "rank 1: broadcast from rank 0 of float32[4] at " in text
+        )
         assert text.count(f"{HERE}:") == 2 and "in act" in text
 
     @pytest.mark.parametrize(
         "act, fact, zero, one",
         [
             (lambda r: dist.all_reduce(torch.ones(4 + r)), "shape", "float32[4]", "float32[5]"),
-            (lambda r: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.bfloat16)[r])), "dtype", "float32", "bfloat16"),
-            (lambda r: dist.all_reduce(torch.ones(1), op=(dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r]), "reduction", "SUM", "MAX"),
+            (
+                lambda r: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.bfloat16)[r])),
+                "dtype",
+                "float32",
+                "bfloat16",
+            ),
+            (
+                lambda r: dist.all_reduce(
+                    torch.ones(1), op=(dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r]
+                ),
+                "reduction",
+                "SUM",
+                "MAX",
+            ),
             (lambda r: dist.reduce(torch.ones(1), dst=r), "root", "to rank 0", "to rank 1"),
             (lambda r: dist.broadcast(torch.ones(1), src=r), "root", "from rank 0", "from rank 1"),
-            (lambda r: dist.all_reduce_coalesced([torch.ones(1)] * (r + 1)), "shape", "float32[1] at", "float32[1], float32[1]"),
-            (lambda r: dist.all_gather_into_tensor(torch.ones(4), torch.ones(4 - 2 * r)), "shape", "float32[4]", "float32[2]"),
-            (lambda r: dist.broadcast_object_list([None] * (r + 1), 0), "count", "of 1 objects", "of 2 objects"),
+            (
+                lambda r: dist.all_reduce_coalesced([torch.ones(1)] * (r + 1)),
+                "shape",
+                "float32[1] at",
+                "float32[1], float32[1]",
+            ),
+            (
+                lambda r: dist.all_gather_into_tensor(torch.ones(4), torch.ones(4 - 2 * r)),
+                "shape",
+                "float32[4]",
+                "float32[2]",
+            ),
+            (
+                lambda r: dist.broadcast_object_list([None] * (r + 1), 0),
+                "count",
+                "of 1 objects",
+                "of 2 objects",
+            ),
         ],
     )
-    def test_the_same_call_with_other_arguments(self, act: Callable[[int], Any], fact: str, zero: str, one: str) -> None:
+    def test_the_same_call_with_other_arguments(
+        self, act: Callable[[int], Any], fact: str, zero: str, one: str
+    ) -> None:
         text = failure_of(lambda: act(dist.get_rank()))
         assert f"the {fact} differs" in text
         lines = {line.split(":")[0].strip(): line for line in text.splitlines()[1:]}
@@ -76,7 +112,9 @@ class TestTwo(DistributedTest):
         "act, text",
         [
             (
-                lambda r: dist.all_to_all_single(torch.ones(4), torch.ones(4), None, [1, 3] if r else None),
+                lambda r: dist.all_to_all_single(
+                    torch.ones(4), torch.ones(4), None, [1, 3] if r else None
+                ),
                 "rank 1 hands 1 x float32 to rank 0, which expects 2 x float32",
             ),
             (
@@ -88,20 +126,28 @@ class TestTwo(DistributedTest):
                 "rank 0 hands float32[3] to rank 1, which expects float32[2]",
             ),
             (
-                lambda r: dist.gather(torch.ones(1 + r), None if r else [torch.ones(1), torch.ones(1)]),
+                lambda r: dist.gather(
+                    torch.ones(1 + r), None if r else [torch.ones(1), torch.ones(1)]
+                ),
                 "rank 1 hands float32[2] to rank 0, which expects float32[1]",
             ),
             (
-                lambda r: dist.scatter(torch.ones(1), None if r else [torch.ones(1), torch.ones(2)]),
+                lambda r: dist.scatter(
+                    torch.ones(1), None if r else [torch.ones(1), torch.ones(2)]
+                ),
                 "rank 0 hands float32[2] to rank 1, which expects float32[1]",
             ),
             (
-                lambda r: dist.all_to_all([torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(1 + r)]),
+                lambda r: dist.all_to_all(
+                    [torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(1 + r)]
+                ),
                 "rank 1 hands float32[2] to rank 1, which expects float32[1]",
             ),
         ],
     )
-    def test_what_one_hands_is_not_what_the_other_expects(self, act: Callable[[int], Any], text: str) -> None:
+    def test_what_one_hands_is_not_what_the_other_expects(
+        self, act: Callable[[int], Any], text: str
+    ) -> None:
         assert text in failure_of(lambda: act(dist.get_rank()))
 
     def test_one_rank_skips(self) -> None:
@@ -114,7 +160,10 @@ class TestTwo(DistributedTest):
         text = failure_of(act)
         # The same operation on the same shapes: only the call sites, and the program's habit, tell.
         assert "collective 4 of their group: the call sites differ" in text
-        assert "rank 1 skipped it or is one ahead: the last time" in text and "all ranks, before:" in text
+        assert (
+            "rank 1 skipped it or is one ahead: the last time" in text
+            and "all ranks, before:" in text
+        )
 
     def test_one_rank_does_one_twice(self) -> None:
         def act() -> None:
@@ -142,13 +191,20 @@ class TestTwo(DistributedTest):
                 with pytest.raises(CollectiveMismatchError) as failed:
                     dist.barrier()
                 text = str(failed.value)
-                assert "rank 1 did not come within 0.6 s" in text and "rank 0 waits in barrier" in text
-                assert "rank 1 is elsewhere; its last collective was all_reduce(SUM) of float32[3]" in text
+                assert (
+                    "rank 1 did not come within 0.6 s" in text and "rank 0 waits in barrier" in text
+                )
+                assert (
+                    "rank 1 is elsewhere; its last collective was all_reduce(SUM) of float32[3]"
+                    in text
+                )
                 assert "raise verify.collectives_timeout" in text
             meet_unchecked()
             # It comes after all: everybody fails alike, and again.
             for _ in range(2):
-                with pytest.raises(CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"):
+                with pytest.raises(
+                    CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"
+                ):
                     dist.barrier()
 
     def test_a_leader_that_ends_before_it_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +227,10 @@ class TestTwo(DistributedTest):
         if on(1):
             intent.disable()
             return
-        with pytest.raises(CollectiveMismatchError, match="rank 1 has switched the check off; its last collective was all_red"):
+        with pytest.raises(
+            CollectiveMismatchError,
+            match="rank 1 has switched the check off; its last collective was all_red",
+        ):
             dist.all_reduce(torch.ones(1))
         intent.disable()
 
@@ -185,7 +244,10 @@ class TestTwo(DistributedTest):
         text = failure_of(act)
         assert "ranks 0 and 1 do not agree" in text or "ranks 1 and 0 do not agree" in text
         assert "message number 0 between them with tag 2" in text
-        assert "rank 0: isend of float32[4] to rank 1 at " in text and "rank 1: irecv of float32[2] from rank 0 at " in text
+        assert (
+            "rank 0: isend of float32[4] to rank 1 at " in text
+            and "rank 1: irecv of float32[2] from rank 0 at " in text
+        )
 
     @pytest.mark.parametrize("late", [0, 1])
     def test_blocking_messages_that_do_not_match(self, late: int) -> None:
@@ -193,7 +255,8 @@ class TestTwo(DistributedTest):
         meet_unchecked()
 
         def act() -> None:
-            while on(late) and num_keys() == before:  # either side may come second: until the other's note is there
+            # either side may come second: until the other's note is there
+            while on(late) and num_keys() == before:
                 pass
             if on(0):
                 dist.send(torch.ones(4), 1)
@@ -217,7 +280,11 @@ class TestTwo(DistributedTest):
             dist.recv(torch.ones(1), 1) if on(0) else dist.barrier()
 
         text = failure_of(act, timeout_s=60.0)
-        assert "wait for each other" in text and "waits in recv of float32[1] from rank 1" in text and "waits in barrier" in text
+        assert (
+            "wait for each other" in text
+            and "waits in recv of float32[1] from rank 1" in text
+            and "waits in barrier" in text
+        )
 
 
 def meet_unchecked() -> None:
@@ -235,7 +302,11 @@ class TestThree(DistributedTest):
             dist.barrier() if on(1) else dist.all_reduce(torch.ones(1))
 
         text = failure_of(act)
-        assert "ranks 0, 2: all_reduce" in text and "rank 1: barrier" in text and "rank 1 skipped it" in text
+        assert (
+            "ranks 0, 2: all_reduce" in text
+            and "rank 1: barrier" in text
+            and "rank 1 skipped it" in text
+        )
 
     def test_divergence_in_a_subgroup_reaches_the_rank_outside(self) -> None:
         group = dist.new_group([1, 2])
@@ -246,7 +317,10 @@ class TestThree(DistributedTest):
             dist.barrier()
 
         text = failure_of(act)
-        assert "ranks [1, 2] are about to do different things in collective 0 of their group: the shape differs" in text
+        assert (
+            "ranks [1, 2] are about to do different things in collective 0 of their group: the "
+            "shape differs" in text
+        )
 
     def test_a_circle_over_three_groups(self) -> None:
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
@@ -260,7 +334,9 @@ class TestThree(DistributedTest):
         assert "wait for each other" in text and text.count("waits in") == 3
 
     def test_what_is_right_passes(self) -> None:
-        """Everything that legitimately differs between ranks: roots' lists, uneven lists and splits, branches at barriers."""
+        """Everything that legitimately differs between ranks: roots' lists, uneven lists and
+        splits, branches at barriers.
+        """
         rank, world = dist.get_rank(), 3
         pair = dist.new_group([0, 2])
         with checked():
@@ -275,8 +351,12 @@ class TestThree(DistributedTest):
                 if rank != 1:
                     dist.barrier()
                 uneven = torch.empty(world * rank)
-                dist.all_to_all_single(uneven, torch.full((3,), float(rank)), [rank] * world, [0, 1, 2])
-                assert uneven.tolist() == [float(source) for source in range(world) for _ in range(rank)]
+                dist.all_to_all_single(
+                    uneven, torch.full((3,), float(rank)), [rank] * world, [0, 1, 2]
+                )
+                assert uneven.tolist() == [
+                    float(source) for source in range(world) for _ in range(rank)
+                ]
                 collected = [torch.empty(2) for _ in range(world)] if rank == 1 else None
                 dist.gather(torch.ones(2), collected, dst=1)
                 dist.scatter(torch.ones(2), collected, src=1)

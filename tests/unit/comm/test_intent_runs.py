@@ -1,4 +1,6 @@
-"""The intent check around whole programs: training is silent under it, and ranks that end are named."""
+"""The intent check around whole programs: training is silent under it, and ranks that end are
+named.
+"""
 
 import os
 import socket
@@ -36,7 +38,12 @@ def config(stage: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 64, "allgather_bucket_size": 64},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": 64,
+            "allgather_bucket_size": 64,
+        },
         "verify": {"collectives": True, "collectives_timeout": 20},
     }
 
@@ -44,7 +51,9 @@ def config(stage: int) -> dict[str, Any]:
 def train(stage: int, steps: int = 3) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config(stage)
+    )
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 7, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
@@ -69,7 +78,11 @@ class TestTraining(DistributedTest):
             train(stage=1)
         collectives.remove_observer(skip)
         text = str(failed.value)
-        assert "ranks 0, 1: all_reduce(" in text and "rank 2: " in text and "rank 2 skipped it or is one ahead" in text
+        assert (
+            "ranks 0, 1: all_reduce(" in text
+            and "rank 2: " in text
+            and "rank 2 skipped it or is one ahead" in text
+        )
         # The lines of the package that issue the two, not those of the communication layer.
         assert text.count("deepspeed/runtime/") >= 2 and "deepspeed/comm" not in text
         intent.disable()
@@ -110,7 +123,13 @@ def outputs_of(*arguments: str) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     common["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     ranks = [
         subprocess.Popen(
@@ -134,9 +153,15 @@ def test_a_rank_that_ends_by_an_exception_is_named() -> None:
     text = outputs_of("0", "raises")[1]
     assert "CollectiveMismatchError: rank 0 ended and will not come" in text
     assert "rank 1 waits in all_reduce(SUM) of float32[5]" in text
-    assert "rank 0 has ended after ValueError: planted; its last collective was all_reduce(SUM) of float32[3]" in text
+    assert (
+        "rank 0 has ended after ValueError: planted; its last collective was all_reduce(SUM) of "
+        "float32[3]" in text
+    )
 
 
 def test_a_rank_that_takes_the_store_with_it() -> None:
     """Killed, it leaves no note; the others must not wait for the limit of sixty seconds."""
-    assert "CollectiveMismatchError: the key-value store of the process group cannot be reached" in outputs_of("0", "dies")[1]
+    assert (
+        "CollectiveMismatchError: the key-value store of the process group cannot be reached"
+        in outputs_of("0", "dies")[1]
+    )

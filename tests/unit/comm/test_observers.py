@@ -1,4 +1,6 @@
-"""Observers of collectives: what they are told, in which order they are asked, and that every operation asks them."""
+"""Observers of collectives: what they are told, in which order they are asked, and that every
+operation asks them.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -50,12 +52,23 @@ class TestChain(DistributedTest):
 
     def test_order_and_removal(self) -> None:
         order: list[str] = []
-        first, second, device = Recorder("first", order), Recorder("second", order), Recorder("device", order)
+        first, second, device = (
+            Recorder("first", order),
+            Recorder("second", order),
+            Recorder("device", order),
+        )
         with observed_by(first, second):
             collectives.add_observer(device, innermost=True)
             collectives.add_observer(first)  # once is enough
             dist.all_reduce(torch.ones(1))
-            assert order == ["second in", "first in", "device in", "device out", "first out", "second out"]
+            assert order == [
+                "second in",
+                "first in",
+                "device in",
+                "device out",
+                "first out",
+                "second out",
+            ]
             assert collectives.is_observed_by(device)
             collectives.remove_observer(device)
             collectives.remove_observer(device)
@@ -105,7 +118,8 @@ class TestChain(DistributedTest):
             call.with_async(False)
 
 
-# Per operation: its arguments, which of their tensors are read, which are written. `t` is a list of six tensors.
+# Per operation: its arguments, which of their tensors are read, which are written. `t` is a list of
+# six tensors.
 T = list[torch.Tensor]
 CASES: dict[str, Callable[[T], tuple[tuple[Any, ...], T, T]]] = {
     "all_reduce": lambda t: ((t[0],), [t[0]], [t[0]]),
@@ -151,9 +165,13 @@ class TestEveryOperation(DistributedTest):
             getattr(dist, name)(*args)
         (call,) = recorder.calls
         assert _same(call.reads, reads) and _same(call.writes, writes) and not call.async_op
-        assert call.group is None and call.num_bytes == sum(t.numel() * 4 for t in (writes if "all_gather" in name else reads))
+        assert call.group is None and call.num_bytes == sum(
+            t.numel() * 4 for t in (writes if "all_gather" in name else reads)
+        )
 
-    @pytest.mark.parametrize("name", [n for n in CASES if "async_op" in inspect.signature(getattr(dist, n)).parameters])
+    @pytest.mark.parametrize(
+        "name", [n for n in CASES if "async_op" in inspect.signature(getattr(dist, n)).parameters]
+    )
     def test_asynchrony_is_told(self, name: str) -> None:
         args, _, _ = CASES[name]([torch.zeros(2) for _ in range(6)])
         recorder = Recorder()
@@ -163,12 +181,20 @@ class TestEveryOperation(DistributedTest):
         assert call.async_op and not call.with_async(False).async_op
 
     def test_no_operation_was_forgotten(self) -> None:
-        with_group = {n for n in dist.__all__ if "group" in _parameters(n) and n not in _NOT_OPERATIONS}
+        with_group = {
+            n for n in dist.__all__ if "group" in _parameters(n) and n not in _NOT_OPERATIONS
+        }
         assert with_group == {*CASES, *PAIRS}
 
 
 _NOT_OPERATIONS = {
-    *("get_rank", "get_world_size", "get_global_rank", "get_backend_name", "get_all_ranks_from_group"),
+    *(
+        "get_rank",
+        "get_world_size",
+        "get_global_rank",
+        "get_backend_name",
+        "get_all_ranks_from_group",
+    ),
     "destroy_process_group",
 }
 
@@ -195,6 +221,10 @@ class TestPairs(DistributedTest):
         assert (blocking.async_op, handed.async_op) == (False, True)
         assert blocking.argument("tag") == 3 and blocking.argument("op", "none") == "none"
         for call in (blocking, handed):
-            assert _same(call.reads, [tensor] * (rank == 0)) and _same(call.writes, [tensor] * (rank == 1))
+            assert _same(call.reads, [tensor] * (rank == 0)) and _same(
+                call.writes, [tensor] * (rank == 1)
+            )
         # The source's memory is only read: a checker must not call its other readers racy.
-        assert _same(broadcast.reads, [tensor] * (rank == 1)) and _same(broadcast.writes, [tensor] * (rank == 0))
+        assert _same(broadcast.reads, [tensor] * (rank == 1)) and _same(
+            broadcast.writes, [tensor] * (rank == 0)
+        )

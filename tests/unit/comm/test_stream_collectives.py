@@ -1,4 +1,6 @@
-"""Collectives of the simulated device: ordered by streams as NCCL's, never deadlocking, with the host backend's numbers."""
+"""Collectives of the simulated device: ordered by streams as NCCL's, never deadlocking, with the
+host backend's numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class TestOrder(DistributedTest):
     world_size = 2
 
     def test_handle_makes_the_current_stream_wait(self) -> None:
-        # Kills: a collective that is done before its handle was waited for, and a wait that orders nothing.
+        # Kills: a collective that is done before its handle was waited for, and a wait that orders
+        # nothing.
         with simulate() as sim:
             stream_collectives.install()
             value = torch.full((4,), float(dist.get_rank() + 1))
@@ -102,10 +105,13 @@ class TestResults(DistributedTest):
 
     @pytest.mark.parametrize("schedule", [0, 1, 2])
     def test_every_operation(self, schedule: int) -> None:
-        # Kills: outputs stored in the wrong tensor, uneven gathers, an operation that the host backend gets wrongly.
+        # Kills: outputs stored in the wrong tensor, uneven gathers, an operation that the host
+        # backend gets wrongly.
         rank = dist.get_rank()
         expected = everything(rank)
-        expected[-1] = torch.stack([torch.arange(6.0), torch.arange(6.0) + 10]).sum(0)[slice(0, 4) if rank == 0 else slice(4, 6)]
+        expected[-1] = torch.stack([torch.arange(6.0), torch.arange(6.0) + 10]).sum(0)[
+            slice(0, 4) if rank == 0 else slice(4, 6)
+        ]
         with simulate(schedule=schedule):
             stream_collectives.install()
             found = [value.clone() for value in everything(rank)]

@@ -1,4 +1,6 @@
-"""The agent under upstream's name: its processes get the given variables, and a failed one is started again."""
+"""The agent under upstream's name: its processes get the given variables, and a failed one is
+started again.
+"""
 
 import uuid
 from pathlib import Path
@@ -13,7 +15,14 @@ def test_variables_and_restart(tmp_path: Path) -> None:
     # Kills: an agent that drops `env`, or lets it override what it sets itself.
     script = "echo $COLOUR $RANK >> seen; [ -e failed ] || { touch failed; exit 1; }"
     parameters = RendezvousParameters(
-        "c10d", str(tmp_path / "store"), uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", is_host=True, store_type="file"
+        "c10d",
+        str(tmp_path / "store"),
+        uuid.uuid4().hex,
+        1,
+        1,
+        local_addr="127.0.0.1",
+        is_host=True,
+        store_type="file",
     )
     spec = WorkerSpec(
         role="default",
@@ -23,6 +32,8 @@ def test_variables_and_restart(tmp_path: Path) -> None:
         rdzv_handler=registry.get_rendezvous_handler(parameters),
         max_restarts=1,
     )
-    result = DSElasticAgent(spec, {"COLOUR": "blue", "RANK": 7}, log_dir=str(tmp_path / "logs")).run()
+    result = DSElasticAgent(
+        spec, {"COLOUR": "blue", "RANK": 7}, log_dir=str(tmp_path / "logs")
+    ).run()
     assert not result.is_failed()
     assert (tmp_path / "seen").read_text() == "blue 0\nblue 0\n"

@@ -1,7 +1,8 @@
 """Elastic batch sizes: upstream's numbers, and what an `elasticity` block does to a configuration.
 
-`upstream_results.json` was recorded from upstream 0.19.6 as a black box: 200 random blocks and 30 random calls of the
-small functions. Where this project decides otherwise, the four reasons are `differs`.
+`upstream_results.json` was recorded from upstream 0.19.6 as a black box: 200 random blocks and 30
+random calls of the small functions. Where this project decides otherwise, the four reasons are
+`differs`.
 """
 
 import json
@@ -44,7 +45,9 @@ BLOCK = {
 def outcome(block: dict[str, Any], world_size: int, return_microbatch: bool) -> Any:
     """The result as JSON has it, or the name of the error."""
     try:
-        return list(compute_elastic_config({"elasticity": block}, "0.6.0", world_size, return_microbatch))
+        return list(
+            compute_elastic_config({"elasticity": block}, "0.6.0", world_size, return_microbatch)
+        )
     except (ElasticityError, ValueError) as error:
         return type(error).__name__
 
@@ -70,7 +73,12 @@ def test_numbers_are_upstreams() -> None:
     for block, world_size, return_microbatch, theirs in RECORDED["compute_elastic_config"]:
         ours = outcome(block, world_size, return_microbatch)
         same += ours == theirs
-        assert ours == theirs or differs(block, world_size, ours, theirs), (block, world_size, ours, theirs)
+        assert ours == theirs or differs(block, world_size, ours, theirs), (
+            block,
+            world_size,
+            ours,
+            theirs,
+        )
     assert same >= 0.75 * len(RECORDED["compute_elastic_config"])
 
 
@@ -78,12 +86,21 @@ def test_small_functions_are_upstreams() -> None:
     for micros, limit, low, high, candidates, valid, best in RECORDED["functions"]:
         assert get_candidate_batch_sizes(micros, limit) == sorted(candidates)
         assert [get_valid_gpus(batch, micros, low, high) for batch in candidates] == valid
-        assert [list(get_best_candidates(candidates, micros, low, high, larger)) for larger in (True, False)] == best
+        assert [
+            list(get_best_candidates(candidates, micros, low, high, larger))
+            for larger in (True, False)
+        ] == best
 
 
 def test_highly_composite_numbers_are_that() -> None:
-    """Each has more divisors than all before it (and more than its neighbours in the list of candidates)."""
-    divisors = [sum(number % low == 0 for low in range(1, number + 1)) for number in HCN_LIST if number < 20000]
+    """Each has more divisors than all before it (and more than its neighbours in the list of
+    candidates).
+    """
+    divisors = [
+        sum(number % low == 0 for low in range(1, number + 1))
+        for number in HCN_LIST
+        if number < 20000
+    ]
     assert divisors == sorted(set(divisors)) and HCN_LIST == sorted(HCN_LIST)
 
 
@@ -109,11 +126,17 @@ def test_model_parallel_groups_are_counted_once() -> None:
     batch, valid, micro = compute_elastic_config({"elasticity": block}, "0.6.0", world_size=16)
     assert 8 in valid and batch % (8 * micro) == 0
     # Six of eight ranks of a node: three replicas; upstream compares 6 with [3] and refuses.
-    assert compute_elastic_config({"elasticity": block}, "0.6.0", world_size=6)[1:] in (([3], 2), ([3], 4), ([3], 6))
+    assert compute_elastic_config({"elasticity": block}, "0.6.0", world_size=6)[1:] in (
+        ([3], 2),
+        ([3], 4),
+        ([3], 6),
+    )
     with pytest.raises(ElasticityIncompatibleWorldSize, match=r"7.*model_parallel_size \(2\)"):
         compute_elastic_config({"elasticity": block}, "0.6.0", world_size=7)
     with pytest.raises(ElasticityError, match="divisible by model parallel size 3"):
-        compute_elastic_config({"elasticity": {**block, "model_parallel_size": 3}}, "0.6.0", world_size=6)
+        compute_elastic_config(
+            {"elasticity": {**block, "model_parallel_size": 3}}, "0.6.0", world_size=6
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +146,11 @@ def test_model_parallel_groups_are_counted_once() -> None:
         ({"micro_batch_sizes": [0]}, ElasticityConfigError, r"positive integers.*\[0\]"),
         ({"micro_batch_sizes": []}, ElasticityConfigError, "at least one"),
         ({"micro_batch_sizes": 3}, ElasticityConfigError, "list of micro batches"),
-        ({"micro_batch_sizes": [3000]}, ValueError, "less than or equal to max_acceptable_batch_size: 2000"),
+        (
+            {"micro_batch_sizes": [3000]},
+            ValueError,
+            "less than or equal to max_acceptable_batch_size: 2000",
+        ),
         ({"min_gpus": 0}, ElasticityConfigError, "min_gpus: 0"),
         ({"min_gpus": 30}, ElasticityConfigError, "min_gpus: 30, max_gpus: 20"),
         ({"min_time": -1}, ElasticityConfigError, "given -1"),
@@ -134,7 +161,9 @@ def test_model_parallel_groups_are_counted_once() -> None:
         ({"version": 0.15}, NotImplementedError, "0.15"),
     ],
 )
-def test_mistakes_have_upstreams_errors(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_mistakes_have_upstreams_errors(
+    change: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
         compute_elastic_config({"elasticity": {**BLOCK, **change}}, "0.6.0")
 
@@ -143,7 +172,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for key in ("max_train_batch_size", "micro_batch_sizes"):
         with pytest.raises(ElasticityConfigError, match=f"missing {key}"):
-            compute_elastic_config({"elasticity": {name: value for name, value in BLOCK.items() if name != key}}, "0.6.0")
+            compute_elastic_config(
+                {"elasticity": {name: value for name, value in BLOCK.items() if name != key}},
+                "0.6.0",
+            )
     with pytest.raises(ElasticityConfigError, match="'elasticity' is missing"):
         compute_elastic_config({}, "0.6.0")
     with pytest.raises(ElasticityError, match="0.3.1"):
@@ -170,21 +202,35 @@ def test_scheduler_and_run_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_configuration_takes_the_batch_for_its_ranks(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_takes_the_batch_for_its_ranks(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     config = DeepSpeedConfig({"elasticity": BLOCK})
-    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    sizes = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
     assert sizes == (1440, 6, 240 // world_size) and config.elasticity_enabled
 
 
-def test_batch_keys_beside_it_are_refused_or_overridden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_keys_beside_it_are_refused_or_overridden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ):
         with pytest.raises(ElasticityConfigError, match=f"{key}: 8"):
             DeepSpeedConfig({"elasticity": BLOCK, key: 8})
     logger = logging.getLogger("DeepSpeed")
     monkeypatch.setattr(logger, "propagate", True)
-    config = DeepSpeedConfig({"elasticity": {**BLOCK, "ignore_non_elastic_batch_info": True}, "train_batch_size": 8})
+    config = DeepSpeedConfig(
+        {"elasticity": {**BLOCK, "ignore_non_elastic_batch_info": True}, "train_batch_size": 8}
+    )
     assert config.train_batch_size == 1440
     assert "overrides train_batch_size: 8" in caplog.text
 
@@ -193,8 +239,19 @@ def test_a_world_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "7")
     with pytest.raises(ElasticityIncompatibleWorldSize, match=r"World size \(7\)"):
         DeepSpeedConfig({"elasticity": BLOCK})
-    with pytest.raises(ElasticityConfigError, match="elasticity.model_parallel_size: 2, but 7 ranks"):
-        DeepSpeedConfig({"elasticity": {**BLOCK, "version": 0.2, "model_parallel_size": 2, "num_gpus_per_node": 2}})
+    with pytest.raises(
+        ElasticityConfigError, match="elasticity.model_parallel_size: 2, but 7 ranks"
+    ):
+        DeepSpeedConfig(
+            {
+                "elasticity": {
+                    **BLOCK,
+                    "version": 0.2,
+                    "model_parallel_size": 2,
+                    "num_gpus_per_node": 2,
+                }
+            }
+        )
     with pytest.raises(DeepSpeedConfigError, match="elasticity.min_gpus"):
         DeepSpeedConfig({"elasticity": {**BLOCK, "min_gpus": 0}})
 
@@ -204,6 +261,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(json.dumps({"elasticity": BLOCK}))
     assert ds_elastic(["-c", str(path), "-w", "4"]) == 0
     out = capsys.readouterr().out
-    assert "final_batch_size .... 1440\nvalid_gpus .......... [1, 2, 3, 4, 5, 6, 8" in out and "micro_batch_size .... 6" in out
+    assert (
+        "final_batch_size .... 1440\nvalid_gpus .......... [1, 2, 3, 4, 5, 6, 8" in out
+        and "micro_batch_size .... 6" in out
+    )
     assert ds_elastic(["-c", str(path), "-w", "7"]) == 2
     assert capsys.readouterr().err.startswith("ds_elastic: error: World size (7)")

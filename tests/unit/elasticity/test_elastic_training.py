@@ -1,6 +1,7 @@
 """Elastic launches with real processes: what a restart goes on from, and nodes that go and come.
 
-A node is a `deepspeed` command of its own on this machine; examples/elastic_train.py is what they run.
+A node is a `deepspeed` command of its own on this machine; examples/elastic_train.py is what they
+run.
 """
 
 import json
@@ -33,15 +34,38 @@ class Nodes:
             self.port = probe.getsockname()[1]
 
     def start(
-        self, *flags: str, elastic: bool = True, checkpoints: str = "checkpoints", **environment: str
+        self,
+        *flags: str,
+        elastic: bool = True,
+        checkpoints: str = "checkpoints",
+        **environment: str,
     ) -> "subprocess.Popen[bytes]":
-        meeting = ["--elastic_training", "--master_addr", "127.0.0.1", "--master_port", str(self.port)] if elastic else []
+        meeting = (
+            ["--elastic_training", "--master_addr", "127.0.0.1", "--master_port", str(self.port)]
+            if elastic
+            else []
+        )
         number = len(self.started)
         with open(self.folder / f"output{number}", "wb") as output:
             node = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed.launcher.runner", *meeting, *flags, str(SCRIPT), "--checkpoints", checkpoints],
+                [
+                    sys.executable,
+                    "-m",
+                    "deepspeed.launcher.runner",
+                    *meeting,
+                    *flags,
+                    str(SCRIPT),
+                    "--checkpoints",
+                    checkpoints,
+                ],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "DS_ACCELERATOR": "cpu",
+                    "OMP_NUM_THREADS": "1",
+                    **environment,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -64,7 +88,10 @@ class Nodes:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{self.log()}\n" + "".join(path.read_text() for path in self.folder.glob("output*")))
+                raise AssertionError(
+                    f"{self.log()}\n"
+                    + "".join(path.read_text() for path in self.folder.glob("output*"))
+                )
             time.sleep(0.05)
 
     def end(self, node: "subprocess.Popen[bytes]") -> None:
@@ -88,7 +115,9 @@ def steps(log: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> None:
@@ -101,14 +130,18 @@ def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> No
     assert len(starts) == 2 and starts[0] == 0 and starts[1] == 4
     assert steps(nodes.log()) == [(step, 2) for step in range(1, 9)]
     losses = [
-        {entry["step"]: entry["loss"] for entry in nodes.log(name) if "step" in entry} for name in ("unbroken", "checkpoints")
+        {entry["step"]: entry["loss"] for entry in nodes.log(name) if "step" in entry}
+        for name in ("unbroken", "checkpoints")
     ]
     assert losses[0] == losses[1]
     assert same(nodes.weights(), nodes.weights("unbroken"))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("ELASTIC_CAMPAIGN" not in os.environ, reason="waits for a lost node to be noticed; make elastic runs it")
+@pytest.mark.skipif(
+    "ELASTIC_CAMPAIGN" not in os.environ,
+    reason="waits for a lost node to be noticed; make elastic runs it",
+)
 def test_a_node_goes_and_comes_again(nodes: Nodes) -> None:
     # Kills: a batch that follows the number of ranks, and a job that ends with its first node.
     checkpoints = nodes.folder / "checkpoints"
@@ -135,5 +168,9 @@ def test_a_node_goes_and_comes_again(nodes: Nodes) -> None:
     assert {entry["batch"] for entry in nodes.log() if "start" in entry} == {48}
     # The same sequence of worlds, each launched for itself.
     for ranks, last in ((2, 3), (1, 6), (2, 8)):
-        nodes.end(nodes.start("--num_gpus", str(ranks), elastic=False, checkpoints="replayed", STEPS=str(last)))
+        nodes.end(
+            nodes.start(
+                "--num_gpus", str(ranks), elastic=False, checkpoints="replayed", STEPS=str(last)
+            )
+        )
     assert same(nodes.weights(), nodes.weights("replayed"))

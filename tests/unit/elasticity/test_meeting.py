@@ -1,4 +1,6 @@
-"""What an elastic job's nodes notice of each other, over a real store and without processes to train."""
+"""What an elastic job's nodes notice of each other, over a real store and without processes to
+train.
+"""
 
 import signal
 import subprocess
@@ -24,7 +26,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def server() -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.communicate()
@@ -37,8 +41,11 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_silent_node_is_lost_and_a_silent_meeting_point_is_a_cut(server: "subprocess.Popen[str]") -> None:
-    # Kills: beats that are not sent, a word that is there taken for a sign of life, answers that nobody waits for.
+def test_a_silent_node_is_lost_and_a_silent_meeting_point_is_a_cut(
+    server: "subprocess.Popen[str]",
+) -> None:
+    # Kills: beats that are not sent, a word that is there taken for a sign of life, answers that
+    # nobody waits for.
     assert server.stdout is not None
     endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
     cut = threading.Event()
@@ -61,8 +68,14 @@ def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPat
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     seen = Round("a", 0, 2)
-    # Kills: silence counted from the round's begin, and a node that never spoke taken for one that lives.
-    for moment, word, lost in ((0.0, "", False), (9.0, "b 1", False), (18.0, "b 1", False), (20.0, "b 1", True)):
+    # Kills: silence counted from the round's begin, and a node that never spoke taken for one that
+    # lives.
+    for moment, word, lost in (
+        (0.0, "", False),
+        (9.0, "b 1", False),
+        (18.0, "b 1", False),
+        (20.0, "b 1", True),
+    ):
         now[0] = moment
         seen.listen(1, word, 10.0)
         assert seen.lost is lost
@@ -92,9 +105,17 @@ class _Watch:
 
 @pytest.mark.parametrize(
     ("waiting", "lost", "closed", "expected"),
-    [(0, False, False, 0), (2, False, False, 2), (0, True, False, 1), (0, True, True, 0), (2, True, True, 2)],
+    [
+        (0, False, False, 0),
+        (2, False, False, 2),
+        (0, True, False, 1),
+        (0, True, True, 0),
+        (2, True, True, 2),
+    ],
 )
-def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(waiting: int, lost: bool, closed: bool, expected: int) -> None:
+def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(
+    waiting: int, lost: bool, closed: bool, expected: int
+) -> None:
     # Kills: a round started again because a node had gone after its good end.
     inner: Any = _Meeting()
     inner.waiting, inner.closed = waiting, closed

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+}
 FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 POD = """
 import json, os, torch, deepspeed
@@ -37,7 +42,8 @@ def plain_losses(steps: int) -> list[float]:
         inputs = torch.randn(16, 8, generator=generator)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # what gradient_clipping is unless it is given
+        # what gradient_clipping is unless it is given
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -46,7 +52,8 @@ def plain_losses(steps: int) -> list[float]:
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install ray")
 def test_ray_trains_as_one_process_does(tmp_path: Path) -> None:
-    # Kills: workers that each train alone (a batch of 16 per worker gives other losses from the second step on).
+    # Kills: workers that each train alone (a batch of 16 per worker gives other losses from the
+    # second step on).
     command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--workers", "2"]
     environment = {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     run = subprocess.run(
@@ -66,7 +73,9 @@ def test_ray_trains_as_one_process_does(tmp_path: Path) -> None:
 
 def manifest() -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml", reason="needs PyYAML")
-    return list(yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "indexed_job.yaml").read_text()))
+    return list(
+        yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "indexed_job.yaml").read_text())
+    )
 
 
 def test_manifest_fits_together() -> None:
@@ -74,21 +83,29 @@ def test_manifest_fits_together() -> None:
     pod = job["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert pod["spec"]["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert (
+        pod["spec"]["subdomain"] == service["metadata"]["name"]
+        and service["spec"]["clusterIP"] == "None"
+    )
     assert job["spec"]["completionMode"] == "Indexed"
     nodes = job["spec"]["completions"]
     assert job["spec"]["parallelism"] == nodes and f"--num_nodes={nodes}" in container["args"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= environment.keys()
     # An Indexed Job names its pods after itself and their index.
-    assert environment["MASTER_ADDR"]["value"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert (
+        environment["MASTER_ADDR"]["value"]
+        == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    )
     assert environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == FIELD
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
 def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
-    """Its very command, with the variables that an Indexed Job gives; only the address, port and script are this machine's."""
+    """Its very command, with the variables that an Indexed Job gives; only the address, port and
+    script are this machine's.
+    """
     _, job = manifest()
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (tmp_path / "train.py").write_text(POD)
@@ -98,14 +115,25 @@ def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
     here = {"MASTER_ADDR": "127.0.0.1", "PROCESSES": "1"}
     pods = []
     for index in range(job["spec"]["completions"]):
-        variables = {entry["name"]: here.get(entry["name"], entry.get("value", str(index))) for entry in container["env"]}
-        args = [re.sub(r"\$\((\w+)\)", lambda match, given=variables: given[match[1]], arg) for arg in container["args"]]
+        variables = {
+            entry["name"]: here.get(entry["name"], entry.get("value", str(index)))
+            for entry in container["env"]
+        }
+        args = [
+            re.sub(r"\$\((\w+)\)", lambda match, given=variables: given[match[1]], arg)
+            for arg in container["args"]
+        ]
         args = [arg.replace("29500", str(port)) for arg in args]
         script = next(number for number, arg in enumerate(args) if arg.endswith(".py"))
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *args[:script], "train.py"]
         pods.append(
             subprocess.Popen(
-                command, cwd=tmp_path, env={**ENVIRONMENT, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                cwd=tmp_path,
+                env={**ENVIRONMENT, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
     outputs = [pod.communicate(timeout=240) for pod in pods]

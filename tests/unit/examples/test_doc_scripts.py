@@ -1,4 +1,6 @@
-"""The scripts of the docs' pages, as they stand there, train on two processes and leave a checkpoint."""
+"""The scripts of the docs' pages, as they stand there, train on two processes and leave a
+checkpoint.
+"""
 
 import os
 import re
@@ -17,18 +19,37 @@ TIMEOUT = 120
     ("page", "tag", "files"),
     [
         ("getting-started.md", "global_step96", ["mp_rank_00_model_states.pt"]),
-        ("pipeline.md", "global_step96", ["layer_00-model_states.pt", "layer_04-model_states.pt", "mp_rank_01_model_states.pt"]),
-        ("moe.md", "global_step48", ["layer_0_expert_0_mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt"]),
+        (
+            "pipeline.md",
+            "global_step96",
+            ["layer_00-model_states.pt", "layer_04-model_states.pt", "mp_rank_01_model_states.pt"],
+        ),
+        (
+            "moe.md",
+            "global_step48",
+            [
+                "layer_0_expert_0_mp_rank_00_model_states.pt",
+                "layer_0_expert_3_mp_rank_00_model_states.pt",
+            ],
+        ),
     ],
 )
 def test_the_script_trains(tmp_path: Path, page: str, tag: str, files: list[str]) -> None:
-    # Kills: a page whose script no longer runs, or (as a pipeline's first and last stage with different data would) does not learn.
+    # Kills: a page whose script no longer runs, or (as a pipeline's first and last stage with
+    # different data would) does not learn.
     script = tmp_path / "train.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0])
+    script.write_text(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
+    )
     done = subprocess.run(
         [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        },
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

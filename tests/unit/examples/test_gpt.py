@@ -1,4 +1,6 @@
-"""The example's model: causal, deterministic, and the same whether products are made in fp32 or not."""
+"""The example's model: causal, deterministic, and the same whether products are made in fp32 or
+not.
+"""
 
 import math
 
@@ -37,7 +39,10 @@ def test_no_position_sees_later_bytes() -> None:
 def test_attention_sees_distances_not_places() -> None:
     angles = rotations(12, 8, torch.device("cpu"))
     query, key = torch.randn(8), torch.randn(8)
-    scores = [rotate(query.expand(12, 8), angles)[i + 3] @ rotate(key.expand(12, 8), angles)[i] for i in range(9)]
+    scores = [
+        rotate(query.expand(12, 8), angles)[i + 3] @ rotate(key.expand(12, 8), angles)[i]
+        for i in range(9)
+    ]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(9))
     assert scores[0].item() != pytest.approx((query @ key).item(), rel=1e-3)
 
@@ -61,7 +66,9 @@ def test_sampling_repeats_and_leaves_the_random_state() -> None:
 
 
 def test_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(ValueError, match=r"width \(34\) must be a multiple of twice the heads \(2\)"):
+    with pytest.raises(
+        ValueError, match=r"width \(34\) must be a multiple of twice the heads \(2\)"
+    ):
         GPTConfig(width=34, heads=2)
 
 

@@ -1,6 +1,8 @@
-"""The pipeline and the expert example as users run them: they equal one process, show what they promise, and notice a difference.
+"""The pipeline and the expert example as users run them: they equal one process, show what they
+promise, and notice a difference.
 
-Each run also holds the docs' claim that one command is enough: no file, flag or variable beyond those of the command.
+Each run also holds the docs' claim that one command is enough: no file, flag or variable beyond
+those of the command.
 """
 
 import os
@@ -45,8 +47,15 @@ def run(folder: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[
         *SMALL,
         *flags,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
 
 
 def losses(output: str) -> tuple[float, float]:
@@ -60,7 +69,12 @@ def losses(output: str) -> tuple[float, float]:
 def test_pipeline(tmp_path: Path) -> None:
     done = run(tmp_path, ROOT / "examples" / "pipeline_gpt.py", "--schedule", "zero_bubble")
     assert done.returncode == 0 and EQUAL in done.stdout, done.stdout + done.stderr
-    for shown in ("rank 1: pipe 1 of 2, data 0 of 1", "part 1 on stage 1: ", "stage 1  | .  F0 I0 F1 I1 W0", "bubble fraction:"):
+    for shown in (
+        "rank 1: pipe 1 of 2, data 0 of 1",
+        "part 1 on stage 1: ",
+        "stage 1  | .  F0 I0 F1 I1 W0",
+        "bubble fraction:",
+    ):
         assert shown in done.stdout, shown
     before, after = losses(done.stdout)
     assert before == 5.545 and after < 5.2
@@ -85,8 +99,14 @@ def test_the_check_finds_a_difference(tmp_path: Path) -> None:
 
 
 def test_verdict() -> None:
-    assert EQUAL in verdict(TOLERANCE, torch.float32) and EQUAL in verdict(HALF_TOLERANCE, torch.bfloat16)
-    for difference, dtype in ((2 * TOLERANCE, torch.float32), (2 * HALF_TOLERANCE, torch.float16), (float("inf"), torch.float32)):
+    assert EQUAL in verdict(TOLERANCE, torch.float32) and EQUAL in verdict(
+        HALF_TOLERANCE, torch.bfloat16
+    )
+    for difference, dtype in (
+        (2 * TOLERANCE, torch.float32),
+        (2 * HALF_TOLERANCE, torch.float16),
+        (float("inf"), torch.float32),
+    ):
         with pytest.raises(SystemExit, match="NOT equal"):
             verdict(difference, dtype)
 
@@ -99,7 +119,8 @@ def test_difference_of_steps_notices_nan() -> None:
 
 
 def test_difference_of_weights_is_in_units_of_their_way() -> None:
-    # Kills a difference relative to the weights themselves, under which wrong small updates would count as rounding.
+    # Kills a difference relative to the weights themselves, under which wrong small updates would
+    # count as rounding.
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(model.weight, 100.0)
     config = {"optimizer": {"params": {"lr": 0.01, "weight_decay": 0.0}}, "gradient_clipping": 1.0}

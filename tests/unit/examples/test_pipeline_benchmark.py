@@ -11,13 +11,17 @@ import torch
 
 
 def test_torch_gets_the_parts_that_the_engines_partition_into() -> None:
-    # Kills parts that differ between systems: the first has the embedding, the last the head, all have equally many blocks.
+    # Kills parts that differ between systems: the first has the embedding, the last the head, all
+    # have equally many blocks.
     from deepspeed.runtime.utils import (
         partition_balanced,  # optional: only this test needs the package
     )
 
     work = pipeline_systems.Workload(blocks=8, width=8)
-    weights = [float(isinstance(layer, pipeline_systems.PipeBlock)) for layer in pipeline_systems.build_layers(work)]
+    weights = [
+        float(isinstance(layer, pipeline_systems.PipeBlock))
+        for layer in pipeline_systems.build_layers(work)
+    ]
     for parts in (2, 4, 8):
         assert pipeline_systems.part_bounds(8, 10, parts) == partition_balanced(weights, parts)
 
@@ -43,7 +47,10 @@ def test_predictions_are_the_formulas() -> None:
     arguments = pipeline_bubble.parse_arguments([])
     # (micro-batches + stages - 1) passes forward and backward, of 2 layers of 3 times 10 ms
     assert pipeline_bubble.predict("1f1b", arguments).makespan == pytest.approx((8 + 3) * 60)
-    assert pipeline_bubble.predict("zero_bubble", arguments).makespan < pipeline_bubble.predict("1f1b", arguments).makespan
+    assert (
+        pipeline_bubble.predict("zero_bubble", arguments).makespan
+        < pipeline_bubble.predict("1f1b", arguments).makespan
+    )
 
 
 def test_upstream_needs_its_interpreter() -> None:

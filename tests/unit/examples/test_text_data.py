@@ -1,4 +1,6 @@
-"""The example's text: every byte in a window, training and validation apart, errors that name the path."""
+"""The example's text: every byte in a window, training and validation apart, errors that name the
+path.
+"""
 
 from pathlib import Path
 
@@ -37,14 +39,18 @@ def test_folder_holds_whole_files_out(tmp_path: Path) -> None:
     (tmp_path / "b.bin").write_text("no")
     split = load_text(str(tmp_path))
     assert bytes(split.validation.numpy()) == b"<0>" * 5 + b"\n" + b"<20>" * 5
-    assert b"no" not in bytes(split.train.numpy()) and bytes(split.train.numpy()).count(b"<") == 38 * 5
+    assert (
+        b"no" not in bytes(split.train.numpy()) and bytes(split.train.numpy()).count(b"<") == 38 * 5
+    )
 
 
 def test_single_file_is_split_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(200)))
     split = load_text(str(file))
-    assert split.train.tolist() == list(range(190)) and split.validation.tolist() == list(range(190, 200))
+    assert split.train.tolist() == list(range(190)) and split.validation.tolist() == list(
+        range(190, 200)
+    )
     file.write_bytes(b"short")
     with pytest.raises(ValueError, match="5 bytes, too few"):
         load_text(str(file))

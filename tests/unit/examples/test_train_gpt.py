@@ -1,4 +1,6 @@
-"""The example as users run it: two processes train it; stopped and resumed, it is the run that never stopped."""
+"""The example as users run it: two processes train it; stopped and resumed, it is the run that
+never stopped.
+"""
 
 import json
 import os
@@ -25,9 +27,25 @@ train_gpt.main()
 
 def run(folder: Path, script: Path, *flags: str) -> str:
     """Run a script with two processes; returns what it printed."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script), *FLAGS, *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        str(script),
+        *FLAGS,
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,13 +64,19 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     early = tmp_path / "early.py"
     early.write_text(STOP_AT_2.format(examples=str(ROOT / "examples")))
     whole = run(tmp_path, example, "--data", str(text), "--out", "whole")
-    assert "resumed from" not in whole and "validation loss 5.545 at step 0" in whole and "def " in whole
+    assert (
+        "resumed from" not in whole
+        and "validation loss 5.545 at step 0" in whole
+        and "def " in whole
+    )
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 5000
     run(tmp_path, early, "--data", str(text), "--out", "parts")
     resumed = run(tmp_path, example, "--data", str(text), "--out", "parts", "--resume")
     assert "global_step2: step 2, data at epoch 0, sequence 16" in resumed
     assert log(tmp_path / "whole") == log(tmp_path / "parts")
-    assert [entry.name for entry in (tmp_path / "parts" / "checkpoints").glob("global_step*")] == ["global_step4"]
+    assert [entry.name for entry in (tmp_path / "parts" / "checkpoints").glob("global_step*")] == [
+        "global_step4"
+    ]
 
 
 def test_run_ends_at_the_next_multiple() -> None:
@@ -69,12 +93,21 @@ def test_saved_step(tmp_path: Path) -> None:
 
 
 def test_flags_reach_the_configuration() -> None:
-    arguments = parse_arguments("--stage 1 --precision fp16 --offload --accumulation 3 --lr 0.5 --clip 2 --micro-batch 7".split())
+    arguments = parse_arguments(
+        "--stage 1 --precision fp16 --offload --accumulation 3 --lr 0.5 --clip 2 --micro-batch "
+        "7".split()
+    )
     config = engine_config(arguments, 600)
     assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert config["fp16"] == {"enabled": True} and "bf16" not in config
-    assert config["optimizer"]["params"]["lr"] == 0.5 and config["scheduler"]["params"]["total_num_steps"] == 600
-    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (3, 7)
+    assert (
+        config["optimizer"]["params"]["lr"] == 0.5
+        and config["scheduler"]["params"]["total_num_steps"] == 600
+    )
+    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (
+        3,
+        7,
+    )
     assert config["gradient_clipping"] == 2
 
 

@@ -10,12 +10,18 @@ import train_step
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine is three times slower in the second round; that must not show in a ratio.
-    wall = {"ddp": [[1.0, 1.0], [3.0, 3.0]], "ddp-fused": [[0.5, 0.5], [1.5, 1.5]], "zero1": [[2.0, 2.0], [6.0, 6.0]]}
+    wall = {
+        "ddp": [[1.0, 1.0], [3.0, 3.0]],
+        "ddp-fused": [[0.5, 0.5], [1.5, 1.5]],
+        "zero1": [[2.0, 2.0], [6.0, 6.0]],
+    }
     cpu = {"ddp": [[1.0], [1.0]], "ddp-fused": [[1.0], [1.0]], "zero1": [[0.5], [0.5]]}
     results = train_step.summarize(wall, cpu)
     ratios = {result.system: (result.ratio, result.ratio_fused) for result in results}
     assert ratios == {"ddp": (1.0, 2.0), "ddp-fused": (0.5, 1.0), "zero1": (2.0, 4.0)}
-    assert "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 | 500.00 | 0.50 |" in train_step.table(results)
+    assert "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 | 500.00 | 0.50 |" in train_step.table(
+        results
+    )
 
 
 def test_upstream_needs_its_interpreter() -> None:
@@ -32,10 +38,15 @@ def test_baseline_is_always_run() -> None:
 @pytest.mark.slow
 def test_systems_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
-    flags = "--model tiny --layers 3 --systems zero2 --rounds 2 --steps 3 --warmup 1 --clip 1".split()
+    flags = (
+        "--model tiny --layers 3 --systems zero2 --rounds 2 --steps 3 --warmup 1 --clip 1".split()
+    )
     assert train_step.main([*flags, "--json", str(record)]) == 0
     seconds = json.loads(record.read_text())["seconds"]
-    assert {name: [len(block) for block in rounds] for name, rounds in seconds.items()} == {"ddp": [3, 3], "zero2": [3, 3]}
+    assert {name: [len(block) for block in rounds] for name, rounds in seconds.items()} == {
+        "ddp": [3, 3],
+        "zero2": [3, 3],
+    }
     captured = capsys.readouterr()
     assert "| zero2 |" in captured.out and sys.executable not in captured.out
 
@@ -48,4 +59,7 @@ def test_a_system_that_fails_is_named_and_leaves_no_process(tmp_path: Path) -> N
             pair.wait_until_ready()
         pair.close()
     assert all(process.returncode is not None for process in pair._processes)
-    assert "system 'nonsense' is unknown; use one of ddp, ddp-fused" in (tmp_path / "stderr").read_text()
+    assert (
+        "system 'nonsense' is unknown; use one of ddp, ddp-fused"
+        in (tmp_path / "stderr").read_text()
+    )

@@ -1,4 +1,6 @@
-"""Which rank is blamed, and what is shown of it: pure decisions over what was seen of each process."""
+"""Which rank is blamed, and what is shown of it: pure decisions over what was seen of each
+process.
+"""
 
 import signal
 
@@ -16,10 +18,18 @@ def seen(exited_at: float | None, traceback_at: float | None = None) -> RankHist
     ("codes", "history", "rank"),
     [
         pytest.param({0: 1, 1: 1}, [seen(2.0), seen(1.0)], 1, id="ended-first"),
-        pytest.param({0: 1, 1: 1}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-first-but-slow-to-end"),
-        pytest.param({0: 1, 1: -15}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-then-ended-by-agent"),
-        pytest.param({0: 1, 1: 3}, [seen(50.0, 49.9), seen(49.8)], 1, id="silent-death-before-a-traceback"),
-        pytest.param({0: -15, 1: 3}, [seen(50.1, 2.0), seen(50.0)], 1, id="old-traceback-was-handled"),
+        pytest.param(
+            {0: 1, 1: 1}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-first-but-slow-to-end"
+        ),
+        pytest.param(
+            {0: 1, 1: -15}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-then-ended-by-agent"
+        ),
+        pytest.param(
+            {0: 1, 1: 3}, [seen(50.0, 49.9), seen(49.8)], 1, id="silent-death-before-a-traceback"
+        ),
+        pytest.param(
+            {0: -15, 1: 3}, [seen(50.1, 2.0), seen(50.0)], 1, id="old-traceback-was-handled"
+        ),
         pytest.param({0: -15, 1: 3}, [seen(None), seen(None)], 1, id="no-times-known"),
         pytest.param({0: -15, 1: -9}, [seen(50.1), seen(50.0)], 1, id="killed"),
     ],

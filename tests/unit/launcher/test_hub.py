@@ -1,4 +1,6 @@
-"""The hub of a job and its launchers' connections: who is blamed, when all go, and that nothing waits for ever."""
+"""The hub of a job and its launchers' connections: who is blamed, when all go, and that nothing
+waits for ever.
+"""
 
 import json
 import signal
@@ -31,7 +33,9 @@ def hub() -> Iterator[Hub]:
 
 
 def connect(hub: Hub, member: int, stops: list[int | None] | None = None) -> Lifeline:
-    return Lifeline(hub.address, member, 29500 + member, (stops if stops is not None else []).append)
+    return Lifeline(
+        hub.address, member, 29500 + member, (stops if stops is not None else []).append
+    )
 
 
 def ended(hub: Hub) -> Verdict:
@@ -58,18 +62,24 @@ def test_all_go_together_and_end_well(hub: Hub) -> None:
 
 
 def test_the_older_failure_is_the_cause_whoever_reports_first(hub: Hub) -> None:
-    # Kills: taking the order of arrival: a rank that raised may be slow to end, and its peer's loss is told before.
+    # Kills: taking the order of arrival: a rank that raised may be slow to end, and its peer's loss
+    # is told before.
     stops: list[int | None] = []
     with connect(hub, 0) as first, connect(hub, 1, stops) as second:
         first.join(), second.join()
         first.report_end(Failure("rank 0", "exit code 1", 1, age=0.1))
         until(lambda: bool(stops))
         assert hub.wait(0.1) is None, "the other launcher's words are waited for"
-        second.report_end(Failure("rank 3", "exit code 13", 13, age=5.0, heading="said:", last_words=["boom"]))
+        second.report_end(
+            Failure("rank 3", "exit code 13", 13, age=5.0, heading="said:", last_words=["boom"])
+        )
         verdict = first.wait()
     assert stops[0] == signal.SIGTERM
     assert verdict.code == ended(hub).code == 13
-    assert [(label, failure.subject) for label, failure in verdict.failures] == [("node 1 (b)", "rank 3"), ("node 0 (a)", "rank 0")]
+    assert [(label, failure.subject) for label, failure in verdict.failures] == [
+        ("node 1 (b)", "rank 3"),
+        ("node 0 (a)", "rank 0"),
+    ]
     assert verdict.failures[0][1].last_words == ["boom"]
 
 
@@ -86,7 +96,8 @@ def test_a_closed_connection_ends_the_others(hub: Hub) -> None:
 
 
 def test_the_loss_of_a_launcher_is_the_cause_of_its_peers_errors(hub: Hub) -> None:
-    # Kills: taking the moment at which a busy hub reads the end of the connection for that of the loss.
+    # Kills: taking the moment at which a busy hub reads the end of the connection for that of the
+    # loss.
     with connect(hub, 0) as first:
         with connect(hub, 1) as second:
             first.join(), second.join()
@@ -97,8 +108,13 @@ def test_the_loss_of_a_launcher_is_the_cause_of_its_peers_errors(hub: Hub) -> No
 
 def test_a_silent_launcher_is_lost_after_the_timeout(hub: Hub) -> None:
     # Kills: trusting an open connection: a cut network leaves it open on both sides.
-    with connect(hub, 0) as first, socket.create_connection(("127.0.0.1", hub.address.port)) as silent:
-        silent.sendall(json.dumps({"type": "hello", "token": hub.address.token, "member": 1}).encode() + b"\n")
+    with (
+        connect(hub, 0) as first,
+        socket.create_connection(("127.0.0.1", hub.address.port)) as silent,
+    ):
+        silent.sendall(
+            json.dumps({"type": "hello", "token": hub.address.token, "member": 1}).encode() + b"\n"
+        )
         first.join()
         began = time.monotonic()
         until(lambda: first.stopped_at is not None)
@@ -125,7 +141,9 @@ def test_a_launcher_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first.join() is None
         first.report_end(None)
         assert first.wait().code == 1
-    assert ended(hub).failures[0][1].how == "no word from its launcher within 0.3 seconds of the start"
+    assert (
+        ended(hub).failures[0][1].how == "no word from its launcher within 0.3 seconds of the start"
+    )
     hub.close()
 
 
@@ -163,8 +181,13 @@ def test_a_signal_is_passed_on_and_a_second_one_is_urgent(hub: Hub) -> None:
         (lambda own: own, 0, "node 0 (a) has come already"),
     ],
 )
-def test_strangers_are_sent_away(hub: Hub, address: Callable[[HubAddress], HubAddress], member: int, why: str) -> None:
-    with connect(hub, 0), Lifeline(address(hub.address), member, 0, lambda signum: None) as stranger:
+def test_strangers_are_sent_away(
+    hub: Hub, address: Callable[[HubAddress], HubAddress], member: int, why: str
+) -> None:
+    with (
+        connect(hub, 0),
+        Lifeline(address(hub.address), member, 0, lambda signum: None) as stranger,
+    ):
         assert stranger.join() is None
         assert why in stranger.wait().failures[0][1].how
         assert hub.wait(0.05) is None, "a stranger must not end the job"

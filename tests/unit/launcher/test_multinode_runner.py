@@ -1,4 +1,6 @@
-"""Each engine's command line, what it carries, and what of the environment goes along; nothing is started."""
+"""Each engine's command line, what it carries, and what of the environment goes along; nothing is
+started.
+"""
 
 import os
 import shlex
@@ -39,7 +41,15 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ssh_starts_one_command_per_host() -> None:
-    built = made(SSHRunner, "--ssh_port", "2222", "--launcher_args", "-F 'my config'", "--module", "--no_local_rank")
+    built = made(
+        SSHRunner,
+        "--ssh_port",
+        "2222",
+        "--launcher_args",
+        "-F 'my config'",
+        "--module",
+        "--no_local_rank",
+    )
     built.add_export("NCCL_X", "a b;c")
     first, second = built.get_cmds({}, HOSTS)
     assert first[0] == "ssh" and "BatchMode=yes" in first and first[first.index("-p") + 1] == "2222"
@@ -48,18 +58,29 @@ def test_ssh_starts_one_command_per_host() -> None:
     words = shlex.split(second[-1])
     assert words[:5] == ["export", "NCCL_X=a b;c;", "cd", os.getcwd(), "&&"]
     assert words[5:7] == ["exec", sys.executable] and words[-5:] == ["train.py", *AWKWARD]
-    assert "--node_rank=1" in words and "--module" in words and "--no_local_rank" in words and "--hub=HUB" in words
-    assert not [word for word in words if word.startswith("--master_port")], "29500 may be replaced unless it was asked for"
+    assert (
+        "--node_rank=1" in words
+        and "--module" in words
+        and "--no_local_rank" in words
+        and "--hub=HUB" in words
+    )
+    assert not [word for word in words if word.startswith("--master_port")], (
+        "29500 may be replaced unless it was asked for"
+    )
     with pytest.raises(ValueError, match="one command starts one host"):
         built.get_cmd({}, HOSTS)
 
 
 def test_pdsh_starts_all_hosts_and_numbers_them() -> None:
     variables = {"PDSH_SSH_ARGS_APPEND": "-v"}
-    command = made(PDSHRunner, "--ssh_port", "2222", "--master_port", "29500").get_cmd(variables, HOSTS)
+    command = made(PDSHRunner, "--ssh_port", "2222", "--master_port", "29500").get_cmd(
+        variables, HOSTS
+    )
     assert command[0] == "pdsh" and command[command.index("-w") + 1] == "alpha,beta"
     assert variables["PDSH_RCMD_TYPE"] == "ssh"
-    assert variables["PDSH_SSH_ARGS_APPEND"].startswith("-v -o") and variables["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222")
+    assert variables["PDSH_SSH_ARGS_APPEND"].startswith("-v -o") and variables[
+        "PDSH_SSH_ARGS_APPEND"
+    ].endswith("-p 2222")
     assert "--node_rank=%n" in command[-1] and "--master_port=29500" in command[-1]
     # Kills: a percent sign of the user that pdsh takes for its own.
     assert "%%n %%h 100%%" in command[-1]
@@ -76,7 +97,9 @@ def test_engines_that_start_each_rank(kind: type[MultiNodeRunner]) -> None:
     assert command[command.index("--extra") + 1] == "x y"
     assert f"--rank_variable={built.rank_variables[0]}" in command
     assert command[-5:] == ["train.py", *AWKWARD] and "deepspeed.launcher.launch_rank" in command
-    assert variables["NCCL_X"] == "a,b;c", "values go by the environment: engines' lists hold no commas or semicolons"
+    assert variables["NCCL_X"] == "a,b;c", (
+        "values go by the environment: engines' lists hold no commas or semicolons"
+    )
 
 
 def test_engines_name_hosts_and_slots() -> None:
@@ -87,7 +110,10 @@ def test_engines_name_hosts_and_slots() -> None:
     variables: dict[str, str] = {}
     made(MPICHRunner, "--ssh_port", "2222").get_cmd(variables, HOSTS)
     assert variables["HYDRA_LAUNCHER_EXTRA_ARGS"].endswith("-p 2222")
-    assert any(word.endswith("-p 2222") for word in made(OpenMPIRunner, "--ssh_port", "2222").get_cmd({}, HOSTS))
+    assert any(
+        word.endswith("-p 2222")
+        for word in made(OpenMPIRunner, "--ssh_port", "2222").get_cmd({}, HOSTS)
+    )
 
 
 def test_slurm_refuses_what_it_cannot_honour() -> None:
@@ -112,7 +138,9 @@ def test_a_venv_script_is_sourced_and_its_python_used(tmp_path: Path) -> None:
     script = tmp_path / "my venv.sh"
     script.write_text(f'export MARK=sourced PATH="{tmp_path}:$PATH"\n')
     command = made(SSHRunner, "--venv_script", str(script)).get_cmds({}, HOSTS)[0]
-    said = subprocess.run(["sh", "-c", command[-1]], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["sh", "-c", command[-1]], capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith("sourced|-u|-m|deepspeed.launcher.launch|")
     assert said.endswith("|" + "|".join(AWKWARD) + "|")
 
@@ -125,7 +153,15 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     name = environment.DEEPSPEED_ENVIRONMENT_NAME
     (home / name).write_text("# a comment\nNCCL_A = from home\nMINE=x=y z\n\n")
     (tmp_path / name).write_text("MINE=the current folder wins\n")
-    given = {"NCCL_A": "1", "NCCL_B": "2", "PYTHONPATH": "/lib", "UCX_X": "3", "DS_X": "4", "HOME": "/root", "OPAL_X": "5"}
+    given = {
+        "NCCL_A": "1",
+        "NCCL_B": "2",
+        "PYTHONPATH": "/lib",
+        "UCX_X": "3",
+        "DS_X": "4",
+        "HOME": "/root",
+        "OPAL_X": "5",
+    }
     found = environment.forwarded_environment(given, ["OPAL"])
     assert found == {
         **{"NCCL_A": "from home", "NCCL_B": "2", "UCX_X": "3", "DS_X": "4", "OPAL_X": "5"},
@@ -139,9 +175,21 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_places_of_nodes_and_ranks() -> None:
     world = {"a": [0, 1, 2], "b": [5]}
     second = plan.place_of_node(world, 1, "HUB")
-    assert (second.first_rank, second.world_size, second.member, second.local_size, second.local_rank) == (3, 4, 1, 1, 0)
+    assert (
+        second.first_rank,
+        second.world_size,
+        second.member,
+        second.local_size,
+        second.local_rank,
+    ) == (3, 4, 1, 1, 0)
     third = plan.place_of_rank(world, 2, "HUB")
-    assert (third.node_rank, third.first_rank, third.member, third.local_rank, third.local_size) == (0, 2, 2, 2, 3)
+    assert (
+        third.node_rank,
+        third.first_rank,
+        third.member,
+        third.local_rank,
+        third.local_size,
+    ) == (0, 2, 2, 2, 3)
     last = plan.place_of_rank(world, 3, "HUB")
     assert (last.node_rank, last.local_rank, last.local_size) == (1, 0, 1)
     for wrong in (-1, 4):
@@ -154,10 +202,24 @@ def test_places_of_nodes_and_ranks() -> None:
 def test_variables_of_a_rank_in_a_larger_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     place = plan.place_of_node({"a": [0, 1, 2], "b": [5]}, 1, "HUB")
-    variables = plan.LaunchPlan(["x"], 1, master_addr="10.0.0.1", master_port=29501, place=place).rank_environment(0)
+    variables = plan.LaunchPlan(
+        ["x"], 1, master_addr="10.0.0.1", master_port=29501, place=place
+    ).rank_environment(0)
     assert variables["OMP_NUM_THREADS"] == str(plan.num_available_cores())
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
-    expected |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "LOCAL_SIZE": "1", "GROUP_RANK": "1"}
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "CROSS_RANK": "1",
+        "CROSS_SIZE": "2",
+    }
+    expected |= {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29501",
+        "LOCAL_SIZE": "1",
+        "GROUP_RANK": "1",
+    }
     assert {name: variables[name] for name in expected} == expected
     # Kills: a rank that looks for the job's store at its own node's agent.
     assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "False"

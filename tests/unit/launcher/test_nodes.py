@@ -1,4 +1,5 @@
-"""Launching on several nodes with this machine in the place of all: stand-ins for ssh and mpirun start what they are told.
+"""Launching on several nodes with this machine in the place of all: stand-ins for ssh and mpirun
+start what they are told.
 
 The real engines on real hosts are tested by `make multinode`.
 """
@@ -61,7 +62,12 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[str]] = []
-        for name, text in (("ssh", SSH), ("mpirun.openmpi", MPIRUN), ("show.py", SHOW), ("fail.py", FAIL)):
+        for name, text in (
+            ("ssh", SSH),
+            ("mpirun.openmpi", MPIRUN),
+            ("show.py", SHOW),
+            ("fail.py", FAIL),
+        ):
             (folder / name).write_text(textwrap.dedent(text).lstrip())
             (folder / name).chmod(0o755)
         self.hosts("alpha slots=2", "beta slots=1")
@@ -70,11 +76,21 @@ class Nodes:
         (self.folder / "hostfile").write_text("\n".join(lines))
 
     def start(self, *args: str) -> "subprocess.Popen[str]":
-        given = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DS_MARK": "a 'b'; $c", "DS_LAUNCH_TIMEOUT": "20"}
+        given = {
+            "PYTHONPATH": str(ROOT),
+            "DS_ACCELERATOR": "cpu",
+            "DS_MARK": "a 'b'; $c",
+            "DS_LAUNCH_TIMEOUT": "20",
+        }
         process = subprocess.Popen(
             [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *args],
             cwd=self.folder,
-            env={**os.environ, "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}", "TMPDIR": str(self.folder), **given},
+            env={
+                **os.environ,
+                "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
+                "TMPDIR": str(self.folder),
+                **given,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -92,7 +108,9 @@ class Nodes:
         """Command lines of processes that were started in this folder and still run."""
         found = []
         for process in psutil.process_iter(["cmdline", "cwd"]):
-            if process.info["cwd"] == str(self.folder) and process.pid not in [own.pid for own in self.processes]:
+            if process.info["cwd"] == str(self.folder) and process.pid not in [
+                own.pid for own in self.processes
+            ]:
                 found.append(" ".join(process.info["cmdline"] or []))
         return found
 
@@ -120,15 +138,28 @@ def check_places(ranks: dict[int, dict[str, object]], sizes: list[int]) -> None:
     assert sorted(ranks) == list(range(len(places)))
     for rank, (node, local) in enumerate(places):
         seen = ranks[rank]
-        assert (seen["RANK"], seen["LOCAL_RANK"], seen["CROSS_RANK"]) == (str(rank), str(local), str(node))
+        assert (seen["RANK"], seen["LOCAL_RANK"], seen["CROSS_RANK"]) == (
+            str(rank),
+            str(local),
+            str(node),
+        )
         expected = (str(len(places)), str(sizes[node]), str(len(sizes)))
         assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"], seen["CROSS_SIZE"]) == expected
     assert len({(seen["MASTER_ADDR"], seen["MASTER_PORT"]) for seen in ranks.values()}) == 1
 
 
 def test_ssh_starts_ranks_of_one_job_on_all_nodes(nodes: Nodes) -> None:
-    # Kills: environment lost or expanded on the way, ranks counted per node, cores dealt without their binding.
-    flags = ["--launcher", "ssh", "--hostfile", "hostfile", "--bind_cores_to_rank", "--bind_core_list", "0-1"]
+    # Kills: environment lost or expanded on the way, ranks counted per node, cores dealt without
+    # their binding.
+    flags = [
+        "--launcher",
+        "ssh",
+        "--hostfile",
+        "hostfile",
+        "--bind_cores_to_rank",
+        "--bind_core_list",
+        "0-1",
+    ]
     if len(os.sched_getaffinity(0)) < 2:
         flags = flags[:4]
     code, out, err = nodes.run(*flags, "show.py", "$HOME", "a 'b' c")
@@ -144,9 +175,14 @@ def test_ssh_starts_ranks_of_one_job_on_all_nodes(nodes: Nodes) -> None:
 
 
 def test_the_first_failure_on_any_node_is_the_commands(nodes: Nodes) -> None:
-    code, _, err = nodes.run("--launcher", "ssh", "--hostfile", "hostfile", "--enable_each_rank_log", "logs", "fail.py")
+    code, _, err = nodes.run(
+        "--launcher", "ssh", "--hostfile", "hostfile", "--enable_each_rank_log", "logs", "fail.py"
+    )
     assert code == 13
-    assert "[deepspeed] node 1 (beta): rank 2 (process" in err and "failed first, with exit code 13" in err
+    assert (
+        "[deepspeed] node 1 (beta): rank 2 (process" in err
+        and "failed first, with exit code 13" in err
+    )
     assert err.endswith("ValueError: boom\n")
     logs = sorted(path.name.rpartition("_")[2] for path in (nodes.folder / "logs").iterdir())
     assert logs == ["rank0.log", "rank1.log", "rank2.log"]
@@ -158,10 +194,14 @@ def test_a_host_that_cannot_be_reached(nodes: Nodes) -> None:
     flags = ["--launcher", "ssh", "--hostfile", "hostfile"]
     code, _, err = nodes.run(*flags, "show.py")
     assert (code, err.count("\n")) == (2, 1)
-    assert "passwordless ssh does not work: down: ssh: connect to host down: No route to host" in err
+    assert (
+        "passwordless ssh does not work: down: ssh: connect to host down: No route to host" in err
+    )
     code, _, err = nodes.run(*flags, "--no_ssh_check", "show.py")
     assert code == 255
-    assert "node 1 (down) failed first, with exit code 255 of ssh before all nodes had reported" in err
+    assert (
+        "node 1 (down) failed first, with exit code 255 of ssh before all nodes had reported" in err
+    )
     assert nodes.left() == []
 
 
@@ -192,7 +232,9 @@ def free_pair() -> int:
 def test_mpi_starts_each_rank_and_keeps_its_descriptors(nodes: Nodes) -> None:
     # Kills: a launcher between engine and process that closes what MPICH speaks through.
     nodes.hosts("alpha slots=2", "beta slots=2")
-    code, out, err = nodes.run("--launcher", "openmpi", "--hostfile", "hostfile", "show.py", "$HOME")
+    code, out, err = nodes.run(
+        "--launcher", "openmpi", "--hostfile", "hostfile", "show.py", "$HOME"
+    )
     assert code == 0, err
     ranks = shown(out)
     check_places(ranks, [2, 2])
@@ -224,7 +266,9 @@ def test_a_signal_to_the_command_ends_all_nodes(nodes: Nodes) -> None:
 def test_a_killed_command_leaves_nothing_on_any_node(nodes: Nodes) -> None:
     # Kills: launchers that live on when nobody is left to answer to.
     nodes.hosts("alpha slots=2")
-    process = nodes.start("--force_multi", "--launcher", "openmpi", "--hostfile", "hostfile", "fail.py")
+    process = nodes.start(
+        "--force_multi", "--launcher", "openmpi", "--hostfile", "hostfile", "fail.py"
+    )
     assert process.stdout is not None
     for _ in range(2):
         assert "starts" in process.stdout.readline()

@@ -61,8 +61,12 @@ def test_lines_carry_their_rank(logs: RankLogs, screens: tuple[Screen, Screen]) 
     assert list(logs.history[0].stderr_tail) == [b"warn"]
 
 
-def test_a_prefix_that_torch_already_wrote_is_not_doubled(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
-    write(logs.stderr_path(1), b"[rank1]: Traceback (most recent call last):\n[rank1]: ValueError\n")
+def test_a_prefix_that_torch_already_wrote_is_not_doubled(
+    logs: RankLogs, screens: tuple[Screen, Screen]
+) -> None:
+    write(
+        logs.stderr_path(1), b"[rank1]: Traceback (most recent call last):\n[rank1]: ValueError\n"
+    )
     logs.stop()
     assert screens[1].text.count("[rank1]: ") == 2
     assert logs.history[1].traceback_at is not None
@@ -73,17 +77,23 @@ def test_nothing_is_lost_at_the_end(logs: RankLogs, screens: tuple[Screen, Scree
     write(logs.stdout_path(1), b"also unfinished")
     logs.stop()
     lines = screens[0].text.splitlines()
-    assert sorted(lines) == sorted(["[rank0]: " + "x" * 60000, "[rank0]: unfinished", "[rank1]: also unfinished"])
+    assert sorted(lines) == sorted(
+        ["[rank0]: " + "x" * 60000, "[rank0]: unfinished", "[rank1]: also unfinished"]
+    )
 
 
-def test_an_unfinished_line_is_shown_when_nothing_follows(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+def test_an_unfinished_line_is_shown_when_nothing_follows(
+    logs: RankLogs, screens: tuple[Screen, Screen]
+) -> None:
     write(logs.stdout_path(0), b"continue? ")
     eventually(lambda: screens[0].text == "[rank0]: continue? ")
     write(logs.stdout_path(0), b"yes\n")
     eventually(lambda: screens[0].text == "[rank0]: continue? yes\n")
 
 
-def test_another_rank_does_not_write_into_an_unfinished_line(logs: RankLogs, screens: tuple[Screen, Screen]) -> None:
+def test_another_rank_does_not_write_into_an_unfinished_line(
+    logs: RankLogs, screens: tuple[Screen, Screen]
+) -> None:
     write(logs.stdout_path(0), b"half")
     eventually(lambda: "half" in screens[0].text)
     write(logs.stdout_path(1), b"whole\n")

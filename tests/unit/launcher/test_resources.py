@@ -28,7 +28,9 @@ HOSTS = {"a": [0, 1, 2], "b": [0, 1]}
         ("", "a:0,1,2", {"b": [0, 1]}),
     ],
 )
-def test_filter_keeps_what_upstream_keeps(include: str, exclude: str, kept: dict[str, list[int]]) -> None:
+def test_filter_keeps_what_upstream_keeps(
+    include: str, exclude: str, kept: dict[str, list[int]]
+) -> None:
     assert parse_resource_filter(HOSTS, include, exclude) == kept
 
 

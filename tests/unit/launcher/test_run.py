@@ -1,4 +1,6 @@
-"""The `deepspeed` command with real processes: what they see, what is said of a failure, and that none survives."""
+"""The `deepspeed` command with real processes: what they see, what is said of a failure, and that
+none survives.
+"""
 
 import json
 import os
@@ -43,7 +45,12 @@ class Launcher:
         return str(path)
 
     def start(self, *args: str, module: str = "deepspeed.launcher.runner") -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(self.folder)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DS_ACCELERATOR": "cpu",
+            "TMPDIR": str(self.folder),
+        }
         environment.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args],
@@ -80,7 +87,9 @@ def shown(output: str) -> dict[int, dict[str, object]]:
 
 
 def test_environment_arguments_and_prefixes(launcher: Launcher) -> None:
-    code, out, err = launcher.run("--num_gpus", "2", launcher.script(SHOW), "--a=$$b", "${local_rank}", "c d")
+    code, out, err = launcher.run(
+        "--num_gpus", "2", launcher.script(SHOW), "--a=$$b", "${local_rank}", "c d"
+    )
     assert code == 0, err
     ranks = shown(out)
     assert sorted(ranks) == [0, 1]
@@ -89,9 +98,15 @@ def test_environment_arguments_and_prefixes(launcher: Launcher) -> None:
         assert seen["argv"] == [f"--local_rank={rank}", "--a=$$b", "${local_rank}", "c d"]
         assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"], seen["LOCAL_SIZE"]) == ("2", "2", "2")
-        assert (seen["CROSS_RANK"], seen["CROSS_SIZE"], seen["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+        assert (seen["CROSS_RANK"], seen["CROSS_SIZE"], seen["MASTER_ADDR"]) == (
+            "0",
+            "1",
+            "127.0.0.1",
+        )
         assert seen["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert not list(launcher.folder.glob("deepspeed_*")), "the launcher's own folder must go with it"
+    assert not list(launcher.folder.glob("deepspeed_*")), (
+        "the launcher's own folder must go with it"
+    )
 
 
 def test_first_failing_rank_gives_code_and_last_words(launcher: Launcher) -> None:
@@ -130,7 +145,9 @@ def test_a_signal_ends_every_process(launcher: Launcher, number: signal.Signals)
     process.send_signal(number)
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + number
-    assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process or an orphan of it is left"
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], (
+        "a process or an orphan of it is left"
+    )
 
 
 def test_a_second_interrupt_does_not_wait(launcher: Launcher) -> None:
@@ -188,7 +205,9 @@ def read_pids(process: "subprocess.Popen[str]", num_lines: int) -> list[int]:
     return pids
 
 
-def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(launcher: Launcher) -> None:
+def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(
+    launcher: Launcher,
+) -> None:
     script = launcher.script(SHOW)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -206,8 +225,11 @@ def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(launch
 
 
 def test_port_zero_is_one_free_port_for_all_ranks(launcher: Launcher) -> None:
-    # Kills: ranks that are told to meet at port 0, which each takes for another one, and wait for ever.
-    code, out, err = launcher.run("-q", "--num_gpus", "2", "--master_port", "0", launcher.script(SHOW))
+    # Kills: ranks that are told to meet at port 0, which each takes for another one, and wait for
+    # ever.
+    code, out, err = launcher.run(
+        "-q", "--num_gpus", "2", "--master_port", "0", launcher.script(SHOW)
+    )
     assert code == 0, err
     ports = {str(rank["MASTER_PORT"]) for rank in shown(out).values()}
     assert len(ports) == 1 and int(ports.pop()) > 0
@@ -217,7 +239,9 @@ def test_logs_cores_and_pid_file(launcher: Launcher) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("binding two ranks needs two cores")
-    script = launcher.script(SHOW + 'print(open(os.path.join(os.environ["TMPDIR"], f"{os.getppid()}.ds")).read())\n')
+    script = launcher.script(
+        SHOW + 'print(open(os.path.join(os.environ["TMPDIR"], f"{os.getppid()}.ds")).read())\n'
+    )
     process = launcher.start(
         "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{cores[1]},{cores[0]}", "--no_local_rank",
         "--save_pid", "--enable_each_rank_log", "logs", script
@@ -229,7 +253,11 @@ def test_logs_cores_and_pid_file(launcher: Launcher) -> None:
         (log,) = (launcher.folder / "logs").glob(f"*_rank{rank}.log")
         first, second = log.read_text().split("\n")[:2]
         seen = json.loads(first)
-        assert (seen["argv"], seen["cores"], seen["OMP_NUM_THREADS"]) == ([], [cores[1 - rank]], "1")
+        assert (seen["argv"], seen["cores"], seen["OMP_NUM_THREADS"]) == (
+            [],
+            [cores[1 - rank]],
+            "1",
+        )
         assert int(second) == process.pid
     assert not list(launcher.folder.glob("*.ds"))
 
@@ -249,6 +277,10 @@ def test_a_command_that_is_not_there(launcher: Launcher) -> None:
 def test_node_launcher_runs_a_module(launcher: Launcher) -> None:
     launcher.script(SHOW, "shows.py")
     world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"
-    code, out, err = launcher.run(f"--world_info={world}", "-q", "--module", "shows", "x", module="deepspeed.launcher.launch")
+    code, out, err = launcher.run(
+        f"--world_info={world}", "-q", "--module", "shows", "x", module="deepspeed.launcher.launch"
+    )
     assert code == 0, err
-    assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)}
+    assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {
+        rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)
+    }

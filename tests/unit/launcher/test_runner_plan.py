@@ -76,7 +76,9 @@ class FakeAccelerator:
         ("GPU-aa,GPU-bb", {0: "GPU-aa", 1: "GPU-bb"}),
     ],
 )
-def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, visible: str | None, usable: dict[int, str]) -> None:
+def test_slots_follow_the_visibility_variable(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, usable: dict[int, str]
+) -> None:
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", FakeAccelerator)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -94,8 +96,14 @@ def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, v
     [
         (("--num_nodes", "2"), "--num_nodes=2: only localhost is there"),
         (("--num_nodes", "0"), "--num_nodes=0: give a positive number"),
-        (("--elastic_training", "--max_elastic_nodes", "2"), "--max_elastic_nodes=2 needs --master_addr"),
-        (("--elastic_training", "--min_elastic_nodes", "0"), "--min_elastic_nodes=0: give a positive"),
+        (
+            ("--elastic_training", "--max_elastic_nodes", "2"),
+            "--max_elastic_nodes=2 needs --master_addr",
+        ),
+        (
+            ("--elastic_training", "--min_elastic_nodes", "0"),
+            "--min_elastic_nodes=0: give a positive",
+        ),
         (("--elastic_training", "--num_nodes", "3:2"), "3 is above .*2"),
         (("--min_elastic_nodes", "1"), "--min_elastic_nodes=1"),
         (("--max_elastic_nodes", "1"), "--max_elastic_nodes=1"),
@@ -105,14 +113,26 @@ def test_slots_follow_the_visibility_variable(monkeypatch: pytest.MonkeyPatch, v
         (("--ssh_port", "22"), "--ssh_port=22: .*--force_multi"),
         (("--venv_script", "v"), "--venv_script=v: .*--force_multi"),
         (("--node_rank", "1"), "--node_rank=1: this machine is the only node"),
-        (("--launcher", "rsh", "--force_multi"), "--launcher=rsh: there is no such engine; use one of pdsh, ssh"),
+        (
+            ("--launcher", "rsh", "--force_multi"),
+            "--launcher=rsh: there is no such engine; use one of pdsh, ssh",
+        ),
         (("--no_ssh", "--num_nodes", "2"), "--node_rank=-1: --no_ssh needs"),
         (("--no_ssh", "--num_nodes", "2", "--node_rank", "2"), "--node_rank=2: --no_ssh needs"),
         (("--no_ssh", "--num_nodes", "2", "--node_rank", "1"), "--master_addr is missing"),
-        (("--no_ssh", "--num_nodes", "2", "--node_rank", "1", "--ssh_port", "22"), "--ssh_port=22: --no_ssh uses no engine"),
+        (
+            ("--no_ssh", "--num_nodes", "2", "--node_rank", "1", "--ssh_port", "22"),
+            "--ssh_port=22: --no_ssh uses no engine",
+        ),
         (("--force_multi", "--node_rank", "1"), "--node_rank=1: the engine numbers the nodes"),
-        (("--force_multi", "--launcher", "ssh", "--launcher_args", "'x"), "--launcher_args='x: .*quote it"),
-        (("--hostfile", "/nonexistent/hosts"), "--hostfile=/nonexistent/hosts: there is no such file"),
+        (
+            ("--force_multi", "--launcher", "ssh", "--launcher_args", "'x"),
+            "--launcher_args='x: .*quote it",
+        ),
+        (
+            ("--hostfile", "/nonexistent/hosts"),
+            "--hostfile=/nonexistent/hosts: there is no such file",
+        ),
         (("--num_gpus", "0"), "--num_gpus=0"),
         (("--num_gpus", "2", "--include", "localhost:0"), "include/exclude"),
         (("--include", "other:0"), "Hostname 'other'"),
@@ -138,8 +158,14 @@ def test_hosts_and_slots_of_a_hostfile(tmp_path) -> None:
     assert plan(*hosts, "--include", "localhost").num_ranks == 3
     assert plan(*hosts, "--num_nodes", "1").num_ranks == 3
     assert resources(*hosts) == {"localhost": [0, 1, 2], "other": [0, 1]}
-    assert resources(*hosts, "--num_nodes", "2", "--num_gpus", "1") == {"localhost": [0], "other": [0]}
-    assert resources(*hosts, "--include", "other@localhost:0,2") == {"localhost": [0, 2], "other": [0, 1]}
+    assert resources(*hosts, "--num_nodes", "2", "--num_gpus", "1") == {
+        "localhost": [0],
+        "other": [0],
+    }
+    assert resources(*hosts, "--include", "other@localhost:0,2") == {
+        "localhost": [0, 2],
+        "other": [0, 1],
+    }
     assert resources(*hosts, "--exclude", "localhost") == {"other": [0, 1]}
     with pytest.raises(ValueError, match="--num_gpus=3: only 2 slots are there on other"):
         resources(*hosts, "--num_gpus", "3")
@@ -148,13 +174,29 @@ def test_hosts_and_slots_of_a_hostfile(tmp_path) -> None:
 
 
 def test_nodes_like_this_one_need_no_hostfile_without_ssh() -> None:
-    assert resources("--no_ssh", "--num_nodes", "2", "--num_gpus", "2") == {"node-0": [0, 1], "node-1": [0, 1]}
+    assert resources("--no_ssh", "--num_nodes", "2", "--num_gpus", "2") == {
+        "node-0": [0, 1],
+        "node-1": [0, 1],
+    }
 
 
 def test_commands() -> None:
     script = plan()
-    assert script.rank_command(1) == [sys.executable, "-u", "train.py", "--local_rank=1", "--lr", "1"]
-    assert plan("--no_local_rank").rank_command(1) == [sys.executable, "-u", "train.py", "--lr", "1"]
+    assert script.rank_command(1) == [
+        sys.executable,
+        "-u",
+        "train.py",
+        "--local_rank=1",
+        "--lr",
+        "1",
+    ]
+    assert plan("--no_local_rank").rank_command(1) == [
+        sys.executable,
+        "-u",
+        "train.py",
+        "--lr",
+        "1",
+    ]
     assert plan("--module").rank_command(0)[:4] == [sys.executable, "-u", "-m", "train.py"]
     assert plan("--no_python").rank_command(0) == ["train.py", "--local_rank=0", "--lr", "1"]
 
@@ -185,10 +227,11 @@ def test_flags_are_frozen() -> None:
     """Scripts and other launchers pass these; removing one breaks them."""
     names = {name for name in vars(runner.parse_args(["x"])) if not name.endswith("_given")}
     assert names == set(
-        "hostfile include exclude num_nodes min_elastic_nodes max_elastic_nodes num_gpus master_port master_addr "
-        "node_rank launcher launcher_args module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
-        "enable_each_rank_log autotuning elastic_training bind_cores_to_rank bind_core_list ssh_port venv_script "
-        "log_level quiet user_script user_args".split()
+        "hostfile include exclude num_nodes min_elastic_nodes max_elastic_nodes num_gpus "
+        "master_port master_addr node_rank launcher launcher_args module no_python no_local_rank "
+        "no_ssh no_ssh_check force_multi save_pid enable_each_rank_log autotuning elastic_training "
+        "bind_cores_to_rank bind_core_list ssh_port venv_script log_level quiet user_script "
+        "user_args".split()
     )
 
 

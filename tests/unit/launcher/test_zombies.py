@@ -1,4 +1,6 @@
-"""No process is left by a launch that failed or was interrupted: a share of what `make zombies` does fifty times."""
+"""No process is left by a launch that failed or was interrupted: a share of what `make zombies`
+does fifty times.
+"""
 
 import random
 import shutil
@@ -9,7 +11,9 @@ from pathlib import Path
 import pytest
 from unit.launcher.zombies import CHILDREN, Round, leftovers, play, random_round
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes are found in /proc"
+)
 
 
 def rank(end: str, *children: str, deaf: bool = False) -> dict[str, object]:
@@ -18,15 +22,30 @@ def rank(end: str, *children: str, deaf: bool = False) -> dict[str, object]:
 
 ROUNDS = {
     # Kills: killing descendants once only; a shell that starts another every 50 ms gets away.
-    "a rank raises, the other has children": Round((rank("raise", *CHILDREN), rank("sleep", *CHILDREN)), ""),
+    "a rank raises, the other has children": Round(
+        (rank("raise", *CHILDREN), rank("sleep", *CHILDREN)), ""
+    ),
     "a rank crashes": Round((rank("crash", "daemon"), rank("sleep", "shells")), ""),
-    "stuck in native code, interrupted twice": Round((rank("native", "shells"), rank("lock", "daemon")), "SIGINT SIGINT", 0.1),
-    "deaf ranks, terminated": Round((rank("sleep", "shells", deaf=True), rank("native", "daemon")), "SIGTERM", 0.1),
-    "the terminal is closed": Round((rank("sleep", *CHILDREN), rank("sleep")), "SIGHUP", 0.1, group=True),
-    # Kills: a launch without its guardian; the kernel ends the ranks, and their children come to init.
-    "the launcher is killed": Round((rank("native", *CHILDREN), rank("sleep", *CHILDREN)), "SIGKILL", 0.1),
-    "the launcher is killed while it cleans up": Round((rank("native", "shells"), rank("lock", *CHILDREN)), "SIGINT SIGKILL"),
-    "interrupted while it starts": Round((rank("sleep", *CHILDREN), rank("sleep")), "SIGINT", 1.5, when_ready=False),
+    "stuck in native code, interrupted twice": Round(
+        (rank("native", "shells"), rank("lock", "daemon")), "SIGINT SIGINT", 0.1
+    ),
+    "deaf ranks, terminated": Round(
+        (rank("sleep", "shells", deaf=True), rank("native", "daemon")), "SIGTERM", 0.1
+    ),
+    "the terminal is closed": Round(
+        (rank("sleep", *CHILDREN), rank("sleep")), "SIGHUP", 0.1, group=True
+    ),
+    # Kills: a launch without its guardian; the kernel ends the ranks, and their children come to
+    # init.
+    "the launcher is killed": Round(
+        (rank("native", *CHILDREN), rank("sleep", *CHILDREN)), "SIGKILL", 0.1
+    ),
+    "the launcher is killed while it cleans up": Round(
+        (rank("native", "shells"), rank("lock", *CHILDREN)), "SIGINT SIGKILL"
+    ),
+    "interrupted while it starts": Round(
+        (rank("sleep", *CHILDREN), rank("sleep")), "SIGINT", 1.5, when_ready=False
+    ),
 }
 
 
@@ -50,5 +69,12 @@ def test_random_rounds_are_bad_enough() -> None:
     rounds = [random_round(rng) for _ in range(200)]
     ends = {str(behaviour["end"]) for launch in rounds for behaviour in launch.ranks}
     assert ends == {"crash", "raise", "exit", "native", "lock", "sleep"}
-    assert {launch.interrupt for launch in rounds} >= {"", "SIGINT", "SIGINT SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"}
+    assert {launch.interrupt for launch in rounds} >= {
+        "",
+        "SIGINT",
+        "SIGINT SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGKILL",
+    }
     assert leftovers("no such word", 0.0) == []

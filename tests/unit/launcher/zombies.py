@@ -1,8 +1,9 @@
-"""Random failing and interrupted launches, and what is left of each: `make zombies` runs 50 and prints how many were clean.
+"""Random failing and interrupted launches, and what is left of each: `make zombies` runs 50 and
+prints how many were clean.
 
-Every process of a round carries a word in its environment; /proc tells who is left. Ranks are bad on purpose: stuck in
-native code with all signals blocked, holding the interpreter's lock, ignoring signals, with loader workers, shells and
-daemons of their own in other sessions.
+Every process of a round carries a word in its environment; /proc tells who is left. Ranks are bad
+on purpose: stuck in native code with all signals blocked, holding the interpreter's lock, ignoring
+signals, with loader workers, shells and daemons of their own in other sessions.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "ZOMBIE_HUNT"
 LEFT_SECONDS = 15.0
-"""After the launcher's own end, for the kernel's signals and the guardian; the launcher is gone, nobody else acts."""
+"""After the launcher's own end, for the kernel's signals and the guardian; the launcher is gone,
+nobody else acts.
+"""
 
 RANK = """
 import ctypes, json, os, signal, subprocess, sys, time
@@ -68,7 +71,15 @@ time.sleep(600)
 CHILDREN = ("shells", "daemon", "breeding")
 FAILING = ("crash", "raise", "exit")
 STUCK = ("native", "lock", "sleep")
-INTERRUPTS = ("SIGINT", "SIGINT SIGINT", "SIGTERM", "SIGTERM SIGINT", "SIGHUP", "SIGKILL", "SIGINT SIGKILL")
+INTERRUPTS = (
+    "SIGINT",
+    "SIGINT SIGINT",
+    "SIGTERM",
+    "SIGTERM SIGINT",
+    "SIGHUP",
+    "SIGKILL",
+    "SIGINT SIGKILL",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ class Round:
     Attributes:
         ranks: per rank its `children`, whether it is `deaf` to signals, and its `end`.
         interrupt: signals to the launcher in order; "" where a rank fails by itself.
-        delay: seconds before the first signal, counted from when all ranks are ready, or else from the start.
+        delay: seconds before the first signal, counted from when all ranks are ready, or else from
+            the start.
         when_ready: whether to count from there.
         group: signal the launcher's whole process group, as a terminal does.
     """
@@ -105,7 +117,13 @@ def random_round(rng: random.Random) -> Round:
     interrupt = rng.choice(INTERRUPTS)
     when_ready = rng.random() < 0.7
     delay = rng.uniform(0.0, 0.5 if when_ready else 3.0)
-    return Round((rank(rng.choice(STUCK)), rank(rng.choice(STUCK))), interrupt, delay, when_ready, rng.random() < 0.4)
+    return Round(
+        (rank(rng.choice(STUCK)), rank(rng.choice(STUCK))),
+        interrupt,
+        delay,
+        when_ready,
+        rng.random() < 0.4,
+    )
 
 
 def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
@@ -114,11 +132,12 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
     Args:
         launch: what happens.
         folder: existing, empty folder of this round.
-        patience: seconds in which the launcher must end once it was interrupted or a rank has failed.
+        patience: seconds in which the launcher must end once it was interrupted or a rank has
+            failed.
 
     Returns:
-        The command lines of the processes that are left; they are killed. The launcher itself is among them if it
-        does not end.
+        The command lines of the processes that are left; they are killed. The launcher itself is
+        among them if it does not end.
     """
     word = uuid.uuid4().hex
     (folder / "rank.py").write_text(RANK)
@@ -128,16 +147,31 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder),
-        # Half a minute of patience with deaf ranks is right for users, and the same code in two seconds here.
+        # Half a minute of patience with deaf ranks is right for users, and the same code in two
+        # seconds here.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
         MARK: word,
         "READY": str(folder),
         "BEHAVIOUR": json.dumps(launch.ranks),
     }
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", str(len(launch.ranks)), "rank.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "-q",
+        "--num_gpus",
+        str(len(launch.ranks)),
+        "rank.py",
+    ]
     with open(folder / "output", "wb") as output:
         launcher = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         disturb(launcher, launch, folder)
@@ -156,7 +190,9 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
 
 
 def disturb(launcher: "subprocess.Popen[bytes]", launch: Round, folder: Path) -> None:
-    """Wait for the round's moment, then send its signals; returns at once where a rank fails by itself."""
+    """Wait for the round's moment, then send its signals; returns at once where a rank fails by
+    itself.
+    """
     if not launch.interrupt:
         return
     if launch.when_ready:
@@ -176,7 +212,9 @@ def disturb(launcher: "subprocess.Popen[bytes]", launch: Round, folder: Path) ->
 
 
 def leftovers(word: str, seconds: float) -> list[tuple[int, str]]:
-    """(id, command line) of the processes with the round's word that are still there after at most `seconds`."""
+    """(id, command line) of the processes with the round's word that are still there after at most
+    `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while (left := marked(f"{MARK}={word}".encode())) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -184,14 +222,24 @@ def leftovers(word: str, seconds: float) -> list[tuple[int, str]]:
 
 
 def marked(mark: bytes) -> list[tuple[int, str]]:
-    """The processes that carry `mark`; a zombie in the kernel's sense has no environment and does not count."""
+    """The processes that carry `mark`; a zombie in the kernel's sense has no environment and does
+    not count.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")))
+                found.append(
+                    (
+                        int(entry.name),
+                        (entry / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace"),
+                    )
+                )
         except OSError:
             continue
     return found
@@ -216,7 +264,10 @@ def main() -> int:
         started = time.monotonic()
         left = play(launch, folder)
         clean += not left
-        print(f"{number}: {time.monotonic() - started:.1f} s, {len(left)} left {left or ''} {launch}", flush=True)
+        print(
+            f"{number}: {time.monotonic() - started:.1f} s, {len(left)} left {left or ''} {launch}",
+            flush=True,
+        )
     print(f"{clean} of {args.rounds} left no process", flush=True)
     return 0 if clean == args.rounds else 1
 

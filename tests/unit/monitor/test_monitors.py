@@ -14,11 +14,17 @@ import torch
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 
-EVENTS = [("Train/Samples/loss", 0.5, 8), ("Train/Samples/loss", torch.tensor(0.25), 16), ("accuracy", 1, 16)]
+EVENTS = [
+    ("Train/Samples/loss", 0.5, 8),
+    ("Train/Samples/loss", torch.tensor(0.25), 16),
+    ("accuracy", 1, 16),
+]
 
 
 def master(**blocks: Any) -> MonitorMaster:
-    return MonitorMaster(get_monitor_config({name: {"enabled": True, **block} for name, block in blocks.items()}))
+    return MonitorMaster(
+        get_monitor_config({name: {"enabled": True, **block} for name, block in blocks.items()})
+    )
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -40,7 +46,13 @@ def test_csv_has_a_file_per_name_and_goes_on_after_a_restart(tmp_path: Path) -> 
         monitors.write_events([(name, value, at + step) for name, value, at in EVENTS])
         monitors.close()
     found = rows(tmp_path / "job" / "Train_Samples_loss.csv")
-    assert found == [["step", "loss"], ["8", "0.5"], ["16", "0.25"], ["108", "0.5"], ["116", "0.25"]]
+    assert found == [
+        ["step", "loss"],
+        ["8", "0.5"],
+        ["16", "0.25"],
+        ["108", "0.5"],
+        ["116", "0.25"],
+    ]
     assert rows(tmp_path / "job" / "accuracy.csv")[1:] == [["16", "1.0"], ["116", "1.0"]]
 
 
@@ -54,7 +66,10 @@ def test_tensorboard_files_read_back(tmp_path: Path) -> None:
     reader = EventAccumulator(str(tmp_path / "job"))
     reader.Reload()
     assert sorted(reader.Tags()["scalars"]) == ["Train/Samples/loss", "accuracy"]
-    assert [(event.step, event.value) for event in reader.Scalars("Train/Samples/loss")] == [(8, 0.5), (16, 0.25)]
+    assert [(event.step, event.value) for event in reader.Scalars("Train/Samples/loss")] == [
+        (8, 0.5),
+        (16, 0.25),
+    ]
     monitors.close()
 
 
@@ -64,7 +79,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     module = types.ModuleType("wandb")
     run = types.SimpleNamespace(
-        log=lambda data, step=None, commit=None: calls.append(("log", step, data)), finish=lambda: calls.append("finish")
+        log=lambda data, step=None, commit=None: calls.append(("log", step, data)),
+        finish=lambda: calls.append("finish"),
     )
     module.run = None  # type: ignore[attr-defined]
     module.init = lambda **given: calls.append(("init", given)) or run  # type: ignore[attr-defined]
@@ -94,9 +110,12 @@ def test_wandb_gets_one_call_per_step(fakes: list[Any]) -> None:
 
 
 def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> None:
-    # Kills: a second run beside the one that the script began, a script's run that ends with the engine.
+    # Kills: a second run beside the one that the script began, a script's run that ends with the
+    # engine.
     own: list[Any] = []
-    sys.modules["wandb"].run = types.SimpleNamespace(log=lambda data, step=None, commit=None: own.append(step))  # type: ignore[attr-defined]
+    sys.modules["wandb"].run = types.SimpleNamespace(
+        log=lambda data, step=None, commit=None: own.append(step)
+    )  # type: ignore[attr-defined]
     monitors = master(wandb={})
     monitors.write_events(EVENTS)
     monitors.close()
@@ -104,26 +123,42 @@ def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> Non
 
 
 def test_comet_thins_out_each_name_by_itself(fakes: list[Any]) -> None:
-    # Kills: an interval that one name uses up for all, an interval of calls instead of samples, nulls passed to comet_ml.start.
+    # Kills: an interval that one name uses up for all, an interval of calls instead of samples,
+    # nulls passed to comet_ml.start.
     monitors = master(comet={"samples_log_interval": 10, "project": "p", "experiment_name": "e"})
-    monitors.write_events([("a", 1.0, 0), ("b", 2.0, 5), ("a", 3.0, 9), ("a", 4.0, 10), ("a", 5.0, 4)])
+    monitors.write_events(
+        [("a", 1.0, 0), ("b", 2.0, 5), ("a", 3.0, 9), ("a", 4.0, 10), ("a", 5.0, 4)]
+    )
     monitors.close()
     assert fakes[:2] == [("start", {"project": "p"}), ("name", "e")]
     assert fakes[2:] == [("a", 1.0, 0), ("b", 2.0, 5), ("a", 4.0, 10), ("a", 5.0, 4), "end"]
 
 
-@pytest.mark.parametrize(("block", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet-ml")])
-def test_a_missing_package_is_named(block: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "package"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet-ml")],
+)
+def test_a_missing_package_is_named(
+    block: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=f'{block}.enabled: true .*"pip install {package}"'):
         master(**{block: {}})
 
 
-def test_a_monitor_that_fails_does_not_end_the_training(fakes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kills: a full disk that ends the run, one that silences the other monitors, a warning with each step.
+def test_a_monitor_that_fails_does_not_end_the_training(
+    fakes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kills: a full disk that ends the run, one that silences the other monitors, a warning with
+    # each step.
     said: list[str] = []
-    monkeypatch.setattr("deepspeed.monitor.monitor.logger.warning", lambda text, *args: said.append(text % args))
-    monitors = master(csv_monitor={"output_path": str(tmp_path), "job_name": "job"}, comet={"samples_log_interval": 1})
+    monkeypatch.setattr(
+        "deepspeed.monitor.monitor.logger.warning", lambda text, *args: said.append(text % args)
+    )
+    monitors = master(
+        csv_monitor={"output_path": str(tmp_path), "job_name": "job"},
+        comet={"samples_log_interval": 1},
+    )
     (tmp_path / "job" / "accuracy.csv").mkdir()  # cannot be opened as a file
     for step in (1, 2):
         monitors.write_events([("accuracy", 1.0, step)])
@@ -131,7 +166,9 @@ def test_a_monitor_that_fails_does_not_end_the_training(fakes: list[Any], tmp_pa
     assert len(said) == 1 and "csvMonitor" in said[0] and "accuracy.csv" in said[0]
 
 
-@pytest.mark.parametrize("event", [("a", "high", 1), ("a", 1.0), ("a", torch.ones(2), 1), ("a", 1.0, None)])
+@pytest.mark.parametrize(
+    "event", [("a", "high", 1), ("a", 1.0), ("a", torch.ones(2), 1), ("a", 1.0, None)]
+)
 def test_a_wrong_event_is_an_error(event: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an event is"):
         master(csv_monitor={"output_path": str(tmp_path)}).write_events([event])

@@ -35,11 +35,14 @@ class TestEngine(DistributedTest):
 
     @pytest.mark.parametrize("divided_by", ["engine", "caller", "scale"])
     def test_values_and_steps(self, divided_by: str, tmpdir: Any) -> None:
-        # Kills: the last micro-batch's loss as the step's, the divided or scaled loss, rank 1's, steps counted in steps.
+        # Kills: the last micro-batch's loss as the step's, the divided or scaled loss, rank 1's,
+        # steps counted in steps.
         folder = Path(str(tmpdir))
         model = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        engine, *_ = deepspeed.initialize(model=model, config=configuration(folder, zero_optimization={"stage": 1}))
+        engine, *_ = deepspeed.initialize(
+            model=model, config=configuration(folder, zero_optimization={"stage": 1})
+        )
         expected = []
         for step in range(2):
             losses = []
@@ -62,23 +65,39 @@ class TestEngine(DistributedTest):
             assert series(folder, "train_loss") == list(zip([8, 16], expected, strict=True))
             assert series(folder, "lr") == [(8, 0.5), (16, 0.5)]
             assert series(folder, "grad_norm")[1] == (16, pytest.approx(float(norm), rel=1e-6))
-            assert not list(folder.glob("job/*elapsed*")) and not list(folder.glob("job/*loss_scale*"))
+            assert not list(folder.glob("job/*elapsed*")) and not list(
+                folder.glob("job/*loss_scale*")
+            )
 
     def test_fp16_and_phases(self, tmpdir: Any) -> None:
         # Kills: phases written on steps that were not logged, a loss scale that is not the step's.
         folder = Path(str(tmpdir))
-        keys = {"wall_clock_breakdown": True, "steps_per_print": 2, "fp16": {"enabled": True, "initial_scale_power": 4}}
-        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 1), config=configuration(folder, **keys))
+        keys = {
+            "wall_clock_breakdown": True,
+            "steps_per_print": 2,
+            "fp16": {"enabled": True, "initial_scale_power": 4},
+        }
+        engine, *_ = deepspeed.initialize(
+            model=torch.nn.Linear(3, 1), config=configuration(folder, **keys)
+        )
         for _ in range(2 * 4):
             engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)).mean())
             engine.step()
         engine.destroy()
         if dist.get_rank() == 0:
             assert series(folder, "loss_scale") == [(8, 16.0), (16, 16.0), (24, 16.0), (32, 16.0)]
-            phases = {name: series(folder, f"elapsed_time_ms_{name}") for name in ("forward", "backward", "backward_inner", "step")}
+            phases = {
+                name: series(folder, f"elapsed_time_ms_{name}")
+                for name in ("forward", "backward", "backward_inner", "step")
+            }
             assert all([step for step, _ in points] == [16, 32] for points in phases.values())
             assert all(value > 0 for points in phases.values() for _, value in points)
-            assert all(inner <= whole for (_, inner), (_, whole) in zip(phases["backward_inner"], phases["backward"], strict=True))
+            assert all(
+                inner <= whole
+                for (_, inner), (_, whole) in zip(
+                    phases["backward_inner"], phases["backward"], strict=True
+                )
+            )
 
     def test_scripts_write_too(self, tmpdir: Any) -> None:
         folder = Path(str(tmpdir))
@@ -92,7 +111,9 @@ class TestEngine(DistributedTest):
         # Kills: a pipeline whose rank 0, which has no loss, writes none; a loss of the step before.
         folder = Path(str(tmpdir))
         module = PipelineModule(
-            [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)], num_stages=2, loss_fn=lambda out, label: (out - label).square().mean()
+            [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)],
+            num_stages=2,
+            loss_fn=lambda out, label: (out - label).square().mean(),
         )
         keys = {"wall_clock_breakdown": True, "steps_per_print": 2}
         engine, *_ = deepspeed.initialize(model=module, config=configuration(folder, **keys))
@@ -103,4 +124,6 @@ class TestEngine(DistributedTest):
             assert series(folder, "train_loss") == list(zip([4, 8], losses, strict=True))
             assert [step for step, _ in series(folder, "lr")] == [4, 8]
             for phase in ("forward", "backward", "backward_inner", "step"):
-                assert [step for step, value in series(folder, f"elapsed_time_ms_{phase}") if value > 0] == [8]
+                assert [
+                    step for step, value in series(folder, f"elapsed_time_ms_{phase}") if value > 0
+                ] == [8]

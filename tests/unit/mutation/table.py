@@ -1,7 +1,8 @@
 """Faults to put into the package, each with the test that has to notice.
 
-`UNDO_FIXES` takes the fixes of docs/fixes/ out again; `FAULTS` breaks single lines of them and of other guards. Texts are exact and
-must occur once, so that a fault that no longer fits the code is an error and not a test of nothing.
+`UNDO_FIXES` takes the fixes of docs/fixes/ out again; `FAULTS` breaks single lines of them and of
+other guards. Texts are exact and must occur once, so that a fault that no longer fits the code is
+an error and not a test of nothing.
 
     python -m unit.mutation.table fix1        prints the fault as a patch (run in tests/, needs no torch)
 """
@@ -59,7 +60,10 @@ class Fault:
         after = before
         for old, new in self.changes:
             if after.count(old) != 1:
-                raise ValueError(f"{self.name}: {self.file} has this text {after.count(old)} times, not once:\n{old}")
+                raise ValueError(
+                    f"{self.name}: {self.file} has this text {after.count(old)} times, not "
+                    f"once:\n{old}"
+                )
             after = after.replace(old, new)
         return before, after
 
@@ -75,7 +79,10 @@ RECORD_AND_COMMENT = """\
             # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
             self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
 """
-WAIT = "        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})\n"
+WAIT = (
+    "        self.comm_context.wait_for(bucket.copy_streams or "
+    "{self.comm_context.current_stream()})\n"
+)
 WAIT_COMMENT = """\
         # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
         # work of *all* of these streams; the one current now is right only if no hook recorded any.
@@ -112,7 +119,9 @@ EPILOGUE_REDUCES_FIRST = """\
         sequence.backward_epilogue()
         self._exit_backward(sequence)
 """
-ABSORB = "            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)\n"
+ABSORB = (
+    "            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)\n"
+)
 ABSORB_ELSEWHERE = """\
             from deepspeed.accelerator import get_accelerator
 
@@ -127,7 +136,11 @@ UNDO_FIXES = (
         (
             ("        copy_streams: Streams that the gradients were produced on.\n", ""),
             ("    copy_streams: set[Any] = field(default_factory=set)\n", ""),
-            (" The streams too [fix 1]: a stale one would order the next reduction after unrelated work.", ""),
+            (
+                " The streams too [fix 1]: a stale one would order the next reduction after "
+                "unrelated work.",
+                "",
+            ),
             ("        self.copy_streams.clear()\n", ""),
             (RECORD_AND_COMMENT, ""),
             (REMAINING_STREAMS, ""),
@@ -157,12 +170,29 @@ FAULTS = (
     Fault(
         "no fallback to the current stream",
         ZERO,
-        (("wait_for(bucket.copy_streams or {self.comm_context.current_stream()})", "wait_for(bucket.copy_streams)"),),
+        (
+            (
+                "wait_for(bucket.copy_streams or {self.comm_context.current_stream()})",
+                "wait_for(bucket.copy_streams)",
+            ),
+        ),
         FIX1,
         "TestFallback",
     ),
-    Fault("clear keeps the streams", ZERO, (("        self.copy_streams.clear()\n", ""),), FIX1, "clear"),
-    Fault("a bf16 hook works on another stream", BF16, ((ABSORB, ABSORB_ELSEWHERE),), FIX2, "TestBF16Optimizer"),
+    Fault(
+        "clear keeps the streams",
+        ZERO,
+        (("        self.copy_streams.clear()\n", ""),),
+        FIX1,
+        "clear",
+    ),
+    Fault(
+        "a bf16 hook works on another stream",
+        BF16,
+        ((ABSORB, ABSORB_ELSEWHERE),),
+        FIX2,
+        "TestBF16Optimizer",
+    ),
     Fault(
         "the offloaded norm is reduced per group",
         ZERO,
@@ -181,18 +211,31 @@ FAULTS = (
     Fault(
         "squares are summed in bf16",
         ZERO,
-        (("torch.zeros(self.num_norm_groups, dtype=torch.float32,", "torch.zeros(self.num_norm_groups, dtype=torch.bfloat16,"),),
+        (
+            (
+                "torch.zeros(self.num_norm_groups, dtype=torch.float32,",
+                "torch.zeros(self.num_norm_groups, dtype=torch.bfloat16,",
+            ),
+        ),
         FIX3,
         "TestPrecision",
     ),
     Fault(
         "the norm stays local",
         ZERO,
-        (("            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)\n", "            pass\n"),),
+        (
+            (
+                "            dist.all_reduce(squares, op=dist.ReduceOp.SUM, "
+                "group=self.norm_group)\n",
+                "            pass\n",
+            ),
+        ),
         FIX3,
         "TestOneCollective",
     ),
-    Fault("the last micro-batch never joins", BF16, (("        self.update_hp_grads()\n", ""),), FIX4),
+    Fault(
+        "the last micro-batch never joins", BF16, (("        self.update_hp_grads()\n", ""),), FIX4
+    ),
     Fault(
         "the accumulator that is reduced is a copy",
         BF16,
@@ -210,7 +253,8 @@ FAULTS = (
         (
             (
                 "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n        return float(self.loss_scaler.loss_scale)\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n        return "
+                "float(self.loss_scaler.loss_scale)\n",
             ),
         ),
         SCALING,
@@ -219,7 +263,12 @@ FAULTS = (
     Fault(
         "steps with a gradient that is not finite",
         SEQUENCE,
-        (("        if self.overflow:\n            self._report_skip(scale)\n        else:\n", "        if True:\n"),),
+        (
+            (
+                "        if self.overflow:\n            self._report_skip(scale)\n        else:\n",
+                "        if True:\n",
+            ),
+        ),
         SCALING,
         "test_overflow_on_one_rank_skips_on_both",
     ),
@@ -235,7 +284,8 @@ FAULTS = (
         (
             (
                 "        return range(first, self._next)\n\n    def remaining",
-                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def "
+                "remaining",
             ),
         ),
         "tests/unit/runtime/test_readiness.py",

@@ -1,6 +1,8 @@
-"""Every guard guards: a copy of the package with one fault in it must fail the test that the table names.
+"""Every guard guards: a copy of the package with one fault in it must fail the test that the table
+names.
 
-By default the fixes of docs/fixes/ are undone, each as a whole; `make contract` runs the single faults too.
+By default the fixes of docs/fixes/ are undone, each as a whole; `make contract` runs the single
+faults too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import pytest
 
 from unit.mutation.table import FAULTS, REPOSITORY, UNDO_FIXES, Fault
 
-# pytest's exit status when tests ran and some failed; a mutant that cannot even be imported ends otherwise or shows as such.
+# pytest's exit status when tests ran and some failed; a mutant that cannot even be imported ends
+# otherwise or shows as such.
 TESTS_FAILED = 1
 LIMIT_S = 240
 
@@ -35,12 +38,34 @@ def run_tests(root: Path, targets: list[str], select: str) -> subprocess.Complet
     """Run test files of the repository against the package below `root`."""
     path = os.pathsep.join([str(root), str(REPOSITORY / "tests")])
     # A rank that waits for a collective that a fault removed is given up early.
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_UNITTEST_TIMEOUT": "30"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
-    command += ["-c", str(REPOSITORY / "pyproject.toml"), *(str(REPOSITORY / target) for target in targets)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "DS_UNITTEST_TIMEOUT": "30",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(REPOSITORY),
+    ]
+    command += [
+        "-c",
+        str(REPOSITORY / "pyproject.toml"),
+        *(str(REPOSITORY / target) for target in targets),
+    ]
     if select:
         command += ["-k", select]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def check(fault: Fault, package: Path) -> None:
@@ -48,7 +73,9 @@ def check(fault: Fault, package: Path) -> None:
     ast.parse(mutated, fault.file)
     (package / fault.file).write_text(mutated, encoding="utf-8")
     run = run_tests(package, [fault.test], fault.select)
-    assert run.returncode == TESTS_FAILED, f"{fault.name}: {fault.test} did not notice\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
+    assert run.returncode == TESTS_FAILED, (
+        f"{fault.name}: {fault.test} did not notice\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
+    )
     assert "ImportError" not in run.stdout and "NameError" not in run.stdout, run.stdout[-3000:]
 
 

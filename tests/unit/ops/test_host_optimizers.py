@@ -1,4 +1,6 @@
-"""Host optimizers: all implementations give the same bits, of the published updates; what cannot be updated is refused."""
+"""Host optimizers: all implementations give the same bits, of the published updates; what cannot be
+updated is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,27 @@ RULES: list[tuple[type[HostOptimizer], dict[str, Any]]] = [
     (DeepSpeedCPUAdagrad, {"weight_decay": 0.1}),
     (DeepSpeedCPULion, {"weight_decay": 0.1}),
 ]
-# (parameter, gradient, copy): fp32 masters in all combinations, and parameters of the model's own dtype.
-DTYPES = [(F32, grad, out) for grad in (F32, BF16, F16) for out in (None, BF16, F16)] + [(BF16, BF16, None), (F16, F16, BF16)]
+# (parameter, gradient, copy): fp32 masters in all combinations, and parameters of the model's own
+# dtype.
+DTYPES = [(F32, grad, out) for grad in (F32, BF16, F16) for out in (None, BF16, F16)] + [
+    (BF16, BF16, None),
+    (F16, F16, BF16),
+]
 # Zeros, denormals of all dtypes, the ends of float16's range, infinities, not a number.
-SPECIAL = [0.0, -0.0, 1e-40, -1e-42, 6e-8, 2.9e-8, 65504.0, 65520.0, 3e38, float("inf"), -float("inf"), float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-42,
+    6e-8,
+    2.9e-8,
+    65504.0,
+    65520.0,
+    3e38,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+]
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +58,11 @@ def use(monkeypatch: pytest.MonkeyPatch, instruction_set: str) -> None:
     op = native_op("cpu_adam")
     if op is None or instruction_set not in op.instruction_sets():
         pytest.skip(f"this machine cannot build or run {instruction_set}")
-    monkeypatch.setattr(host_optimizer, "update_native", lambda op, update: update_native(op, update, instruction_set))
+    monkeypatch.setattr(
+        host_optimizer,
+        "update_native",
+        lambda op, update: update_native(op, update, instruction_set),
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,9 +72,16 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    cls: type[HostOptimizer], options: dict[str, Any], dtypes: Any, numel: int, fp32: bool, offset: int = 0
+    cls: type[HostOptimizer],
+    options: dict[str, Any],
+    dtypes: Any,
+    numel: int,
+    fp32: bool,
+    offset: int = 0,
 ) -> list[torch.Tensor]:
-    """Parameter, states and copy after three steps; every tensor starts `offset` elements behind an aligned address."""
+    """Parameter, states and copy after three steps; every tensor starts `offset` elements behind an
+    aligned address.
+    """
     torch.manual_seed(1)
     kind, grad_kind, out_kind = dtypes
     param = torch.randn(numel + offset).to(kind)[offset:]
@@ -69,9 +99,13 @@ def run(
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("cls, options", RULES)
 def test_all_implementations_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, instruction_set: str, cls: type[HostOptimizer], options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    instruction_set: str,
+    cls: type[HostOptimizer],
+    options: dict[str, Any],
 ) -> None:
-    # Kills: a fused multiply-add, a tail that is skipped or runs over, a dtype read as another, a lost NaN, flushed denormals.
+    # Kills: a fused multiply-add, a tail that is skipped or runs over, a dtype read as another, a
+    # lost NaN, flushed denormals.
     for dtypes in DTYPES:
         for numel, offset in ((1, 0), (77, 1), (1003, 0)):
             for fp32 in (True, False):
@@ -100,20 +134,32 @@ def test_threads_change_no_bit(cls: type[HostOptimizer], options: dict[str, Any]
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_the_copy_is_rounded_to_nearest_even(monkeypatch: pytest.MonkeyPatch, instruction_set: str) -> None:
-    # Kills: truncation, ties away from zero, a NaN that becomes infinity, denormals of float16 rounded twice.
+def test_the_copy_is_rounded_to_nearest_even(
+    monkeypatch: pytest.MonkeyPatch, instruction_set: str
+) -> None:
+    # Kills: truncation, ties away from zero, a NaN that becomes infinity, denormals of float16
+    # rounded twice.
     use(monkeypatch, instruction_set)
     torch.manual_seed(3)
     patterns = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).to(torch.int32)
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(F16).float()
     between = torch.nextafter(halves, torch.tensor(float("inf"))) * 0.5 + halves * 0.5
-    param = torch.cat([patterns.view(F32), *((upper | low).view(F32) for low in (0, 0x7FFF, 0x8000, 0x8001)), halves, between])
+    param = torch.cat(
+        [
+            patterns.view(F32),
+            *((upper | low).view(F32) for low in (0, 0x7FFF, 0x8000, 0x8001)),
+            halves,
+            between,
+        ]
+    )
     param = torch.cat([param, (halves[1:] + halves[:-1]) * 0.5])
     for dtype in (BF16, F16):
         out = torch.empty_like(param, dtype=dtype)
         still = param.clone()
-        DeepSpeedCPULion([still], lr=0.0).step_flat(still, torch.zeros_like(param), low_precision_out=out)
+        DeepSpeedCPULion([still], lr=0.0).step_flat(
+            still, torch.zeros_like(param), low_precision_out=out
+        )
         number = ~param.isnan()
         assert torch.equal(out.isnan(), ~number)
         assert torch.equal(bits(out)[number], bits(param.to(dtype))[number])
@@ -124,7 +170,8 @@ def test_the_copy_is_rounded_to_nearest_even(monkeypatch: pytest.MonkeyPatch, in
 def test_every_low_precision_gradient_is_read_exactly(
     monkeypatch: pytest.MonkeyPatch, instruction_set: str, dtype: torch.dtype
 ) -> None:
-    # Kills: denormals read as zero, infinity read as a number. The momentum becomes the gradient when beta2 is 0.
+    # Kills: denormals read as zero, infinity read as a number. The momentum becomes the gradient
+    # when beta2 is 0.
     use(monkeypatch, instruction_set)
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     param = torch.zeros(grad.numel())
@@ -135,7 +182,9 @@ def test_every_low_precision_gradient_is_read_exactly(
 
 
 def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest distance in units of the last place of the larger of `wanted` and the step that a parameter takes (1e-2)."""
+    """Largest distance in units of the last place of the larger of `wanted` and the step that a
+    parameter takes (1e-2).
+    """
     spacing = torch.finfo(F32).eps * wanted.abs().clamp_min(1e-2)
     return float(((found.double() - wanted.double()).abs() / spacing).max())
 
@@ -143,7 +192,10 @@ def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "make, torchs",
     [
-        (lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)),
+        (
+            lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+        ),
         (
             lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
             lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
@@ -152,11 +204,17 @@ def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
             lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=False),
             lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
         ),
-        (lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, weight_decay=0.1)),
+        (
+            lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1),
+            lambda p: torch.optim.Adagrad(p, weight_decay=0.1),
+        ),
     ],
 )
-def test_torchs_optimizers_agree_to_a_few_ulps(make: Callable[[Any], Any], torchs: Callable[[Any], Any]) -> None:
-    # Kills: missing bias correction, the other weight decay, the root before the correction. A step rounds about six times.
+def test_torchs_optimizers_agree_to_a_few_ulps(
+    make: Callable[[Any], Any], torchs: Callable[[Any], Any]
+) -> None:
+    # Kills: missing bias correction, the other weight decay, the root before the correction. A step
+    # rounds about six times.
     torch.manual_seed(5)
     start, steps = torch.randn(5000), 10
     found, wanted = start.clone(), start.clone()
@@ -171,17 +229,27 @@ def test_torchs_optimizers_agree_to_a_few_ulps(make: Callable[[Any], Any], torch
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_adam_without_bias_correction(correct: bool) -> None:
-    # Kills: an argument that is accepted and ignored. One step from zero state: m = (1-b1)g, v = (1-b2)g^2.
+    # Kills: an argument that is accepted and ignored. One step from zero state: m = (1-b1)g, v =
+    # (1-b2)g^2.
     param = torch.zeros(4, dtype=F32)
-    DeepSpeedCPUAdam([param], lr=1.0, bias_correction=correct, betas=(0.9, 0.99), eps=0.0).step_flat(param, torch.full((4,), 3.0))
-    torch.testing.assert_close(param, torch.full((4,), -1.0 if correct else -0.1 / 0.1), rtol=1e-6, atol=0)
+    DeepSpeedCPUAdam(
+        [param], lr=1.0, bias_correction=correct, betas=(0.9, 0.99), eps=0.0
+    ).step_flat(param, torch.full((4,), 3.0))
+    torch.testing.assert_close(
+        param, torch.full((4,), -1.0 if correct else -0.1 / 0.1), rtol=1e-6, atol=0
+    )
     param = torch.zeros(4)
-    DeepSpeedCPUAdam([param], lr=1.0, bias_correction=correct, betas=(0.9, 0.999), eps=0.0).step_flat(param, torch.full((4,), 3.0))
-    torch.testing.assert_close(param, torch.full((4,), -1.0 if correct else -0.1 / 0.001**0.5), rtol=1e-5, atol=0)
+    DeepSpeedCPUAdam(
+        [param], lr=1.0, bias_correction=correct, betas=(0.9, 0.999), eps=0.0
+    ).step_flat(param, torch.full((4,), 3.0))
+    torch.testing.assert_close(
+        param, torch.full((4,), -1.0 if correct else -0.1 / 0.001**0.5), rtol=1e-5, atol=0
+    )
 
 
 def test_unscaling_and_clipping_are_fused() -> None:
-    # Kills: a factor that is applied twice, or to the stored gradient. 2^-3 is exact, so the bits must agree.
+    # Kills: a factor that is applied twice, or to the stored gradient. 2^-3 is exact, so the bits
+    # must agree.
     grad = torch.randn(100)
     fused, apart = torch.ones(100), torch.ones(100)
     kept = grad.clone()
@@ -215,7 +283,10 @@ def test_torchs_state_is_taken_over_and_another_optimizers_refused() -> None:
     assert ours.state[param]["step"] == 2
     adagrad = DeepSpeedCPUAdagrad([param])
     adagrad.load_state_dict(torchs.state_dict())
-    with pytest.raises(ValueError, match=r"DeepSpeedCPUAdagrad: the state .* without \['exp_avg_sq'\]: it was saved by another"):
+    with pytest.raises(
+        ValueError,
+        match=r"DeepSpeedCPUAdagrad: the state .* without \['exp_avg_sq'\]: it was saved by another",
+    ):
         adagrad.state[param].pop("exp_avg_sq")
         adagrad.step()
 
@@ -225,17 +296,34 @@ def test_torchs_state_is_taken_over_and_another_optimizers_refused() -> None:
     [
         (torch.zeros(6, 2).T, None, r"gradient of shape \(2, 6\) is not contiguous"),
         (torch.zeros(11), None, "gradient of shape .* has 11 elements, the parameter 12"),
-        (torch.zeros(12, dtype=torch.float64), None, "gradient .* is torch.float64; use torch.float32"),
-        (torch.zeros(12, device="meta"), None, "gradient .* is on meta; use zero_optimization.offload_optimizer"),
-        (torch.zeros(12), torch.zeros(12), "low_precision_out is torch.float32; use torch.bfloat16"),
+        (
+            torch.zeros(12, dtype=torch.float64),
+            None,
+            "gradient .* is torch.float64; use torch.float32",
+        ),
+        (
+            torch.zeros(12, device="meta"),
+            None,
+            "gradient .* is on meta; use zero_optimization.offload_optimizer",
+        ),
+        (
+            torch.zeros(12),
+            torch.zeros(12),
+            "low_precision_out is torch.float32; use torch.bfloat16",
+        ),
         (torch.zeros(12), torch.zeros(24, dtype=BF16)[::2], "low_precision_out .* not contiguous"),
         (torch.zeros(12).to_sparse(), None, "layout torch.sparse_coo; use dense"),
     ],
 )
-def test_what_cannot_be_updated_is_refused_and_changes_nothing(grad: torch.Tensor, out: torch.Tensor | None, said: str) -> None:
+def test_what_cannot_be_updated_is_refused_and_changes_nothing(
+    grad: torch.Tensor, out: torch.Tensor | None, said: str
+) -> None:
     param = torch.ones(12)
     optimizer = DeepSpeedCPUAdam([param])
-    with pytest.raises(ValueError, match=f"DeepSpeedCPUAdam: .*{said}" if "low_precision_out is" not in said else said):
+    with pytest.raises(
+        ValueError,
+        match=f"DeepSpeedCPUAdam: .*{said}" if "low_precision_out is" not in said else said,
+    ):
         optimizer.step_flat(param, grad, low_precision_out=out)
     assert torch.equal(param, torch.ones(12)) and not optimizer.state[param]
     with pytest.raises(ValueError, match="in no parameter group"):
@@ -266,7 +354,9 @@ def without_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native_op.cache_clear()
 
 
-def test_without_a_compiler_torch_does_it_after_one_warning(without_op: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_torch_does_it_after_one_warning(
+    without_op: None, caplog: pytest.LogCaptureFixture
+) -> None:
     # Kills: a run that ends, or warns at every step, because no compiler is there.
     log = logging.getLogger("DeepSpeed")
     log.addHandler(caplog.handler)
@@ -280,4 +370,8 @@ def test_without_a_compiler_torch_does_it_after_one_warning(without_op: None, ca
         log.removeHandler(caplog.handler)
     torch.testing.assert_close(param, torch.full((8,), 0.8))
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1 and "op cpu_adam cannot be used" in warnings[0] and "no C++ compiler found" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "op cpu_adam cannot be used" in warnings[0]
+        and "no C++ compiler found" in warnings[0]
+    )

@@ -1,4 +1,6 @@
-"""Building native ops: the cache, the lock between processes, and what is said when it cannot be done."""
+"""Building native ops: the cache, the lock between processes, and what is said when it cannot be
+done.
+"""
 
 import importlib.machinery
 import importlib.util
@@ -24,7 +26,9 @@ from deepspeed.ops.op_builder import (
 from deepspeed.ops.op_builder.builder import CACHE_ENV, locked
 
 ROOT = Path(__file__).resolve().parents[3]
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
 SOURCE = """
 #include <Python.h>
 #include "answer.h"
@@ -114,7 +118,9 @@ def test_an_op_is_built_once_and_again_when_its_header_changes(folder: Path) -> 
 @needs_compiler
 def test_a_compiler_error_is_shown_and_leaves_nothing(folder: Path) -> None:
     (folder / "tiny.cpp").write_text("int broken(")
-    with pytest.raises(OpBuildError, match=r"op tiny: the compiler exited with 1[\s\S]*tiny\.cpp:1"):
+    with pytest.raises(
+        OpBuildError, match=r"op tiny: the compiler exited with 1[\s\S]*tiny\.cpp:1"
+    ):
         TinyBuilder(folder, "broken").load(verbose=False)
     assert libraries(folder) == []
 
@@ -142,7 +148,9 @@ def test_async_io_is_known_and_says_why_it_is_not_there(capsys: pytest.CaptureFi
 def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "lock"
     hold = HOLD.format(root=str(ROOT), lock=str(lock))
-    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True
+    ) as holder:
         if holder.stdout is None or holder.stdout.readline() != "held\n":
             raise AssertionError("the holder did not take the lock")
         waiter = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
@@ -151,7 +159,9 @@ def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
         holder.send_signal(signal.SIGKILL)
         if waiter.stdout is None:
             raise AssertionError("the waiter was started without a pipe")
-        assert waiter.stdout.readline() == "held\n", "the lock must pass on although its file is still there"
+        assert waiter.stdout.readline() == "held\n", (
+            "the lock must pass on although its file is still there"
+        )
         waiter.kill()
         waiter.communicate()
     with locked(lock):
@@ -161,26 +171,41 @@ def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
 @needs_compiler
 def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> None:
     """Their compilers live on, as they do when a job's scheduler kills only the ranks."""
-    # Kills: a lock that is a file's existence, one that a compiler inherits, and half a library that counts as built.
+    # Kills: a lock that is a file's existence, one that a compiler inherits, and half a library
+    # that counts as built.
     compiler = next(path for path in map(shutil.which, ("c++", "g++", "clang++")) if path)
     fifo, script = folder / "fifo", folder / "slow-compiler"
     script.write_text(SLOW_COMPILER.format(compiler=compiler, fifo=fifo))
     script.chmod(0o755)
     os.mkfifo(fifo)
-    code = BUILD.format(root=str(ROOT), here=str(folder), source=str(folder / "tiny.cpp"), folder=str(folder))
+    code = BUILD.format(
+        root=str(ROOT), here=str(folder), source=str(folder / "tiny.cpp"), folder=str(folder)
+    )
     environment = {**os.environ, "CXX": str(script)}
-    builds = [subprocess.Popen([sys.executable, "-S", "-c", code], env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    builds = [
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", code], env=environment, stdout=subprocess.DEVNULL
+        )
+        for _ in range(2)
+    ]
     compilers = []
     try:
         for _ in builds:
-            # One of them compiles, the other waits for it; whoever compiles is killed, and then the next.
+            # One of them compiles, the other waits for it; whoever compiles is killed, and then the
+            # next.
             compilers.append(int(fifo.read_text()))
             parent = int(Path(f"/proc/{compilers[-1]}/stat").read_text().split()[3])
             os.kill(parent, signal.SIGKILL)
         for build in builds:
             assert build.wait(timeout=60) == -signal.SIGKILL
         fifo.unlink()
-        third = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        third = subprocess.run(
+            [sys.executable, "-S", "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     finally:
         for build in builds:
             build.kill()
@@ -188,12 +213,15 @@ def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> N
         for pid in compilers:
             os.kill(pid, signal.SIGKILL)
     assert third.stdout == "42\n", third.stderr
-    assert [path.name for path in (folder / "cache").glob("*/build-*")] == [], "what killed builds leave is removed"
+    assert [path.name for path in (folder / "cache").glob("*/build-*")] == [], (
+        "what killed builds leave is removed"
+    )
 
 
 @needs_compiler
 def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
-    # Kills: flags or sources that only the just-in-time build has; a module that does not bear the name it is looked up by.
+    # Kills: flags or sources that only the just-in-time build has; a module that does not bear the
+    # name it is looked up by.
     pytest.importorskip("setuptools")
     build = [
         sys.executable,
@@ -205,7 +233,12 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
         "--build-temp",
         str(folder / "temp"),
     ]
-    environment = {**os.environ, "DS_BUILD_OPS": "1", "DS_BUILD_CPU_ADAGRAD": "0", "DS_BUILD_CPU_LION": "0"}
+    environment = {
+        **os.environ,
+        "DS_BUILD_OPS": "1",
+        "DS_BUILD_CPU_ADAGRAD": "0",
+        "DS_BUILD_CPU_LION": "0",
+    }
     result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (library,) = (folder / "lib").rglob("*.so")
@@ -220,13 +253,21 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
 
 
 def test_the_builders_have_upstreams_names() -> None:
-    for cls, name in ((CPUAdamBuilder, "cpu_adam"), (CPUAdagradBuilder, "cpu_adagrad"), (CPULionBuilder, "cpu_lion")):
+    for cls, name in (
+        (CPUAdamBuilder, "cpu_adam"),
+        (CPUAdagradBuilder, "cpu_adagrad"),
+        (CPULionBuilder, "cpu_lion"),
+    ):
         builder = cls()
-        assert builder.NAME == builder.name == name and builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
+        assert (
+            builder.NAME == builder.name == name and builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
+        )
         assert builder.absolute_name() == f"deepspeed.ops.{name.removeprefix('cpu_')}.{name}_op"
 
 
-def test_a_compiler_that_fails_when_asked_its_version_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_when_asked_its_version_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(OpBuildError, match="false --version exited with 1; set CXX"):
         TinyBuilder(folder, "no_version").load(verbose=False)
@@ -236,7 +277,9 @@ def test_builders_import_without_torch() -> None:
     """setup.py imports the builders where nothing is installed."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; import op_builder; " \
         "print(sorted(op_builder.ALL_OPS))"  # fmt: skip
-    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
     assert "async_io" in result.stdout
 
 

@@ -1,4 +1,6 @@
-"""The optimizers under DeepSpeed's names against torch's own, or against their published formulas in double precision."""
+"""The optimizers under DeepSpeed's names against torch's own, or against their published formulas
+in double precision.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,17 @@ def test_lion(cls: Any) -> None:
         value, momentum = start.detach().double(), torch.zeros_like(start).double()
         for step in range(STEPS):
             grad = gradients(step)[index].double()
-            value = value * (1 - lr * decay) - lr * torch.sign(beta1 * momentum + (1 - beta1) * grad)
+            value = value * (1 - lr * decay) - lr * torch.sign(
+                beta1 * momentum + (1 - beta1) * grad
+            )
             momentum = beta2 * momentum + (1 - beta2) * grad
         wanted.append(value)
     assert_same(run(lambda p: cls(p, lr=lr, betas=(beta1, beta2), weight_decay=decay)), wanted)
 
 
 def test_lamb() -> None:
-    # Kills: a trust ratio over all parameters together, missing bias correction, decay outside of the ratio.
+    # Kills: a trust ratio over all parameters together, missing bias correction, decay outside of
+    # the ratio.
     lr, (beta1, beta2), eps, decay, least, most = 0.1, (0.9, 0.8), 1e-6, 0.3, 0.2, 0.9
     wanted = []
     for index, start in enumerate(parameters()):
@@ -87,17 +92,28 @@ def test_lamb() -> None:
         first, second = torch.zeros_like(value), torch.zeros_like(value)
         for step in range(STEPS):
             grad = gradients(step)[index].double()
-            first, second = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2
+            first, second = (
+                beta1 * first + (1 - beta1) * grad,
+                beta2 * second + (1 - beta2) * grad**2,
+            )
             corrected = first / (1 - beta1 ** (step + 1)), second / (1 - beta2 ** (step + 1))
             update = corrected[0] / (corrected[1].sqrt() + eps) + decay * value
             value = value - lr * (value.norm() / update.norm()).clamp(least, most) * update
         wanted.append(value)
-    options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay, "min_coeff": least, "max_coeff": most}
+    options = {
+        "lr": lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": decay,
+        "min_coeff": least,
+        "max_coeff": most,
+    }
     assert_same(run(lambda p: FusedLamb(p, **options)), wanted)
 
 
 def test_muon_steps_matrices_and_adam_the_rest() -> None:
-    # Kills: one of the two for all, and a learning rate that a schedule sets but the inner optimizers never see.
+    # Kills: one of the two for all, and a learning rate that a schedule sets but the inner
+    # optimizers never see.
     def alone(params: list[nn.Parameter]) -> Any:
         matrix = torch.optim.Muon(params[:1], lr=0.1, momentum=0.9, weight_decay=0.1)
         vector = torch.optim.AdamW(params[1:], lr=0.1, betas=(0.8, 0.9), weight_decay=0.1)
@@ -133,10 +149,15 @@ def test_names_in_the_configuration(block: dict[str, Any], cls: type) -> None:
     assert type(build_basic_optimizer(config, parameters())) is cls
 
 
-@pytest.mark.parametrize("name, cls", [("AdamW", DeepSpeedCPUAdam), ("Lion", DeepSpeedCPULion), ("Adagrad", DeepSpeedCPUAdagrad)])
+@pytest.mark.parametrize(
+    "name, cls",
+    [("AdamW", DeepSpeedCPUAdam), ("Lion", DeepSpeedCPULion), ("Adagrad", DeepSpeedCPUAdagrad)],
+)
 def test_offload_takes_the_host_optimizers(name: str, cls: type) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    config = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": name}, "zero_optimization": zero})
+    config = DeepSpeedConfig(
+        {"train_batch_size": 1, "optimizer": {"type": name}, "zero_optimization": zero}
+    )
     assert isinstance(build_basic_optimizer(config, parameters()), cls)
 
 

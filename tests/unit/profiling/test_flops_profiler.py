@@ -1,4 +1,6 @@
-"""The flops profiler: counts against numbers worked out by hand, and what the configuration's block makes of an engine."""
+"""The flops profiler: counts against numbers worked out by hand, and what the configuration's block
+makes of an engine.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def quiet(model: nn.Module, **given: Any) -> Any:
 def test_counts_by_hand() -> None:
     # Kills: a layer that is called twice counted once, biases counted, MACs that are operations.
     assert quiet(Net(), input_shape=(2, 3)) == (TOTAL, TOTAL // 2, PARAMS)
-    assert quiet(Net(), args=[torch.ones(2, 3)]) == quiet(Net(), kwargs={"x": torch.ones(2, 3)}) == (TOTAL, TOTAL // 2, PARAMS)
+    assert (
+        quiet(Net(), args=[torch.ones(2, 3)])
+        == quiet(Net(), kwargs={"x": torch.ones(2, 3)})
+        == (TOTAL, TOTAL // 2, PARAMS)
+    )
     assert get_model_profile(Net(), (2, 3), print_profile=False) == ("176 ", "88 MACs", "36")
 
 
@@ -87,17 +93,29 @@ def test_parts_and_their_sums() -> None:
     model(torch.ones(2, 3))  # not profiled any more
     assert get_module_flops(model) == profiler.get_total_flops() == 2 * TOTAL
     assert get_module_flops(model.rest[0]) == get_module_flops(model.rest) == 4 * AGAIN
-    assert 0 < get_module_duration(model.first) < get_module_duration(model) == profiler.get_total_duration()
-    assert profiler.get_total_params() == PARAMS and profiler.get_total_macs(as_string=True) == "176 MACs"
+    assert (
+        0
+        < get_module_duration(model.first)
+        < get_module_duration(model)
+        == profiler.get_total_duration()
+    )
+    assert (
+        profiler.get_total_params() == PARAMS
+        and profiler.get_total_macs(as_string=True) == "176 MACs"
+    )
     profiler.reset_profile()
     assert profiler.get_total_flops() == 0
     profiler.end_profile()
     # Kills: hooks or attributes that stay behind.
-    assert all(profile_of(m) is None and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(
+        profile_of(m) is None and not m._forward_hooks and not m._forward_pre_hooks
+        for m in model.modules()
+    )
 
 
 def test_a_forward_that_raises_leaves_nothing_open() -> None:
-    # Kills: a counter that goes on counting, a total that has the failed forward's open modules in it.
+    # Kills: a counter that goes on counting, a total that has the failed forward's open modules in
+    # it.
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 4))
     with pytest.raises(RuntimeError):
         quiet(model, input_shape=(2, 3), warm_up=0)
@@ -131,17 +149,35 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_units() -> None:
     numbers = (0, 1, 999, 1234, 1e6, 2.5e9, 3e12, 0.5, 1e-3, 1e-7)
-    assert [number_to_string(n) for n in numbers] == ["0 ", "1 ", "999 ", "1.23 K", "1 M", "2.5 G", "3 T", "500 m", "1 m", "0.1 u"]
+    assert [number_to_string(n) for n in numbers] == [
+        "0 ",
+        "1 ",
+        "999 ",
+        "1.23 K",
+        "1 M",
+        "2.5 G",
+        "3 T",
+        "500 m",
+        "1 m",
+        "0.1 u",
+    ]
     assert [params_to_string(n) for n in (0, 1234, 2.5e9)] == ["0", "1.23 K", "2.5 B"]
-    assert params_to_string(2.5e9, units="M") == "2500 M" and duration_to_string(0.5, units="ms") == "500 ms"
+    assert (
+        params_to_string(2.5e9, units="M") == "2500 M"
+        and duration_to_string(0.5, units="ms") == "500 ms"
+    )
 
 
 def test_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.txt"
     get_model_profile(Net(), (2, 3), output_file=str(path), top_modules=2)
     text = path.read_text()
-    assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in [line.split() for line in text.splitlines()]
-    assert "depth 1:" in text and "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
+    assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in [
+        line.split() for line in text.splitlines()
+    ]
+    assert (
+        "depth 1:" in text and "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
+    )
     assert "bwd latency" not in text  # nothing was measured
     get_model_profile(Net(), (2, 3), output_file=str(path), detailed=False, module_depth=0)
     assert "(first)" not in path.read_text() and "depth 1:" not in path.read_text()
@@ -149,7 +185,11 @@ def test_report(tmp_path: Path) -> None:
 
 def trained(model: nn.Module, steps: int, tmpdir: Any, **keys: Any) -> str:
     out = io.StringIO()
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.25}}, **keys}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
+        **keys,
+    }
     with contextlib.redirect_stdout(out):
         engine, *_ = deepspeed.initialize(model=model, config=config)
         for _ in range(steps):
@@ -168,34 +208,73 @@ class TestEngine(DistributedTest):
 
     @pytest.mark.parametrize("pipeline", [False, True])
     def test_the_step_is_profiled_once(self, pipeline: bool, tmpdir: Any) -> None:
-        # Kills: several micro-batches in one forward's number, a report with every step, the wrong step, hooks left behind.
+        # Kills: several micro-batches in one forward's number, a report with every step, the wrong
+        # step, hooks left behind.
         model: nn.Module = Net()
         if pipeline:
             layers = [nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
             model = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
-        keys = {"gradient_accumulation_steps": 2, "flops_profiler": {"enabled": True, "profile_step": 1}}
+        keys = {
+            "gradient_accumulation_steps": 2,
+            "flops_profiler": {"enabled": True, "profile_step": 1},
+        }
         assert "Profiler" not in trained(model, 1, tmpdir, **keys)
         out = trained(model, 4, tmpdir, **keys)
         assert out.count("DeepSpeed Flops Profiler") == 1 and "Profile Summary at step 1:" in out
-        (flops,) = [line.split(":")[1].strip() for line in out.splitlines() if line.startswith("fwd flops per GPU:")]
+        (flops,) = [
+            line.split(":")[1].strip()
+            for line in out.splitlines()
+            if line.startswith("fwd flops per GPU:")
+        ]
         assert flops == str(TOTAL)
-        assert all(line in out for line in ("bwd latency", "step latency", "samples/second", "batch size per GPU"))
-        assert all(not module._forward_hooks and profile_of(module) is None for module in model.modules())
+        assert all(
+            line in out
+            for line in ("bwd latency", "step latency", "samples/second", "batch size per GPU")
+        )
+        assert all(
+            not module._forward_hooks and profile_of(module) is None for module in model.modules()
+        )
 
     def test_getters_and_defaults(self, tmpdir: Any) -> None:
         # Kills: a constant that is not the block's default, a getter of another key.
-        block = {"enabled": False, "profile_step": 7, "module_depth": 2, "top_modules": 3, "detailed": False, "output_file": "f"}
+        block = {
+            "enabled": False,
+            "profile_step": 7,
+            "module_depth": 2,
+            "top_modules": 3,
+            "detailed": False,
+            "output_file": "f",
+        }
         optimizer = {"type": "SGD", "params": {"lr": 0.25}}
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "flops_profiler": block, "memory_breakdown": True}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": optimizer,
+            "flops_profiler": block,
+            "memory_breakdown": True,
+        }
         engine, *_ = deepspeed.initialize(model=Net(), config=config)
         assert {key: getattr(engine, f"flops_profiler_{key}")() for key in block} == block
-        assert engine.flops_profiler_recompute_fwd_factor() == 0.0 and engine.memory_breakdown() is True
+        assert (
+            engine.flops_profiler_recompute_fwd_factor() == 0.0
+            and engine.memory_breakdown() is True
+        )
         engine.destroy()
         for key, default in profiling_config.DeepSpeedFlopsProfilerConfig():
             name = f"FLOPS_PROFILER_{key.upper()}"
-            assert getattr(profiling_config, name) == key and getattr(profiling_config, f"{name}_DEFAULT") == default
+            assert (
+                getattr(profiling_config, name) == key
+                and getattr(profiling_config, f"{name}_DEFAULT") == default
+            )
 
     def test_memory_breakdown(self, tmpdir: Any) -> None:
         out = trained(Net(), 2, tmpdir, memory_breakdown=True)
-        at = [out.index(f"{when} {phase}\nMA ") for phase in ("forward", "backward", "step") for when in ("before", "after")]
-        assert at == sorted(at) and out.count("after step") == 2 and out.count("CPU Virtual Memory:") == 12
+        at = [
+            out.index(f"{when} {phase}\nMA ")
+            for phase in ("forward", "backward", "step")
+            for when in ("before", "after")
+        ]
+        assert (
+            at == sorted(at)
+            and out.count("after step") == 2
+            and out.count("CPU Virtual Memory:") == 12
+        )

@@ -36,13 +36,19 @@ class Allocations:
     """Peak of what tensors on the host take beyond what they took at the start, in bytes."""
 
     def __enter__(self) -> Allocations:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
         self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
-        events = [event for event in self._profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = [
+            event
+            for event in self._profile.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
         self.peak = now = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             now += event.nbytes()
@@ -52,7 +58,11 @@ class Allocations:
 def live_bytes() -> int:
     """What the tensors that Python knows of take."""
     gc.collect()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in TENSORS}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in TENSORS
+    }
     return sum(storages.values())
 
 
@@ -68,7 +78,8 @@ def measured(width: int, steps: int = 3, **zero_keys: Any) -> int:
     }
     before = live_bytes()
     engine, *_ = deepspeed.initialize(model=Wide(width).bfloat16(), config=config)
-    # Construction is left out: a broadcast's buffer may be let go by the backend's thread, which the profiler does not see.
+    # Construction is left out: a broadcast's buffer may be let go by the backend's thread, which
+    # the profiler does not see.
     made = live_bytes() - before
     with Allocations() as seen:
         for _ in range(steps):
@@ -85,8 +96,9 @@ class TestAgainstMeasuredPeaks(DistributedTest):
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("bucket", ["one", "each", "each, overlapped"])
     def test_peak(self, stage: int, bucket: str, tmpdir: Any) -> None:
-        # Kills: a plan without bucket buffers, without received slices, with gradients that ZeRO-2 has sent long ago (the
-        # cases differ by more than the tolerance), a state that is not divided.
+        # Kills: a plan without bucket buffers, without received slices, with gradients that ZeRO-2
+        # has sent long ago (the cases differ by more than the tolerance), a state that is not
+        # divided.
         width, world = 768, dist.get_world_size()
         numels = [width * width] * 4
         size = width * width if bucket.startswith("each") else 10**9
@@ -108,23 +120,40 @@ class TestAgainstMeasuredPeaks(DistributedTest):
         width, world = 768, dist.get_world_size()
         peak = measured(width, stage=2, offload_optimizer={"device": "cpu"})
         plan = plan_model_states(
-            [width * width] * 4, world, offload=True, gradient_accumulation_steps=2, on_host=True, rank=dist.get_rank()
+            [width * width] * 4,
+            world,
+            offload=True,
+            gradient_accumulation_steps=2,
+            on_host=True,
+            rank=dist.get_rank(),
         )
         # Device and host are one here.
         assert peak == pytest.approx(plan.device + plan.host, rel=0.01), (peak / MIB, plan)
 
 
 def test_upstreams_functions(capsys: pytest.CaptureFixture[str]) -> None:
-    # 1e9 parameters on 16 ranks: 2 bytes of each; 4 + 4 + 8 of a sixteenth; a bucket's gradients, its buffer and received slice.
-    host, device = zero.estimate_zero2_model_states_mem_needs(10**9, num_gpus_per_node=8, num_nodes=2, cpu_offload=False)
+    # 1e9 parameters on 16 ranks: 2 bytes of each; 4 + 4 + 8 of a sixteenth; a bucket's gradients,
+    # its buffer and received slice.
+    host, device = zero.estimate_zero2_model_states_mem_needs(
+        10**9, num_gpus_per_node=8, num_nodes=2, cpu_offload=False
+    )
     slices = 5 * 10**8 * 2
     assert device == pytest.approx(2 * 10**9 + 10**9 + 2 * slices + 2 * 5 * 10**8 / 16, rel=0.02)
     assert host == 4 * 10**9 * 8 * 1.5
-    offloaded_host, offloaded_device = zero.estimate_zero2_model_states_mem_needs(10**9, 8, 2, additional_buffer_factor=1.0)
-    assert offloaded_host == max(4 * 10**9, 16 * 10**9 // 16) * 8 and offloaded_device == device - 10**9
+    offloaded_host, offloaded_device = zero.estimate_zero2_model_states_mem_needs(
+        10**9, 8, 2, additional_buffer_factor=1.0
+    )
+    assert (
+        offloaded_host == max(4 * 10**9, 16 * 10**9 // 16) * 8
+        and offloaded_device == device - 10**9
+    )
     zero.estimate_zero2_model_states_mem_needs_all_cold(10**9, 8, 2)
     out = capsys.readouterr().out
-    assert f"{host / 2**30:.2f}GB" in out and "2 nodes, 8 GPUs per node" in out and "1000M total" in out
+    assert (
+        f"{host / 2**30:.2f}GB" in out
+        and "2 nodes, 8 GPUs per node" in out
+        and "1000M total" in out
+    )
 
 
 def test_frozen_parameters_have_no_state(capsys: pytest.CaptureFixture[str]) -> None:

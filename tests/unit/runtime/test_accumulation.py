@@ -23,7 +23,8 @@ def test_the_last_of_each_window_is_the_boundary(steps):
 
 
 def test_what_is_said_from_outside_holds_until_said_again():
-    # Kills: a forced answer that is forgotten at the next micro-batch (accelerate says it once per change).
+    # Kills: a forced answer that is forgotten at the next micro-batch (accelerate says it once per
+    # change).
     tracker = AccumulationTracker(2)
     tracker.set_boundary(False)
     assert boundaries(tracker, 3) == [False, False, False]

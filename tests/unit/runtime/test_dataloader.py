@@ -36,7 +36,16 @@ class Stream(IterableDataset):
 
 def loader(length=23, batch=4, rank=0, world=2, **kwargs):
     data = kwargs.pop("dataset", None) or Numbers(length)
-    return DeepSpeedDataLoader(data, batch, False, -1, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs)
+    return DeepSpeedDataLoader(
+        data,
+        batch,
+        False,
+        -1,
+        None,
+        data_parallel_world_size=world,
+        data_parallel_rank=rank,
+        **kwargs,
+    )
 
 
 def values(batches):
@@ -213,7 +222,16 @@ def test_throughput_timer_and_collate_are_called():
             self.starts += 1
 
     timer = Timer()
-    one = DeepSpeedDataLoader(Numbers(8), 4, False, -1, timer, collate_fn=len, data_parallel_world_size=1, data_parallel_rank=0)
+    one = DeepSpeedDataLoader(
+        Numbers(8),
+        4,
+        False,
+        -1,
+        timer,
+        collate_fn=len,
+        data_parallel_world_size=1,
+        data_parallel_rank=0,
+    )
     assert list(one) == [4, 4]
     assert timer.starts >= 2
 

@@ -70,9 +70,17 @@ def error(**keys):
 def test_every_source_reads_the_same(tmp_path):
     keys = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
     (tmp_path / "a.json").write_text(json.dumps(keys))
-    (tmp_path / "a.hjson").write_text("{\n  # a comment\n  train_batch_size: 8\n  zero_optimization: {stage: 2}\n}\n")
+    (tmp_path / "a.hjson").write_text(
+        "{\n  # a comment\n  train_batch_size: 8\n  zero_optimization: {stage: 2}\n}\n"
+    )
     encoded = base64.urlsafe_b64encode(json.dumps(keys).encode()).decode()
-    for source in (keys, str(tmp_path / "a.json"), tmp_path / "a.json", str(tmp_path / "a.hjson"), encoded):
+    for source in (
+        keys,
+        str(tmp_path / "a.json"),
+        tmp_path / "a.json",
+        str(tmp_path / "a.hjson"),
+        encoded,
+    ):
         read = DeepSpeedConfig(source)
         assert read.tree.zero_optimization.stage == 2 and read.train_batch_size == 8
     assert keys == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
@@ -165,7 +173,9 @@ UPSTREAM_DEFAULTS = {
 def test_defaults_are_upstreams():
     tree = config().tree
     assert {path: value_at(tree, path) for path in UPSTREAM_DEFAULTS} == UPSTREAM_DEFAULTS
-    offload = config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}).tree.zero_optimization
+    offload = config(
+        zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    ).tree.zero_optimization
     assert offload.offload_optimizer.pin_memory is True and offload.offload_optimizer.ratio == 1.0
 
 
@@ -181,14 +191,21 @@ def test_constants_agree_with_the_models():
 
 
 def test_floats_stand_for_integers_where_they_are_exact():
-    zero = config(zero_optimization={"reduce_bucket_size": 2e8, "stage3_max_live_parameters": 1e9}).tree.zero_optimization
+    zero = config(
+        zero_optimization={"reduce_bucket_size": 2e8, "stage3_max_live_parameters": 1e9}
+    ).tree.zero_optimization
     assert (zero.reduce_bucket_size, type(zero.reduce_bucket_size)) == (200_000_000, int)
     assert config(train_batch_size=16.0).train_batch_size == 16
     assert "gradient_accumulation_steps: 1.5 (float)" in error(gradient_accumulation_steps=1.5)
 
 
 def test_sizes_drop_a_fraction():
-    assert config(zero_optimization={"reduce_bucket_size": 0.9 * 13 * 13}).tree.zero_optimization.reduce_bucket_size == 152
+    assert (
+        config(
+            zero_optimization={"reduce_bucket_size": 0.9 * 13 * 13}
+        ).tree.zero_optimization.reduce_bucket_size
+        == 152
+    )
     assert "reduce_bucket_size" in error(zero_optimization={"reduce_bucket_size": float("nan")})
     assert "at least 0" in error(zero_optimization={"reduce_bucket_size": -1})
 
@@ -208,8 +225,16 @@ def test_steps_per_print_may_be_infinite(given, read):
         (dict(fp16={"enabled": "yes"}), "fp16.enabled: 'yes' (str)", "true or false"),
         (dict(gradient_clipping="1"), "gradient_clipping: '1' (str)", "a number"),
         (dict(gradient_clipping=-1), "gradient_clipping", "at least 0"),
-        (dict(gradient_allreduce_op="avg"), "gradient_allreduce_op: 'avg' (str)", "'mean' or 'sum'"),
-        (dict(zero_optimization={"stage": "two"}), "zero_optimization.stage: 'two' (str)", "0, 1, 2 or 3"),
+        (
+            dict(gradient_allreduce_op="avg"),
+            "gradient_allreduce_op: 'avg' (str)",
+            "'mean' or 'sum'",
+        ),
+        (
+            dict(zero_optimization={"stage": "two"}),
+            "zero_optimization.stage: 'two' (str)",
+            "0, 1, 2 or 3",
+        ),
         (dict(zero_optimization={"stage": 4}), "zero_optimization.stage: 4 (int)", "0, 1, 2 or 3"),
         (
             dict(zero_optimization={"offload_optimizer": {"device": "tpu"}}),
@@ -222,8 +247,16 @@ def test_steps_per_print_may_be_infinite(given, read):
             "an integer",
         ),
         (dict(communication_data_type="int3"), "communication_data_type: 'int3' (str)", '"bf16"'),
-        (dict(data_types={"grad_accum_dtype": "x"}), "data_types.grad_accum_dtype: 'x' (str)", '"fp32"'),
-        (dict(checkpoint={"tag_validation": "maybe"}), "checkpoint.tag_validation: 'maybe' (str)", '"Warn"'),
+        (
+            dict(data_types={"grad_accum_dtype": "x"}),
+            "data_types.grad_accum_dtype: 'x' (str)",
+            '"fp32"',
+        ),
+        (
+            dict(checkpoint={"tag_validation": "maybe"}),
+            "checkpoint.tag_validation: 'maybe' (str)",
+            '"Warn"',
+        ),
         (dict(log_level="loud"), "log_level: 'loud' (str)", '"warning"'),
         (dict(comms_logger={"prof_ops": "all_reduce"}), "comms_logger.prof_ops", "a list"),
         (dict(optimizer={"type": "Adam", "params": 3}), "optimizer.params: 3 (int)", "an object"),
@@ -293,7 +326,9 @@ def test_left_over_autos_are_listed_at_once():
 
 
 def test_autos_may_be_read_as_not_given():
-    zero = read_block(DeepSpeedZeroConfig, {"stage": 2, "reduce_bucket_size": "auto"}, drop_autos=True)
+    zero = read_block(
+        DeepSpeedZeroConfig, {"stage": 2, "reduce_bucket_size": "auto"}, drop_autos=True
+    )
     assert zero.stage == 2 and zero.reduce_bucket_size == 500_000_000
 
 
@@ -310,7 +345,10 @@ def test_dotted_keys_set_nested_ones():
             "bf16.enabled": True,
         }
     )
-    assert read.tree.zero_optimization.reduce_bucket_size == 9000 and read.tree.zero_optimization.stage == 1
+    assert (
+        read.tree.zero_optimization.reduce_bucket_size == 9000
+        and read.tree.zero_optimization.stage == 1
+    )
     assert read.tree.bf16.enabled and "bf16.enabled" not in read._param_dict
 
 
@@ -323,7 +361,9 @@ def test_old_names_are_mapped_with_one_warning(warnings):
     assert tree.bf16.enabled
     assert tree.zero_optimization.offload_optimizer.device == OffloadDeviceEnum.cpu
     assert tree.zero_optimization.offload_optimizer.pin_memory is False
-    assert len(warnings) == 1 and all(name in warnings[0] for name in ("bfloat16", "cpu_offload", "thread_count"))
+    assert len(warnings) == 1 and all(
+        name in warnings[0] for name in ("bfloat16", "cpu_offload", "thread_count")
+    )
 
 
 def test_the_oldest_form_of_zero_is_a_switch(warnings):
@@ -333,7 +373,9 @@ def test_the_oldest_form_of_zero_is_a_switch(warnings):
 
 
 def test_old_and_new_name_together_are_refused():
-    assert "bfloat16 is the old name of bf16" in error(bfloat16={"enabled": True}, bf16={"enabled": True})
+    assert "bfloat16 is the old name of bf16" in error(
+        bfloat16={"enabled": True}, bf16={"enabled": True}
+    )
     assert "cpu_offload: 'x'" in error(zero_optimization={"cpu_offload": "x"})
 
 
@@ -406,13 +448,25 @@ def test_what_is_not_there_yet_is_refused_by_name(number):
 
 
 def test_all_refusals_are_listed_at_once():
-    text = error(sparse_gradients=True, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    text = error(
+        sparse_gradients=True, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}
+    )
     assert text.count("\n") == 2
 
 
 def test_disabled_features_are_accepted_silently(warnings):
     off = {"enabled": False}
-    blocks = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "amp", "elasticity", "nebula", "autotuning")
+    blocks = (
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "flops_profiler",
+        "amp",
+        "elasticity",
+        "nebula",
+        "autotuning",
+    )
     config(
         **dict.fromkeys(blocks, off),
         fp16=off,
@@ -434,9 +488,19 @@ def test_disabled_features_are_accepted_silently(warnings):
 
 
 def test_keys_without_effect_are_named_in_one_warning(warnings):
-    config(zero_optimization={"stage": 0, "sub_group_size": 5, "offload_optimizer": {"device": "cpu", "pipeline_read": True}})
+    config(
+        zero_optimization={
+            "stage": 0,
+            "sub_group_size": 5,
+            "offload_optimizer": {"device": "cpu", "pipeline_read": True},
+        }
+    )
     assert len(warnings) == 1
-    for path in ("zero_optimization.sub_group_size=5", "offload_optimizer.pipeline_read=True", "device='cpu'"):
+    for path in (
+        "zero_optimization.sub_group_size=5",
+        "offload_optimizer.pipeline_read=True",
+        "device='cpu'",
+    ):
         assert path in warnings[0]
 
 
@@ -463,19 +527,33 @@ def test_the_tables_name_paths_that_exist():
 def test_batch_sizes_are_derived(train, micro, steps, expected, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
+    given = {
+        name: value
+        for name, value in zip(names, (train, micro, steps), strict=True)
+        if value is not None
+    }
     read = DeepSpeedConfig(given)
-    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == expected
+    assert (
+        read.train_batch_size,
+        read.train_micro_batch_size_per_gpu,
+        read.gradient_accumulation_steps,
+    ) == expected
     assert tuple(read._param_dict[name] for name in names) == expected
     assert tuple(getattr(read.tree, name) for name in names) == expected
     assert read.world_size == 4
 
 
-@pytest.mark.parametrize("train, micro, steps", [(16, 3, 2), (10, 2, None), (10, None, 2), (2, None, None), (2, 8, None)])
+@pytest.mark.parametrize(
+    "train, micro, steps", [(16, 3, 2), (10, 2, None), (10, None, 2), (2, None, None), (2, 8, None)]
+)
 def test_contradictions_say_where_each_number_came_from(train, micro, steps, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
+    given = {
+        name: value
+        for name, value in zip(names, (train, micro, steps), strict=True)
+        if value is not None
+    }
     text = error_of(given)
     for name, value in given.items():
         assert f"{name} = {value} (given in the configuration)" in text
@@ -503,7 +581,9 @@ def test_world_size_sources(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert data_parallel_world_size().source == "from environment variable WORLD_SIZE"
     assert data_parallel_world_size(Ulysses()).size == 4
-    assert DeepSpeedConfig({"train_batch_size": 6}, mpu=Megatron()).train_micro_batch_size_per_gpu == 2
+    assert (
+        DeepSpeedConfig({"train_batch_size": 6}, mpu=Megatron()).train_micro_batch_size_per_gpu == 2
+    )
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert "WORLD_SIZE is 'many'" in error()
 
@@ -524,7 +604,11 @@ def test_data_parallel_size_must_agree():
 
 
 def test_the_users_dict_is_not_touched():
-    given = {"train_micro_batch_size_per_gpu": 2, "bfloat16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    }
     before = copy.deepcopy(given)
     read = DeepSpeedConfig(given)
     read._param_dict["zero_optimization"]["stage"] = 0
@@ -541,7 +625,12 @@ def test_fp16_and_bf16_exclude_each_other():
 
 def test_overlap_is_resolved_by_stage():
     assert config(zero_optimization={"stage": 2}).tree.zero_optimization.overlap_comm is False
-    assert config(zero_optimization={"stage": 2, "overlap_comm": True}).tree.zero_optimization.overlap_comm is True
+    assert (
+        config(
+            zero_optimization={"stage": 2, "overlap_comm": True}
+        ).tree.zero_optimization.overlap_comm
+        is True
+    )
     assert read_block(DeepSpeedZeroConfig, {"stage": 3}).overlap_comm is True
 
 
@@ -561,7 +650,10 @@ def test_upstreams_names_delegate():
     assert read.zero_config is read.tree.zero_optimization
     assert read.communication_data_type is torch.bfloat16 and read.gradient_clipping == 0.5
     assert read.checkpoint_tag_validation_enabled and read.checkpoint_tag_validation_fail
-    assert read.float16_config.dynamic_loss_scale_args()["init_scale"] == 16 and read.float16_config.dynamic
+    assert (
+        read.float16_config.dynamic_loss_scale_args()["init_scale"] == 16
+        and read.float16_config.dynamic
+    )
     assert read.monitor_config.enabled is False and read.timers_config.enabled
     assert config(optimizer={"type": "Adadelta"}).optimizer_name == "Adadelta"
     assert config().optimizer_name is None
@@ -617,9 +709,11 @@ def test_every_key_is_documented():
 
 def test_importing_the_configuration_does_not_import_pydantic():
     code = (
-        "import sys, deepspeed.runtime.config, deepspeed.runtime.zero.config, deepspeed.runtime.zero.offload_config, "
-        "deepspeed.runtime.precision_config, deepspeed.monitor.config, deepspeed.runtime.fp16.loss_scaler, "
-        "deepspeed.runtime.dataloader, deepspeed.runtime.lr_schedules; sys.exit('pydantic' in sys.modules)"
+        "import sys, deepspeed.runtime.config, deepspeed.runtime.zero.config, "
+        "deepspeed.runtime.zero.offload_config, deepspeed.runtime.precision_config, "
+        "deepspeed.monitor.config, deepspeed.runtime.fp16.loss_scaler, "
+        "deepspeed.runtime.dataloader, deepspeed.runtime.lr_schedules; sys.exit('pydantic' in "
+        "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -635,7 +729,10 @@ def test_importing_the_configuration_does_not_import_pydantic():
         ("deepspeed.monitor.config", "WandbConfig"),
         ("deepspeed.profiling.config", "DeepSpeedFlopsProfilerConfig"),
         ("deepspeed.nebula.config", "DeepSpeedNebulaConfig"),
-        ("deepspeed.runtime.activation_checkpointing.config", "DeepSpeedActivationCheckpointingConfig"),
+        (
+            "deepspeed.runtime.activation_checkpointing.config",
+            "DeepSpeedActivationCheckpointingConfig",
+        ),
     ],
 )
 def test_models_are_found_under_upstreams_paths(module, name):
@@ -666,9 +763,13 @@ def test_getters_read_raw_dicts_as_the_tree_does():
                 if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
                     assert getattr(module, name)(given) == expected, name
     assert module.get_communication_data_type(raw) is torch.float16
-    assert module.get_optimizer_name(raw) == "AdamW" and module.get_optimizer_params(raw) == {"lr": 1}
+    assert module.get_optimizer_name(raw) == "AdamW" and module.get_optimizer_params(raw) == {
+        "lr": 1
+    }
     assert module.get_scheduler_name(raw) is None
-    assert module.get_torch_autocast_dtype(raw) is torch.bfloat16 and module.get_torch_autocast_enabled(raw)
+    assert module.get_torch_autocast_dtype(
+        raw
+    ) is torch.bfloat16 and module.get_torch_autocast_enabled(raw)
     assert module.get_train_micro_batch_size_per_gpu(raw) is None
 
 
@@ -695,8 +796,14 @@ CLIENT_CONFIGS = {
         "bf16": {"enabled": False},
         "steps_per_print": float("inf"),
         "tensor_parallel": {"autotp_size": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": True},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1},
+        },
         "wall_clock_breakdown": False,
     },
     "lightning": {

@@ -19,7 +19,12 @@ def printed(steps: int, **keys: Any) -> str:
     with contextlib.redirect_stdout(out):
         model = torch.nn.Linear(4, 4)
         optimizer = {"type": "SGD", "params": {"lr": 0.25}}
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": 1}, **keys}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": optimizer,
+            "zero_optimization": {"stage": 1},
+            **keys,
+        }
         engine, *_ = deepspeed.initialize(model=model, config=config)
         for _ in range(steps):
             engine.backward(engine(torch.ones(2, 4)).sum())

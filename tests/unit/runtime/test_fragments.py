@@ -15,7 +15,12 @@ WORLDS = range(1, 6)
 def layouts(seed: int = 0, count: int = 60) -> list[tuple[int, ...]]:
     """Random parameter sizes with many zeros and odd numbers, and the corner cases by hand."""
     generator = random.Random(seed)
-    drawn = [tuple(generator.choice((0, 0, 1, 2, 3, 5, 7, 64, 129)) for _ in range(generator.randrange(9))) for _ in range(count)]
+    drawn = [
+        tuple(
+            generator.choice((0, 0, 1, 2, 3, 5, 7, 64, 129)) for _ in range(generator.randrange(9))
+        )
+        for _ in range(count)
+    ]
     return [(), (0,), (0, 0), (1,), (1, 0), (0, 1), (4, 4), *drawn]
 
 
@@ -44,13 +49,21 @@ def test_every_element_lies_in_exactly_one_place():
 
 
 def test_places_follow_the_flat_order_and_padding_is_last():
-    # Kills: padding between parameters or shards (as per-parameter padding would make), and a wrong order of parameters.
+    # Kills: padding between parameters or shards (as per-parameter padding would make), and a wrong
+    # order of parameters.
     for numels, world, alignment in CASES:
         table = FragmentTable.build(numels, world, alignment)
         owners = flat_owner_map(table)
-        places = [divmod(position, table.shard_numel) for position in range(table.numel)] if table.numel else []
+        places = (
+            [divmod(position, table.shard_numel) for position in range(table.numel)]
+            if table.numel
+            else []
+        )
         assert [owners[place] for place in places] == sorted(owners.values())
-        assert sum(table.shard_padding(shard) for shard in range(world)) == table.padded_numel - table.numel
+        assert (
+            sum(table.shard_padding(shard) for shard in range(world))
+            == table.padded_numel - table.numel
+        )
         assert table.padded_numel - table.numel < world * alignment
         for shard in range(world):
             used = sum(fragment.numel for fragment in table.of_shard(shard))
@@ -60,7 +73,8 @@ def test_places_follow_the_flat_order_and_padding_is_last():
 
 
 def test_shards_are_equal_aligned_and_cover_the_range():
-    # Kills: shards of uneven size (collectives need equal ones) and alignment applied to the whole instead of each shard.
+    # Kills: shards of uneven size (collectives need equal ones) and alignment applied to the whole
+    # instead of each shard.
     for numels, world, alignment in CASES:
         table = FragmentTable.build(numels, world, alignment)
         ranges = [table.shard_range(shard) for shard in range(world)]
@@ -71,7 +85,8 @@ def test_shards_are_equal_aligned_and_cover_the_range():
 
 
 def test_both_views_list_the_same_fragments():
-    # Kills: a per-shard view that drops or reorders fragments, so that norm and gather would disagree with reduction.
+    # Kills: a per-shard view that drops or reorders fragments, so that norm and gather would
+    # disagree with reduction.
     for numels, world, alignment in CASES:
         table = FragmentTable.build(numels, world, alignment)
         by_param = [fragment for param in range(len(numels)) for fragment in table.of_param(param)]
@@ -80,11 +95,14 @@ def test_both_views_list_the_same_fragments():
         for shard in range(world):
             starts = [fragment.shard_start for fragment in table.of_shard(shard)]
             assert starts == sorted(starts)
-            assert all(fragment.shard == shard and fragment.numel > 0 for fragment in table.of_shard(shard))
+            assert all(
+                fragment.shard == shard and fragment.numel > 0 for fragment in table.of_shard(shard)
+            )
 
 
 def test_param_at_inverts_the_offsets_and_refuses_padding():
-    # Kills: bisect on the wrong side, which gives a zero-size parameter the element of its neighbour.
+    # Kills: bisect on the wrong side, which gives a zero-size parameter the element of its
+    # neighbour.
     for numels, world, _ in CASES:
         table = FragmentTable.build(numels, world, 2)
         for param, numel in enumerate(numels):
@@ -102,12 +120,15 @@ def test_impossible_layouts_are_refused(numels, world, alignment):
 
 
 def test_round_robin_deals_each_parameter_once():
-    # Kills: an order that loses parameters when the count is no multiple of the shards, or that deals nothing.
+    # Kills: an order that loses parameters when the count is no multiple of the shards, or that
+    # deals nothing.
     for count, world in itertools.product(range(12), WORLDS):
         order = round_robin_order(count, world)
         assert sorted(order) == list(range(count))
     assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
     # Consecutive parameters end up on different shards when all are of one size.
     table = FragmentTable.build([4] * 6, 3)
-    shard_of = {param: table.of_param(place)[0].shard for place, param in enumerate(round_robin_order(6, 3))}
+    shard_of = {
+        param: table.of_param(place)[0].shard for place, param in enumerate(round_robin_order(6, 3))
+    }
     assert all(shard_of[i] != shard_of[i + 1] for i in range(5))

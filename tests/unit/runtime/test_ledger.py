@@ -1,4 +1,6 @@
-"""The ledger's arithmetic: fingerprints, and how a deviation is explained. No ranks, no optimizers."""
+"""The ledger's arithmetic: fingerprints, and how a deviation is explained. No ranks, no
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,26 @@ def gradient(numel: int, seed: int = 0) -> torch.Tensor:
 class TestFingerprint:
     @pytest.mark.parametrize("numel", SIZES)
     def test_fragments_add_up(self, numel: int) -> None:
-        # Kills: signs that start anew with each fragment; a part of a row that is left out or taken twice.
+        # Kills: signs that start anew with each fragment; a part of a row that is left out or taken
+        # twice.
         prints = Fingerprint(CPU, numel)
         grad = gradient(numel)
         whole = prints.of(grad)
         for cut in {0, 1, numel // 3, numel // 2, numel - 1, min(numel, WIDTH), numel}:
-            parts = [prints.of(part, start) for part, start in ((grad[:cut], 0), (grad[cut:], cut)) if part.numel()]
+            parts = [
+                prints.of(part, start)
+                for part, start in ((grad[:cut], 0), (grad[cut:], cut))
+                if part.numel()
+            ]
             torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-4)
 
     @pytest.mark.parametrize("numel", SIZES)
     def test_linear_and_as_long_as_the_gradient(self, numel: int) -> None:
         prints = Fingerprint(CPU, numel)
         a, b = gradient(numel, 1), gradient(numel, 2)
-        torch.testing.assert_close(prints.of(2 * a - b), 2 * prints.of(a) - prints.of(b), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            prints.of(2 * a - b), 2 * prints.of(a) - prints.of(b), rtol=0, atol=1e-4
+        )
         # Kills: a sketch that loses elements or counts some several times.
         assert 0.4 < prints.of(a).norm() / a.norm() < 2.0
 
@@ -50,9 +59,12 @@ class TestFingerprint:
             assert prints.of(one).abs().sum() == 1.0
 
     def test_signs_do_not_depend_on_the_largest_parameter(self) -> None:
-        # Kills: ranks of a pipeline, or an engine made later, with other signs for the same parameter.
+        # Kills: ranks of a pipeline, or an engine made later, with other signs for the same
+        # parameter.
         grad = gradient(5 * WIDTH)
-        assert torch.equal(Fingerprint(CPU, 5 * WIDTH).of(grad), Fingerprint(CPU, 50 * WIDTH).of(grad))
+        assert torch.equal(
+            Fingerprint(CPU, 5 * WIDTH).of(grad), Fingerprint(CPU, 50 * WIDTH).of(grad)
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_sums_are_fp32(self, dtype: torch.dtype) -> None:
@@ -62,7 +74,9 @@ class TestFingerprint:
         wide = exact.of(grad.float())
         for autocast in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                assert (exact.of(grad) - wide).norm() <= fingerprint_roundoff(grad.numel()) * grad.float().norm()
+                assert (exact.of(grad) - wide).norm() <= fingerprint_roundoff(
+                    grad.numel()
+                ) * grad.float().norm()
                 assert (exact.of(grad.float()) - wide).norm() == 0
 
 
@@ -70,20 +84,26 @@ class Scene:
     """What ranks contributed, and what each of them found."""
 
     def __init__(self, ranks: int, micro: int) -> None:
-        self.parts = torch.randn(ranks, micro, PIECES, DIMS, generator=torch.Generator().manual_seed(3))
+        self.parts = torch.randn(
+            ranks, micro, PIECES, DIMS, generator=torch.Generator().manual_seed(3)
+        )
         self.right = self.parts.sum((0, 1))
         self.found = [self.right.clone() for _ in range(ranks)]
         self.late = torch.zeros(ranks, PIECES, DIMS)
         self.before: torch.Tensor | None = None
 
-    def explain(self, wrong: list[int] | None = None, tolerance: float = 1e-3) -> list[LedgerFinding]:
+    def explain(
+        self, wrong: list[int] | None = None, tolerance: float = 1e-3
+    ) -> list[LedgerFinding]:
         held = list(range(PIECES))
         records = []
         for rank, found in enumerate(self.found):
             off = (found - self.right).norm(dim=1) > tolerance
             mine = off.nonzero().flatten().tolist() if wrong is None else wrong
             sizes = torch.full((PIECES,), tolerance)
-            records.append(RankRecord(self.parts[rank], self.late[rank], held, found, self.before, sizes, mine))
+            records.append(
+                RankRecord(self.parts[rank], self.late[rank], held, found, self.before, sizes, mine)
+            )
         return explain(records, ["a", "b", "b", "c"])
 
 
@@ -115,7 +135,10 @@ class TestExplanations:
         scene.found[1] = scene.right.clone()
         scene.found[1][0] *= 0.5
         lost, divisor = scene.explain()
-        assert (lost.kind, lost.parameters) == ("lost", ("b",)) and "rank 0, micro-batch 2" in lost.text
+        assert (lost.kind, lost.parameters) == (
+            "lost",
+            ("b",),
+        ) and "rank 0, micro-batch 2" in lost.text
         assert divisor.kind == "divisor" and divisor.parameters == ("a",)
 
     def test_groups(self) -> None:
@@ -123,7 +146,9 @@ class TestExplanations:
         pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
         scene.found = [scene.parts[pair].sum((0, 1)) * 2 for pair in pairs]
         texts = [finding.text for finding in scene.explain()]
-        assert texts == [f"averaged over ranks {pair} instead of [0, 1, 2, 3]" for pair in ([0, 1], [2, 3])]
+        assert texts == [
+            f"averaged over ranks {pair} instead of [0, 1, 2, 3]" for pair in ([0, 1], [2, 3])
+        ]
         scene.found = [scene.parts[rank].sum(0) * 4 for rank in range(4)]
         assert only(scene.explain()).text.startswith("not reduced")
 
@@ -131,7 +156,10 @@ class TestExplanations:
         scene = Scene(2, 1)
         scene.found = [scene.right / 7 for _ in range(2)]
         finding = only(scene.explain())
-        assert finding.kind == "divisor" and "effective divisor is 7 times the right one" in finding.text
+        assert (
+            finding.kind == "divisor"
+            and "effective divisor is 7 times the right one" in finding.text
+        )
 
     def test_late_comes_before_lost(self) -> None:
         # Kills: calling late what is lost for the reason that it came late.

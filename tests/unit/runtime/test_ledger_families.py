@@ -1,7 +1,9 @@
-"""How the reports of ranks that hold different parameters become findings. Pure: no ranks, no optimizers.
+"""How the reports of ranks that hold different parameters become findings. Pure: no ranks, no
+optimizers.
 
-Four ranks, two stages of two data-parallel ranks: "own" is a parameter of each stage, "tied" is shared by both; "expert" has the
-same name on all ranks, but ranks 0 and 2 hold another one than 1 and 3.
+Four ranks, two stages of two data-parallel ranks: "own" is a parameter of each stage, "tied" is
+shared by both; "expert" has the same name on all ranks, but ranks 0 and 2 hold another one than 1
+and 3.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ TOLERANCE = 1e-3
 
 
 class Scene:
-    """What four ranks contributed to three pieces each in two micro-batches, and what each of them found."""
+    """What four ranks contributed to three pieces each in two micro-batches, and what each of them
+    found.
+    """
 
     def __init__(self) -> None:
         self.parts = torch.randn(4, 2, 3, DIMS, generator=torch.Generator().manual_seed(1))
@@ -32,17 +36,34 @@ class Scene:
     def _right(self, rank: int) -> torch.Tensor:
         sums = self.parts.sum(1)
         stage, same = STAGES[rank // 2], (rank % 2, rank % 2 + 2)
-        return torch.stack([sums[list(stage), OWN].sum(0), sums[:, TIED].sum(0), sums[list(same), EXPERT].sum(0)])
+        return torch.stack(
+            [sums[list(stage), OWN].sum(0), sums[:, TIED].sum(0), sums[list(same), EXPERT].sum(0)]
+        )
 
     def explain(self) -> list[LedgerFinding]:
         reports = {}
         for rank in range(4):
             stage = rank // 2
-            wrong = ((self.found[rank] - self.right[rank]).norm(dim=1) > TOLERANCE).nonzero().flatten().tolist()
-            record = RankRecord(
-                self.parts[rank], torch.zeros(3, DIMS), [0, 1, 2], self.found[rank], None, torch.full((3,), TOLERANCE), wrong
+            wrong = (
+                ((self.found[rank] - self.right[rank]).norm(dim=1) > TOLERANCE)
+                .nonzero()
+                .flatten()
+                .tolist()
             )
-            keys = [PieceKey(f"{stage}.own", 0, 5), PieceKey("tied", 0, 5), PieceKey("expert", 0, 5)]
+            record = RankRecord(
+                self.parts[rank],
+                torch.zeros(3, DIMS),
+                [0, 1, 2],
+                self.found[rank],
+                None,
+                torch.full((3,), TOLERANCE),
+                wrong,
+            )
+            keys = [
+                PieceKey(f"{stage}.own", 0, 5),
+                PieceKey("tied", 0, 5),
+                PieceKey("expert", 0, 5),
+            ]
             holders = [STAGES[stage], STAGES[stage], (rank % 2, rank % 2 + 2)]
             sharers: list[tuple[int, ...]] = [(), (rank % 2, rank % 2 + 2), ()]
             reports[rank] = RankReport(record, keys, holders, sharers, self.absent[rank])
@@ -66,7 +87,12 @@ def test_one_error_of_all_stages_is_one_finding() -> None:
         scene.found = scene.right * 7
 
     finding = only(found_for(plant))
-    assert finding.kind == "divisor" and set(finding.parameters) == {"0.own", "1.own", "tied", "expert"}
+    assert finding.kind == "divisor" and set(finding.parameters) == {
+        "0.own",
+        "1.own",
+        "tied",
+        "expert",
+    }
 
 
 def test_global_ranks_are_named() -> None:
@@ -75,7 +101,10 @@ def test_global_ranks_are_named() -> None:
         scene.found[2:, OWN] -= scene.parts[3, 1, OWN]
 
     finding = only(found_for(plant))
-    assert (finding.kind, finding.parameters) == ("lost", ("1.own",)) and "rank 3, micro-batch 2 of 2" in finding.text
+    assert (finding.kind, finding.parameters) == (
+        "lost",
+        ("1.own",),
+    ) and "rank 3, micro-batch 2 of 2" in finding.text
 
 
 def test_a_shared_parameter() -> None:
@@ -99,11 +128,14 @@ def test_parameters_of_the_same_name() -> None:
 
     findings = found_for(plant)
     assert {finding.parameters for finding in findings} == {("expert",)}
-    assert all("reduced together with other ranks' parameters" in finding.text for finding in findings)
+    assert all(
+        "reduced together with other ranks' parameters" in finding.text for finding in findings
+    )
 
 
 def test_what_never_ran() -> None:
-    # Kills: a schedule's gap that is reported only where it changes a gradient; one finding per rank.
+    # Kills: a schedule's gap that is reported only where it changes a gradient; one finding per
+    # rank.
     def plant(scene: Scene) -> None:
         for rank in STAGES[1]:
             scene.absent[rank].append("the backward of micro-batch 2 of 2 never ran")

@@ -1,4 +1,6 @@
-"""The loss scaler as a state machine: scales used, growth, hysteresis, the minimum, and what is pickled."""
+"""The loss scaler as a state machine: scales used, growth, hysteresis, the minimum, and what is
+pickled.
+"""
 
 import json
 import pickle
@@ -15,7 +17,8 @@ from deepspeed.runtime.fp16.loss_scaler import (
     to_python_float,
 )
 
-# (overflow, scale after, hysteresis after), recorded from DeepSpeed 0.19.6 with init 64, window 3, minimum 1.
+# (overflow, scale after, hysteresis after), recorded from DeepSpeed 0.19.6 with init 64, window 3,
+# minimum 1.
 RECORDED_SHIFT_1 = [
     (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (1, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1), (0, 32.0, 1),
     (1, 16.0, 1), (1, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (1, 4.0, 1),
@@ -31,13 +34,19 @@ RECORDED_SHIFT_2_CONSECUTIVE = [
 
 
 def scaler(**changes):
-    settings = dict(init_scale=64, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
+    settings = dict(
+        init_scale=64, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+    )
     return DynamicLossScaler(**{**settings, **changes})
 
 
 @pytest.mark.parametrize(
     "delayed_shift, consecutive, recorded",
-    [(1, False, RECORDED_SHIFT_1), (2, False, RECORDED_SHIFT_2), (2, True, RECORDED_SHIFT_2_CONSECUTIVE)],
+    [
+        (1, False, RECORDED_SHIFT_1),
+        (2, False, RECORDED_SHIFT_2),
+        (2, True, RECORDED_SHIFT_2_CONSECUTIVE),
+    ],
 )
 def test_transitions_are_the_recorded_ones(delayed_shift, consecutive, recorded):
     machine = scaler(delayed_shift=delayed_shift, consecutive_hysteresis=consecutive)
@@ -53,7 +62,8 @@ def test_update_returns_the_scale_that_was_used():
     for overflow in (False, False, False, False, True, False):
         scale_of_this_step = machine.loss_scale
         assert machine.update_scale(overflow) == scale_of_this_step
-    # The fourth clean step grew the scale and the overflow halved it, so the check above saw both changes.
+    # The fourth clean step grew the scale and the overflow halved it, so the check above saw both
+    # changes.
     assert machine.loss_scale == 64 and machine.cur_iter == 6
 
 
@@ -76,7 +86,9 @@ def test_overflow_at_the_minimum_may_go_on():
 def test_static_scale_never_changes():
     machine = LossScaler(128)
     assert [machine.update_scale(overflow) for overflow in (True, False, True)] == [128.0] * 3
-    assert machine.loss_scale == 128 and machine.dynamic is False and machine.has_overflow([]) is False
+    assert (
+        machine.loss_scale == 128 and machine.dynamic is False and machine.has_overflow([]) is False
+    )
 
 
 def test_scaled_backward_is_computed_in_fp32():
@@ -129,9 +141,15 @@ def test_repr_is_json():
 
 
 def test_create_chooses_by_type_and_settings():
-    args = dict(init_scale=8, scale_window=2, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
+    args = dict(
+        init_scale=8, scale_window=2, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+    )
     dynamic = CreateLossScaler(torch.float16, 0, True, args)
-    assert isinstance(dynamic, DynamicLossScaler) and dynamic.cur_scale == 8 and dynamic.cur_hysteresis == 2
+    assert (
+        isinstance(dynamic, DynamicLossScaler)
+        and dynamic.cur_scale == 8
+        and dynamic.cur_hysteresis == 2
+    )
     assert CreateLossScaler(torch.float16, 4.0, False, None).cur_scale == 4
     for dtype in (torch.bfloat16, torch.float32):
         plain = CreateLossScaler(dtype, 4.0, True, args)
@@ -146,13 +164,18 @@ def test_create_chooses_by_type_and_settings():
         (dict(dynamic_loss_scale=True), (2**32, 1000, 1)),
         (dict(dynamic_loss_scale=True, profile=LossScaleProfile.UNFUSED), (2**16, 1000, 0.25)),
         (dict(dynamic_loss_scale=True, initial_dynamic_scale=77.0), (77, 1000, 1)),
-        (dict(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8, "scale_window": 2}), (8, 2, 1)),
+        (
+            dict(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8, "scale_window": 2}),
+            (8, 2, 1),
+        ),
         (dict(dynamic_loss_scale=False, static_loss_scale=128), (128, None, None)),
         (dict(dynamic_loss_scale=True, low_precision_dtype=torch.bfloat16), (1, None, None)),
     ],
 )
 def test_loss_scale_config_resolves_defaults(given, expected):
-    defaults = dict(low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_args=None)
+    defaults = dict(
+        low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_args=None
+    )
     config = LossScaleConfig(**{**defaults, **given})
     assert (config.cur_scale, config.scale_window, config.min_loss_scale) == expected
     assert config.use_grad_scaling == (config.low_precision_dtype == torch.float16)

@@ -21,7 +21,10 @@ from deepspeed.runtime.lr_schedules import (
 
 
 def adam(*rates, kind=torch.optim.Adam, **kwargs):
-    return kind([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.1,)], **kwargs)
+    return kind(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.1,)],
+        **kwargs,
+    )
 
 
 def rates_over(schedule, steps):
@@ -166,7 +169,13 @@ def test_warmup_and_cosine_follow_their_formulas(steps):
 def test_resuming_gives_the_rates_of_not_having_stopped(name, stop_at):
     settings = {
         "LRRangeTest": dict(lr_range_test_step_size=4),
-        "OneCycle": dict(cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4, decay_step_size=2, decay_lr_rate=1),
+        "OneCycle": dict(
+            cycle_min_lr=0.01,
+            cycle_max_lr=0.1,
+            cycle_first_step_size=4,
+            decay_step_size=2,
+            decay_lr_rate=1,
+        ),
         "WarmupLR": dict(warmup_num_steps=5),
         "WarmupDecayLR": dict(total_num_steps=11, warmup_num_steps=5),
         "WarmupCosineLR": dict(total_num_steps=11, warmup_num_steps=5),
@@ -204,8 +213,14 @@ def test_zero_warmup_steps_mean_no_warmup(kind):
     schedule = kind(adam(0.1), warmup_num_steps=0, **settings)
     assert schedule.get_last_lr() == [0.1]
     rates = rates_over(schedule, 5)
-    cosine = [1e-5 + (0.1 - 1e-5) * (1 + math.cos(math.pi * min(1, i / 4))) / 2 for i in (1, 2, 3, 4, 5)]
-    expected = {WarmupLR: [0.1] * 5, WarmupDecayLR: [0.1, 0.075, 0.05, 0.025, 0.0], WarmupCosineLR: cosine}
+    cosine = [
+        1e-5 + (0.1 - 1e-5) * (1 + math.cos(math.pi * min(1, i / 4))) / 2 for i in (1, 2, 3, 4, 5)
+    ]
+    expected = {
+        WarmupLR: [0.1] * 5,
+        WarmupDecayLR: [0.1, 0.075, 0.05, 0.025, 0.0],
+        WarmupCosineLR: cosine,
+    }
     assert rates == pytest.approx(expected[kind], abs=1e-15)
     with pytest.raises(ValueError, match="warmup_num_steps"):
         kind(adam(0.1), warmup_num_steps=-1, **settings)
@@ -228,13 +243,21 @@ def test_warmup_to_the_optimizers_own_rates():
 def test_momentum_goes_against_the_rate():
     optimizer = adam(0.1, betas=(0.5, 0.77))
     schedule = OneCycle(
-        optimizer, 0.01, 0.1, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2, decay_mom_rate=0.1
+        optimizer,
+        0.01,
+        0.1,
+        cycle_first_step_size=4,
+        cycle_second_step_size=2,
+        decay_step_size=2,
+        decay_mom_rate=0.1,
     )
     seen = []
     for _ in range(8):
         schedule.step()
         seen.append(optimizer.param_groups[0]["betas"])
-    assert [first for first, _ in seen] == pytest.approx([0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.945, 0.99])
+    assert [first for first, _ in seen] == pytest.approx(
+        [0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.945, 0.99]
+    )
     assert {second for _, second in seen} == {0.77}
 
 
@@ -273,14 +296,23 @@ def test_command_line_makes_a_schedule(name):
     parser = add_tuning_arguments(argparse.ArgumentParser())
     config, error = get_config_from_args(parser.parse_args(["--lr_schedule", name]))
     assert error is None and config["type"] == name
-    params = config["params"] | ({"total_num_steps": 10} if name in ("WarmupDecayLR", "WarmupCosineLR") else {})
+    params = config["params"] | (
+        {"total_num_steps": 10} if name in ("WarmupDecayLR", "WarmupCosineLR") else {}
+    )
     schedule = getattr(lr_schedules, name)(adam(0.1), **params)
     assert len(rates_over(schedule, 3)) == 3
 
 
 def test_command_line_values_are_used():
     parser = add_tuning_arguments(argparse.ArgumentParser())
-    argv = ["--lr_schedule", "OneCycle", "--cycle_max_lr", "0.5", "--lr_range_test_staircase", "false"]
+    argv = [
+        "--lr_schedule",
+        "OneCycle",
+        "--cycle_max_lr",
+        "0.5",
+        "--lr_range_test_staircase",
+        "false",
+    ]
     args = parser.parse_args(argv)
     config, _ = get_config_from_args(args)
     assert get_lr_from_config(config) == (0.5, "")
@@ -289,8 +321,14 @@ def test_command_line_values_are_used():
 
 def test_command_line_errors_are_returned():
     parser = add_tuning_arguments(argparse.ArgumentParser())
-    assert get_config_from_args(parser.parse_args([])) == (None, "--lr_schedule not specified on command line")
-    assert get_config_from_args(parser.parse_args(["--lr_schedule", "x"])) == (None, "x is not supported LR schedule")
+    assert get_config_from_args(parser.parse_args([])) == (
+        None,
+        "--lr_schedule not specified on command line",
+    )
+    assert get_config_from_args(parser.parse_args(["--lr_schedule", "x"])) == (
+        None,
+        "x is not supported LR schedule",
+    )
     assert get_lr_from_config({})[0] is None
     assert get_lr_from_config({"type": "WarmupLR", "params": {}}) == (
         None,

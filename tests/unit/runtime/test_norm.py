@@ -1,4 +1,6 @@
-"""Norm, clipping and the non-finite check: fp32 whatever the inputs are, and non-finite stays non-finite."""
+"""Norm, clipping and the non-finite check: fp32 whatever the inputs are, and non-finite stays
+non-finite.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_squares_are_summed_in_fp32(dtype):
-    # Kills: summing in the inputs' dtype; 70000 ones are 256 in bf16 additions and inf as an fp16 square sum.
+    # Kills: summing in the inputs' dtype; 70000 ones are 256 in bf16 additions and inf as an fp16
+    # square sum.
     ones = torch.ones(70_000, dtype=dtype)
     total = local_squared_norm([ones], CPU)
     assert total.dtype == torch.float32 and total.shape == (1,)
@@ -46,7 +49,8 @@ def test_one_bad_element_makes_it_not_finite(bad, dtype):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_copies_that_another_rank_counts_add_nothing_unless_they_are_bad(bad):
-    # Kills: counting copies, and a rank alone with a bad copy that steps because the one that counts is good.
+    # Kills: counting copies, and a rank alone with a bad copy that steps because the one that
+    # counts is good.
     grad, copy = torch.full((4,), 2.0), torch.full((9,), 3.0, dtype=torch.bfloat16)
     assert local_squared_norm([grad], CPU, [copy, torch.empty(0)]).item() == 16.0
     copy[7] = bad
@@ -55,7 +59,8 @@ def test_copies_that_another_rank_counts_add_nothing_unless_they_are_bad(bad):
 
 
 def test_neighbouring_ranges_become_one():
-    # Kills: joining over a gap (what another rank counts would count here, too), or losing the last range.
+    # Kills: joining over a gap (what another rank counts would count here, too), or losing the last
+    # range.
     assert joined([(0, 3), (3, 5), (7, 8), (8, 8), (8, 9)]) == [(0, 5), (7, 9)]
     assert joined([(2, 4)]) == [(2, 4)] and joined([]) == []
 

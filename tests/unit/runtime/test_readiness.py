@@ -1,4 +1,6 @@
-"""When buckets are released: strictly in order, as often as hooks are expected to fire, late ones remembered."""
+"""When buckets are released: strictly in order, as often as hooks are expected to fire, late ones
+remembered.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def released(tracker: ReadinessTracker, slots: list[int]) -> list[int]:
 
 
 def test_buckets_leave_in_order_whatever_the_arrival_order():
-    # Kills: releasing a complete bucket before its predecessor: ranks with other arrival orders would issue other collectives.
+    # Kills: releasing a complete bucket before its predecessor: ranks with other arrival orders
+    # would issue other collectives.
     bucket_of = [0, 0, 1, 2, 2]
     for arrival in itertools.permutations(range(5)):
         tracker = ReadinessTracker(bucket_of, 3)
@@ -32,7 +35,8 @@ def test_a_bucket_waits_for_its_last_gradient():
 
 
 def test_a_held_gradient_keeps_its_bucket_until_the_end():
-    # Kills: a bucket that leaves from its hook although other ranks' parts are still to be added to one of its gradients.
+    # Kills: a bucket that leaves from its hook although other ranks' parts are still to be added to
+    # one of its gradients.
     tracker = ReadinessTracker([0, 1, 1], 2)
     tracker.held = frozenset({2})
     assert released(tracker, [0, 1, 2]) == [0]
@@ -71,7 +75,8 @@ def test_a_slot_that_fires_repeatedly_is_waited_for_once_learned():
 
 
 def test_learning_never_expects_less_than_one_nor_less_than_known():
-    # Kills: expecting zero of a parameter that was unused at first (its bucket would leave without it).
+    # Kills: expecting zero of a parameter that was unused at first (its bucket would leave without
+    # it).
     tracker = ReadinessTracker([0, 0], 1)
     tracker.learn([0, 3])
     tracker.learn([2, 1])
@@ -101,5 +106,8 @@ def test_every_bucket_is_released_exactly_once(seed):
         generator.shuffle(arrivals)
         order = released(tracker, arrivals) + list(tracker.remaining())
         assert order == list(range(buckets))
-        assert all(tracker.fired[slot] > tracker.expected[slot] or bucket_of[slot] < buckets for slot in tracker.late)
+        assert all(
+            tracker.fired[slot] > tracker.expected[slot] or bucket_of[slot] < buckets
+            for slot in tracker.late
+        )
         tracker.reset()

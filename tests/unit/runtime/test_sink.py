@@ -1,4 +1,6 @@
-"""Gradient sinks: the first write replaces, later ones add, and the host path equals the device path."""
+"""Gradient sinks: the first write replaces, later ones add, and the host path equals the device
+path.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ def make_group(grad_dtype: torch.dtype = torch.float32) -> ShardedGroup:
     params = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))]
     table = FragmentTable.build([5, 5], 1)
     cpu = torch.device("cpu")
-    return ShardedGroup(params, table, 0, master_dtype=torch.float32, grad_dtype=grad_dtype, device=cpu, offload=True)
+    return ShardedGroup(
+        params,
+        table,
+        0,
+        master_dtype=torch.float32,
+        grad_dtype=grad_dtype,
+        device=cpu,
+        offload=True,
+    )
 
 
 SINKS = [DeviceSink, lambda: HostSink(2)]
@@ -32,7 +42,8 @@ SINKS = [DeviceSink, lambda: HostSink(2)]
 
 @pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
 def test_the_first_write_replaces_what_an_earlier_step_left(make_sink):
-    # Kills: adding into the gradient of the last step, or wiping elements that belong to other buckets.
+    # Kills: adding into the gradient of the last step, or wiping elements that belong to other
+    # buckets.
     group, sink = make_group(), make_sink()
     group.grad.fill_(math.nan)
     sink.add(0, group, TWO_SEGMENTS, [torch.arange(5.0)], 2.0)
@@ -88,7 +99,9 @@ def test_empty_until_written(make_sink):
 
 
 class FakeEvent:
-    """An event that lets staged data appear only when it is waited for, as an asynchronous copy may."""
+    """An event that lets staged data appear only when it is waited for, as an asynchronous copy
+    may.
+    """
 
     synchronized = 0
 
@@ -135,7 +148,8 @@ def staging() -> Iterator[StagingAccelerator]:
 
 
 def test_staged_slices_equal_the_device_path(staging):
-    # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces although it is not the first.
+    # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces although it is
+    # not the first.
     generator = torch.Generator().manual_seed(0)
     expected, actual = make_group(), make_group()
     device, host = DeviceSink(), HostSink(2)

@@ -1,4 +1,6 @@
-"""CommContext on an accelerator that only writes down what is asked of it: waits, keep-alive, join."""
+"""CommContext on an accelerator that only writes down what is asked of it: waits, keep-alive,
+join.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ def fake() -> Iterator[FakeAccelerator]:
 
 
 def test_the_reduction_stream_waits_for_every_producer(fake):
-    # Kills: waiting for one of several streams (fix 1), or for the stream current at construction (fix 2).
+    # Kills: waiting for one of several streams (fix 1), or for the stream current at construction
+    # (fix 2).
     context = CommContext(overlap=True)
     producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
     context.wait_for(producers)
@@ -113,7 +116,8 @@ def test_work_is_issued_on_the_reduction_stream(fake):
 
 
 def test_buffers_live_until_their_event_has_passed(fake):
-    # Kills: dropping the reference at once: the allocator would hand the memory out while the side stream reads it.
+    # Kills: dropping the reference at once: the allocator would hand the memory out while the side
+    # stream reads it.
     context = CommContext(overlap=True)
     tensor = torch.zeros(4)
     alive = weakref.ref(tensor)
@@ -130,7 +134,8 @@ def test_buffers_live_until_their_event_has_passed(fake):
 
 
 def test_release_keeps_the_order_of_the_stream(fake):
-    # Kills: letting go of a younger buffer while an older one still waits, as a set instead of a queue would.
+    # Kills: letting go of a younger buffer while an older one still waits, as a set instead of a
+    # queue would.
     context = CommContext(overlap=True)
     tensors = [torch.zeros(1), torch.zeros(1)]
     alive = [weakref.ref(t) for t in tensors]
@@ -144,7 +149,8 @@ def test_release_keeps_the_order_of_the_stream(fake):
 
 
 def test_join_lets_the_current_stream_wait_and_frees(fake):
-    # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, and a leak over steps.
+    # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, and a
+    # leak over steps.
     context = CommContext(overlap=True)
     tensor = torch.zeros(1)
     alive = weakref.ref(tensor)
@@ -189,7 +195,9 @@ def test_devices_without_streams_overlap_by_handles():
     set_accelerator(stand_in)
     try:
         context = CommContext(overlap=True)
-        assert context.async_handles and context.reduction_stream is None and not context.has_streams
+        assert (
+            context.async_handles and context.reduction_stream is None and not context.has_streams
+        )
         assert not CommContext(overlap=False).async_handles
         assert stand_in.made == 0
     finally:

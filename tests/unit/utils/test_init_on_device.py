@@ -13,7 +13,9 @@ from deepspeed.utils.nvtx import instrument_w_nvtx
 
 def test_modules_have_shapes_without_memory() -> None:
     with OnDevice(dtype=torch.float16, device="meta"):
-        model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.MultiheadAttention(4, 2))
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.MultiheadAttention(4, 2)
+        )
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
     assert kinds == {("meta", torch.float16)} and model[0].weight.shape == (5, 4)
 

@@ -45,24 +45,32 @@ def rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
 
 
-def test_messages_carry_level_place_and_rank(rank_one: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_carry_level_place_and_rank(
+    rank_one: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_dist("hello", ranks=[1])
     text = capsys.readouterr().out
     assert "[INFO]" in text and "[Rank 1] hello" in text
     assert "test_logging.py" in text and "test_messages_carry_level_place_and_rank" in text
 
 
-def test_once_helpers_name_their_callers(rank_one: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_helpers_name_their_callers(
+    rank_one: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(3):
         log_dist_once("dist once", ranks=[1])
         log_once("plain once")
         warning_once("warned once")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.count("test_once_helpers_name_their_callers") for line in lines] == [1, 1, 1], lines
+    assert [line.count("test_once_helpers_name_their_callers") for line in lines] == [1, 1, 1], (
+        lines
+    )
     assert ["[INFO]" in lines[0], "[WARNING]" in lines[1], "[WARNING]" in lines[2]] == [True] * 3
 
 
-@pytest.mark.parametrize("ranks, spoken", [(None, True), ([], True), ([-1], True), ([1, 3], True), ([0], False)])
+@pytest.mark.parametrize(
+    "ranks, spoken", [(None, True), ([], True), ([-1], True), ([1, 3], True), ([0], False)]
+)
 def test_chosen_ranks(rank_one: None, ranks: list[int] | None, spoken: bool) -> None:
     assert (get_dist_msg("text", ranks) is not None) == spoken
 
@@ -73,7 +81,11 @@ def test_a_process_of_no_job_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [get_log_level_from_string(name) for name in ("debug", "INFO", "Critical")] == [10, 20, 50]
+    assert [get_log_level_from_string(name) for name in ("debug", "INFO", "Critical")] == [
+        10,
+        20,
+        50,
+    ]
     with pytest.raises(ValueError, match="log level 'loud' is unknown; use one of debug"):
         get_log_level_from_string("loud")
     set_log_level_from_string("error")
@@ -98,12 +110,22 @@ def test_default_level_and_environment() -> None:
     script = "from deepspeed.utils.logging import logger; print(logger.level)"
 
     def level_with(**env: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"} | env
-        return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+        environment = {
+            name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"
+        } | env
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     assert level_with().stdout.strip() == "30"
     assert level_with(DS_LOG_LEVEL="debug").stdout.strip() == "10"
-    assert "DS_LOG_LEVEL=loud: log level 'loud' is unknown" in level_with(DS_LOG_LEVEL="loud").stderr
+    assert (
+        "DS_LOG_LEVEL=loud: log level 'loud' is unknown" in level_with(DS_LOG_LEVEL="loud").stderr
+    )
 
 
 def test_json_on_chosen_ranks(rank_one: None, tmp_path: Path) -> None:
@@ -128,7 +150,9 @@ def test_prints(rank_one: None, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_logging_loads_no_communication() -> None:
     script = "import sys; import deepspeed.utils.logging; print('deepspeed.comm' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ran.stdout.strip() == "False"
 
 

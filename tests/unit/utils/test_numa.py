@@ -11,7 +11,12 @@ from deepspeed.utils.numa import get_numa_cores, get_numactl_cmd, parse_range, p
 def test_ranges() -> None:
     assert parse_range("5") == range(5, 6) and parse_range("0-3") == range(0, 4)
     assert parse_range_list("0-3,7") == [0, 1, 2, 3, 7]
-    for text, match in (("5-3", "must larger"), ("a", "neither a number"), ("7,0-3", "must not overlap"), ("1,1", "overlap")):
+    for text, match in (
+        ("5-3", "must larger"),
+        ("a", "neither a number"),
+        ("7,0-3", "must not overlap"),
+        ("1,1", "overlap"),
+    ):
         with pytest.raises(ValueError, match=match):
             parse_range_list(text)
 
@@ -29,7 +34,8 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_share_cores_equally_and_stay_near_their_memory(two_nodes: None) -> None:
     assert get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-C", "4,5,6,7", "-m", "1"])
     assert get_numactl_cmd("0-6", 3, 0) == (2, ["numactl", "-C", "0,1", "-m", "0"])
-    assert get_numactl_cmd("2-5", 1, 0) == (4, ["numactl", "-C", "2,3,4,5"])  # both nodes: nothing to prefer
+    # both nodes: nothing to prefer
+    assert get_numactl_cmd("2-5", 1, 0) == (4, ["numactl", "-C", "2,3,4,5"])
 
 
 def test_default_is_every_usable_core(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class EventDevice(CPU_Accelerator):
-    """A device with a clock of its own: every recorded event is one millisecond after the one before."""
+    """A device with a clock of its own: every recorded event is one millisecond after the one
+    before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +114,11 @@ def test_log_is_one_line_in_milliseconds(clock: Clock, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "time (ms) | fwd: 250.00 | bwd: 250.00 | mem_allocated: " in text and "never" not in text
     assert timers("fwd").elapsed() == 0.0
-    assert timers.has_timer("fwd") and not timers.has_timer("never") and sorted(timers.get_timers()) == ["bwd", "fwd"]
+    assert (
+        timers.has_timer("fwd")
+        and not timers.has_timer("never")
+        and sorted(timers.get_timers()) == ["bwd", "fwd"]
+    )
     with pytest.raises(ValueError, match="normalizer=0"):
         timers.log(["fwd"], normalizer=0)
 
@@ -162,8 +168,13 @@ def test_noop_timer_has_the_same_methods() -> None:
     timers("x").stop(record=True)
     timers.log(["x"])
     assert timers("x").elapsed() == timers("x").mean() == 0.0 and not timers("x").started_
-    for real, noop in ((SynchronizedWallClockTimer, NoopTimer), (SynchronizedWallClockTimer.Timer, NoopTimer.Timer)):
-        missing = {name for name in vars(real) if not name.startswith("_")} - set(vars(noop)) - {"Timer"}
+    for real, noop in (
+        (SynchronizedWallClockTimer, NoopTimer),
+        (SynchronizedWallClockTimer.Timer, NoopTimer.Timer),
+    ):
+        missing = (
+            {name for name in vars(real) if not name.startswith("_")} - set(vars(noop)) - {"Timer"}
+        )
         assert missing <= {"memory_usage"}
 
 
@@ -177,7 +188,9 @@ def _steps(timer: ThroughputTimer, clock: Clock, seconds: list[float]) -> None:
 def test_throughput_skips_the_first_steps(clock: Clock) -> None:
     lines: list[str] = []
     config = SimpleNamespace(enabled=True, synchronized=False)
-    timer = ThroughputTimer(config, batch_size=8, start_step=2, steps_per_output=2, logging_fn=lines.append)
+    timer = ThroughputTimer(
+        config, batch_size=8, start_step=2, steps_per_output=2, logging_fn=lines.append
+    )
     _steps(timer, clock, [50.0, 50.0])
     assert timer.avg_samples_per_sec() == float("-inf")
     _steps(timer, clock, [1.0, 3.0])
@@ -190,7 +203,9 @@ def test_throughput_skips_the_first_steps(clock: Clock) -> None:
 
 
 def test_throughput_adds_up_micro_steps(clock: Clock) -> None:
-    timer = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), batch_size=6, start_step=0)
+    timer = ThroughputTimer(
+        SimpleNamespace(enabled=True, synchronized=False), batch_size=6, start_step=0
+    )
     for last in (False, False, True):
         timer.start()
         clock.now += 1
@@ -199,7 +214,9 @@ def test_throughput_adds_up_micro_steps(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
-def test_throughput_waits_for_the_device_if_told_to(event_device: EventDevice, synchronized: bool) -> None:
+def test_throughput_waits_for_the_device_if_told_to(
+    event_device: EventDevice, synchronized: bool
+) -> None:
     config = SimpleNamespace(enabled=True, synchronized=synchronized)
     timer = ThroughputTimer(config, batch_size=1, start_step=0)
     timer.start()

@@ -1,12 +1,15 @@
-"""CUDA's stream order on the host: work on a side stream happens late, and a missing wait gives wrong numbers.
+"""CUDA's stream order on the host: work on a side stream happens late, and a missing wait gives
+wrong numbers.
 
-`DeferredAccelerator` is a host accelerator whose side streams are queues. An operator issued on a side stream returns at once
-with NaN in its result (in-place operators: with the old content) and runs when something forces it: a wait of another stream, an
-event, a synchronize, a collective, a read by the host. That is the latest moment that a device could run it, so code that relies on
-luck fails here each time. The default stream runs at once.
+`DeferredAccelerator` is a host accelerator whose side streams are queues. An operator issued on a
+side stream returns at once with NaN in its result (in-place operators: with the old content) and
+runs when something forces it: a wait of another stream, an event, a synchronize, a collective, a
+read by the host. That is the latest moment that a device could run it, so code that relies on luck
+fails here each time. The default stream runs at once.
 
-`backward_on_streams` makes a backward do what autograd does on a device: every node runs on a stream of its own choice, a gradient
-hook finds the stream of its accumulation node current, and at the end the caller's stream waits for all of them.
+`backward_on_streams` makes a backward do what autograd does on a device: every node runs on a
+stream of its own choice, a gradient hook finds the stream of its accumulation node current, and at
+the end the caller's stream waits for all of them.
 
 Only names that upstream has too are used; nothing here knows how gradients are reduced.
 """
@@ -19,7 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo  # startup: torch.optim imports it at its first use; here every forked rank has it already
+
+# startup: torch.optim imports it at its first use; here every forked rank has it already
+import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deepspeed.accelerator import set_accelerator
@@ -144,7 +149,8 @@ class DeferredAccelerator(CPU_Accelerator):
         current: The current stream.
         default: The default stream; it runs work at once.
         waits: Every `(waiter, waited for)` of `wait_stream`, in order.
-        collectives: `(operation, stream, numel)` of every collective, in order, while `deferring` is entered.
+        collectives: `(operation, stream, numel)` of every collective, in order, while `deferring`
+            is entered.
     """
 
     def __init__(self) -> None:
@@ -200,7 +206,8 @@ class DeferredAccelerator(CPU_Accelerator):
     def deferring(self, monkeypatch: Any) -> Iterator[None]:
         """Be the process's accelerator, and see every operator."""
         set_accelerator(self)
-        # A device's tensor can be told of a foreign stream; it changes when memory is reused, and here none is while referenced.
+        # A device's tensor can be told of a foreign stream; it changes when memory is reused, and
+        # here none is while referenced.
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with _Operators(self):
             yield
@@ -223,7 +230,8 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         if stream.eager or _is_view(func) or "empty" in func.name():
             return func(*args, **kwargs)
-        # A kernel keeps the addresses it was launched with, also if `tensor.data` is given other memory meanwhile.
+        # A kernel keeps the addresses it was launched with, also if `tensor.data` is given other
+        # memory meanwhile.
         then, then_named = _aliases((args, kwargs))
         written = _written(func, args, kwargs)
         if written is not None:
@@ -242,11 +250,15 @@ class _Operators(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _aliases(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
 
 
 def _rerun(func: Any, args: Any, kwargs: Any, into: list[torch.Tensor]) -> None:
@@ -256,7 +268,9 @@ def _rerun(func: Any, args: Any, kwargs: Any, into: list[torch.Tensor]) -> None:
 
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return (
+        bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    )
 
 
 def _returns_tensors(func: Any) -> bool:
@@ -277,14 +291,18 @@ def _payload_numel(args: Any) -> int:
 
 @contextmanager
 def backward_on_streams(
-    sim: DeferredAccelerator, loss: torch.Tensor, stream_of: Callable[[torch.Tensor], DeferredStream]
+    sim: DeferredAccelerator,
+    loss: torch.Tensor,
+    stream_of: Callable[[torch.Tensor], DeferredStream],
 ) -> Iterator[None]:
-    """Within it, one backward of `loss`, or of something computed from it, runs as on a device with streams.
+    """Within it, one backward of `loss`, or of something computed from it, runs as on a device with
+    streams.
 
     Args:
         sim: The accelerator.
         loss: Root of the graph; its nodes are entered on their streams.
-        stream_of: The stream of a parameter's accumulation node. Every other node runs on the stream that is current now.
+        stream_of: The stream of a parameter's accumulation node. Every other node runs on the
+            stream that is current now.
     """
     caller = sim.current
     producers: list[DeferredStream] = []
@@ -312,7 +330,9 @@ def backward_on_streams(
 
     for node in _nodes(loss.grad_fn):
         variable = getattr(node, "variable", None)
-        handles.append(node.register_prehook(entering(caller if variable is None else stream_of(variable))))
+        handles.append(
+            node.register_prehook(entering(caller if variable is None else stream_of(variable)))
+        )
     try:
         yield
     finally:

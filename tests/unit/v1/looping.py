@@ -15,7 +15,9 @@ import pytest
 
 
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test method: call it for every combination, stop at the first failure and name the combination."""
+    """Decorate a test method: call it for every combination, stop at the first failure and name the
+    combination.
+    """
 
     def decorate(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
@@ -25,7 +27,9 @@ def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..
                 try:
                     method(self, **chosen, **fixtures)
                 except (Exception, pytest.fail.Exception) as error:
-                    raise AssertionError(f"for {chosen}: {type(error).__name__}: {error}") from error
+                    raise AssertionError(
+                        f"for {chosen}: {type(error).__name__}: {error}"
+                    ) from error
 
         parameters = inspect.signature(method).parameters
         remaining = [parameter for name, parameter in parameters.items() if name not in values]

@@ -1,7 +1,9 @@
-"""Faults to put into a copy of the package, and the guard of `deepspeed.verify` that must find each.
+"""Faults to put into a copy of the package, and the guard of `deepspeed.verify` that must find
+each.
 
-Unlike those of `unit.mutation.table`, which a regression test must notice, these must be found by the tools that users run, in a
-scenario of `unit.verify.scenarios`, and what the tool says must name the right place.
+Unlike those of `unit.mutation.table`, which a regression test must notice, these must be found by
+the tools that users run, in a scenario of `unit.verify.scenarios`, and what the tool says must name
+the right place.
 """
 
 from __future__ import annotations
@@ -40,36 +42,63 @@ PRODUCER_NOT_AWAITED = r"never waits for <.*which wrote.*gradient of(.|\n)*avera
 FREED_TOO_EARLY = r"(?i)freed(.|\n)*_fill"
 
 CHECKER = (
-    Mutation("no wait for the producers", ZERO, ((WAIT, ""),), "streams: stage 2", PRODUCER_NOT_AWAITED),
+    Mutation(
+        "no wait for the producers", ZERO, ((WAIT, ""),), "streams: stage 2", PRODUCER_NOT_AWAITED
+    ),
     Mutation(
         "a hook records the default stream",
         ZERO,
         (
-            ("copy_streams.add(self.comm_context.current_stream())", "copy_streams.add(get_accelerator().default_stream())"),
+            (
+                "copy_streams.add(self.comm_context.current_stream())",
+                "copy_streams.add(get_accelerator().default_stream())",
+            ),
             (DIST_IMPORT, DIST_IMPORT + ACCELERATOR_IMPORT),
         ),
         "streams: stage 2",
         PRODUCER_NOT_AWAITED,
     ),
-    Mutation("no stream is recorded", ZERO, ((RECORD_AND_COMMENT, ""),), "streams: stage 2", PRODUCER_NOT_AWAITED),
+    Mutation(
+        "no stream is recorded",
+        ZERO,
+        ((RECORD_AND_COMMENT, ""),),
+        "streams: stage 2",
+        PRODUCER_NOT_AWAITED,
+    ),
     Mutation(
         "only the last producer is recorded",
         ZERO,
-        (("copy_streams.add(self.comm_context.current_stream())", "copy_streams = {self.comm_context.current_stream()}"),),
+        (
+            (
+                "copy_streams.add(self.comm_context.current_stream())",
+                "copy_streams = {self.comm_context.current_stream()}",
+            ),
+        ),
         "streams: stage 2",
         PRODUCER_NOT_AWAITED,
     ),
     Mutation(
         "no fallback to the current stream",
         ZERO,
-        (("wait_for(bucket.copy_streams or {self.comm_context.current_stream()})", "wait_for(bucket.copy_streams)"),),
+        (
+            (
+                "wait_for(bucket.copy_streams or {self.comm_context.current_stream()})",
+                "wait_for(bucket.copy_streams)",
+            ),
+        ),
         "streams: stage 1, no overlap",
         PRODUCER_NOT_AWAITED,
     ),
     Mutation(
         "the bucket is filled on the hook's stream",
         STREAMS,
-        (("if self.reduction_stream is None else get_accelerator().stream(self.reduction_stream)", ""),),
+        (
+            (
+                "if self.reduction_stream is None else "
+                "get_accelerator().stream(self.reduction_stream)",
+                "",
+            ),
+        ),
         "streams: stage 2",
         PRODUCER_NOT_AWAITED,
     ),
@@ -121,7 +150,13 @@ CHECKER = (
     Mutation(
         "a reduced piece is used before its reduction",
         SHARD_OPS,
-        (("        for work in self._works:\n            work.wait()\n        self._works = []\n", "        self._works = []\n"),),
+        (
+            (
+                "        for work in self._works:\n            work.wait()\n        self._works = "
+                "[]\n",
+                "        self._works = []\n",
+            ),
+        ),
         "streams: stage 2",
         r"never waits for <nccl stream",
     ),
@@ -181,9 +216,11 @@ LEDGER = (
         ZERO,
         (
             (
-                "            if self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
-                "            self.sink.add(reduction.index, group, segments, pieces, reduction.factors.post)\n"
-                "            if self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
+                "            if self.contiguous_gradients:\n                "
+                "reduction.buffer.last_read = read\n",
+                "            self.sink.add(reduction.index, group, segments, pieces, "
+                "reduction.factors.post)\n            if "
+                "self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
             ),
         ),
         "ledger: stage 1",
@@ -199,7 +236,12 @@ LEDGER = (
     Mutation(
         "the boundary micro-batch never joins",
         BF16,
-        (("        self.update_hp_grads()\n", "        if not self.tracker.is_boundary:\n            self.update_hp_grads()\n"),),
+        (
+            (
+                "        self.update_hp_grads()\n",
+                "        if not self.tracker.is_boundary:\n            self.update_hp_grads()\n",
+            ),
+        ),
         "ledger: BF16_Optimizer",
         r"(?i)lost(.|\n)*micro-batch",
     ),
@@ -213,7 +255,12 @@ LEDGER = (
     Mutation(
         "the accumulator is not cleared",
         BF16,
-        (("        self.accumulator.clear()\n        self._reduced = False\n", "        self._reduced = False\n"),),
+        (
+            (
+                "        self.accumulator.clear()\n        self._reduced = False\n",
+                "        self._reduced = False\n",
+            ),
+        ),
         "ledger: BF16_Optimizer",
         r"weight",
     ),
@@ -227,7 +274,12 @@ LEDGER = (
     Mutation(
         "the last bucket is not sent",
         ZERO,
-        (("        for index in self.readiness.remaining():\n", "        for index in list(self.readiness.remaining())[:-1]:\n"),),
+        (
+            (
+                "        for index in self.readiness.remaining():\n",
+                "        for index in list(self.readiness.remaining())[:-1]:\n",
+            ),
+        ),
         "ledger: stage 1, no overlap",
         r"(?i)lost",
     ),
@@ -244,7 +296,8 @@ LEDGER = (
         (
             (
                 "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n",
-                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n        self._free_buffers.append(buffer)\n",
+                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n        "
+                "self._free_buffers.append(buffer)\n",
             ),
         ),
         "ledger: stage 2",
@@ -255,7 +308,12 @@ INTENT = (
     Mutation(
         "one rank skips the norm's reduction",
         ZERO,
-        (("        if self.norm_group is not None:\n", "        if self.norm_group is not None and dist.get_rank() == 0:\n"),),
+        (
+            (
+                "        if self.norm_group is not None:\n",
+                "        if self.norm_group is not None and dist.get_rank() == 0:\n",
+            ),
+        ),
         "intent: stage 2",
         r"(?i)rank 1(.|\n)*scaled_global_norm|scaled_global_norm(.|\n)*rank 1",
     ),
@@ -277,7 +335,8 @@ INTENT = (
         (
             (
                 "        return range(first, self._next)\n\n    def remaining",
-                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def "
+                "remaining",
             ),
         ),
         "intent: stage 2",
@@ -291,7 +350,8 @@ ORACLE = (
         (
             (
                 "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n        return float(self.loss_scaler.loss_scale)\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n        return "
+                "float(self.loss_scaler.loss_scale)\n",
             ),
         ),
         "oracle: fp16",

@@ -1,7 +1,8 @@
-"""Runs a scenario of `unit.verify.scenarios` on two ranks against a copy of the package, one after another and fast.
+"""Runs a scenario of `unit.verify.scenarios` on two ranks against a copy of the package, one after
+another and fast.
 
-A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner` keeps one that has imported
-torch and nothing else, and forks the ranks of each scenario from it.
+A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner`
+keeps one that has imported torch and nothing else, and forks the ranks of each scenario from it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class MutantRunner:
         )
 
     def run(self, package: Path, scenario: str, world: int = 2) -> list[str]:
-        """What the guards of `scenario` found with the package below `package`, over all ranks; nothing if all were silent."""
+        """What the guards of `scenario` found with the package below `package`, over all ranks;
+        nothing if all were silent.
+        """
         stdin, stdout = self._pipes()
         stdin.write(json.dumps([str(package), scenario, world]) + "\n")
         stdin.flush()
@@ -72,7 +75,9 @@ def _run_ranks(package: str, scenario: str, world: int) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = {_fork(package, scenario, rank, world, port, Path(folder)): rank for rank in range(world)}
+        ranks = {
+            _fork(package, scenario, rank, world, port, Path(folder)): rank for rank in range(world)
+        }
         _wait(set(ranks))
         return [finding for rank in range(world) for finding in _answer(Path(folder), rank)]
 
@@ -85,7 +90,13 @@ def _fork(package: str, scenario: str, rank: int, world: int, port: int, folder:
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     try:
         sys.path.insert(0, package)
         from unit.verify.scenarios import run

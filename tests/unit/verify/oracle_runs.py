@@ -1,4 +1,6 @@
-"""The oracle on ranks that a test already has: what `ds_verify` does, without starting processes. Collective."""
+"""The oracle on ranks that a test already has: what `ds_verify` does, without starting processes.
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,28 @@ def config_of(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any
     return config
 
 
-def plan_of(config: dict[str, Any], function: str, kinds: tuple[RunKind, ...], steps: int = 3, schedules: int = 0) -> Plan:
+def plan_of(
+    config: dict[str, Any],
+    function: str,
+    kinds: tuple[RunKind, ...],
+    steps: int = 3,
+    schedules: int = 0,
+) -> Plan:
     model, shape = f"{MODELS}:{function}", shape_of(config, 2)
-    plan = make_plan(config, model, None, shape, numel=400, steps=steps, schedules=schedules, backend="aot_eager", seed=0)
-    return Plan(plan.model, None, 0, steps, plan.shape, [run for run in plan.runs if run.kind in kinds])
+    plan = make_plan(
+        config,
+        model,
+        None,
+        shape,
+        numel=400,
+        steps=steps,
+        schedules=schedules,
+        backend="aot_eager",
+        seed=0,
+    )
+    return Plan(
+        plan.model, None, 0, steps, plan.shape, [run for run in plan.runs if run.kind in kinds]
+    )
 
 
 def report_of(plan: Plan) -> Report:
@@ -44,13 +64,22 @@ def report_of(plan: Plan) -> Report:
     events = io.StringIO()
     Worker(plan, dist.get_rank(), events).work()
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [json.loads(line) for line in events.getvalue().splitlines()])
+    dist.all_gather_object(
+        everywhere, [json.loads(line) for line in events.getvalue().splitlines()]
+    )
     session = Session(ready=[next(e for e in said if e["event"] == "ready") for said in everywhere])
     for run in plan.runs:
-        results = [next(e["result"] for e in said if e["event"] == "end" and e["run"] == run.name) for said in everywhere]
+        results = [
+            next(e["result"] for e in said if e["event"] == "end" and e["run"] == run.name)
+            for said in everywhere
+        ]
         session.outcomes[run.name] = Outcome(results)
     return make_report(plan, session, {})
 
 
 def failures(report: Report) -> list[str]:
-    return [f"{row.check} {row.family}: {row.detail}" for row in report.rows if row.verdict.value == "FAIL"]
+    return [
+        f"{row.check} {row.family}: {row.detail}"
+        for row in report.rows
+        if row.verdict.value == "FAIL"
+    ]

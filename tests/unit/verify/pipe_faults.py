@@ -1,17 +1,23 @@
-"""Faults of the pipeline engine, of experts and of the norm over stages, for the table in `faults`."""
+"""Faults of the pipeline engine, of experts and of the norm over stages, for the table in
+`faults`.
+"""
 
 from __future__ import annotations
 
 from unit.verify.mutation_form import Mutation
 
 PIPE = "deepspeed/runtime/pipe/"
-ENGINE, CHANNEL, SCHEDULE, BUFFERS = (PIPE + name for name in ("engine.py", "channel.py", "schedule.py", "buffers.py"))
+ENGINE, CHANNEL, SCHEDULE, BUFFERS = (
+    PIPE + name for name in ("engine.py", "channel.py", "schedule.py", "buffers.py")
+)
 REPLICATED = "deepspeed/runtime/optimizers/replicated_optimizer.py"
 MODEL_RANKS = "deepspeed/runtime/sharding/model_ranks.py"
 SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
 
 TIED = "            dist.all_reduce(sequence.local_gradient(param), group=group)\n"
-SEND_GRADS = "        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above\n"
+SEND_GRADS = (
+    "        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above\n"
+)
 COMPLETE = "    def _complete(self, posted: _Posted) -> list[torch.Tensor]:\n"
 COMPLETE_WAITS = COMPLETE + "        for work in posted.works:\n            self._wait(work)\n"
 DESCRIBE = "        if is_first or self.dynamic:\n            self._send_description(spec)\n"
@@ -26,7 +32,8 @@ PIPELINE = (
         (
             (
                 "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part:",
-                "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part and micro_batch != 2:",
+                "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part and "
+                "micro_batch != 2:",
             ),
         ),
         "simulator: schedules",
@@ -37,8 +44,10 @@ PIPELINE = (
         SCHEDULE,
         (
             (
-                "            self._sends.append(SendGrad(buffer_id, micro_batch=micro_batch, chunk=chunk))\n",
-                "            step.insert(-1, SendGrad(buffer_id, micro_batch=micro_batch, chunk=chunk))\n",
+                "            self._sends.append(SendGrad(buffer_id, micro_batch=micro_batch, "
+                "chunk=chunk))\n",
+                "            step.insert(-1, SendGrad(buffer_id, micro_batch=micro_batch, "
+                "chunk=chunk))\n",
             ),
         ),
         "simulator: schedules",
@@ -50,7 +59,8 @@ PIPELINE = (
         (
             (
                 "        channel = self.channels.chunks[chunk].activations_in\n",
-                "        channel = self.channels.chunks[chunk].activations_in\n        if micro_batch == 2:\n            return\n",
+                "        channel = self.channels.chunks[chunk].activations_in\n        if "
+                "micro_batch == 2:\n            return\n",
             ),
         ),
         "engine: pipe",
@@ -90,7 +100,12 @@ PIPELINE = (
     Mutation(
         "an activation is not sent",
         ENGINE,
-        (("        channel.send(buffer.outputs)  #", "        if micro_batch != 2:\n            channel.send(buffer.outputs)  #"),),
+        (
+            (
+                "        channel.send(buffer.outputs)  #",
+                "        if micro_batch != 2:\n            channel.send(buffer.outputs)  #",
+            ),
+        ),
         "intent: pipe",
         r"irecv(.|\n)*_receive_piece",
     ),
@@ -123,7 +138,12 @@ PIPELINE = (
     Mutation(
         "a tied gradient leaves before it is summed",
         ENGINE,
-        (("            self._sequence.hold(weight for weight, _ in self._tied)\n", "            self._sequence.hold(())\n"),),
+        (
+            (
+                "            self._sequence.hold(weight for weight, _ in self._tied)\n",
+                "            self._sequence.hold(())\n",
+            ),
+        ),
         "ledger: pipe, stage 1, 4 ranks",
         r"tied_modules.embed.weight",
     ),
@@ -145,7 +165,8 @@ PIPELINE = (
         (
             (
                 "        if buffer.split is not None and not buffer.split.is_whole:\n",
-                "        if buffer.split is not None and not buffer.split.is_whole and micro_batch != 1:\n",
+                "        if buffer.split is not None and not buffer.split.is_whole and micro_batch "
+                "!= 1:\n",
             ),
         ),
         "ledger: pipe, zero bubble, bf16",
@@ -154,14 +175,25 @@ PIPELINE = (
     Mutation(
         "the loss is not divided",
         ENGINE,
-        (("self._with_loss_scale(buffer.loss / self.micro_batches)", "self._with_loss_scale(buffer.loss * 1.0)"),),
+        (
+            (
+                "self._with_loss_scale(buffer.loss / self.micro_batches)",
+                "self._with_loss_scale(buffer.loss * 1.0)",
+            ),
+        ),
         "ledger: pipe",
         r"not divided by the accumulation steps(.|\n)*1.linear.weight",
     ),
     Mutation(
         "replicas of tied weights count in the norm",
         MODEL_RANKS,
-        (('        if getattr(param, "ds_pipe_replicated", False):\n            return False\n', ""),),
+        (
+            (
+                '        if getattr(param, "ds_pipe_replicated", False):\n            return '
+                "False\n",
+                "",
+            ),
+        ),
         "oracle: pipe",
         r"norm .* is not",
     ),
@@ -169,7 +201,14 @@ PIPELINE = (
         "the norm is reduced per group",
         REPLICATED,
         (
-            (NORM, NORM + "            squares[index] = reduce_squared_norm(squares[index].clone(), self.norm_group)\n"),
+            (
+                NORM,
+                NORM
+                + (
+                    "            squares[index] = reduce_squared_norm(squares[index].clone(), "
+                    "self.norm_group)\n"
+                ),
+            ),
             (REDUCED_NORM, "        return self._norm_of(squares)\n"),
         ),
         "intent: pipe, uneven groups",
@@ -181,9 +220,9 @@ PIPELINE = (
         (
             (
                 "        super()._settle(self.read_factor)\n",
-                "        for flat, group in zip(flats, replicas, strict=True):\n"
-                "            flat.mul_(dist.get_world_size(group=self.dp_process_group) / dist.get_world_size(group=group))\n"
-                "        super()._settle(self.read_factor)\n",
+                "        for flat, group in zip(flats, replicas, strict=True):\n            "
+                "flat.mul_(dist.get_world_size(group=self.dp_process_group) / "
+                "dist.get_world_size(group=group))\n        super()._settle(self.read_factor)\n",
             ),
             ("import torch\n\n", "import torch\n\nfrom deepspeed import comm as dist\n"),
         ),
@@ -206,10 +245,15 @@ PIPELINE = (
         "a gradient is sent before it is complete",
         ENGINE,
         (
-            (SEND_GRADS, "        with get_accelerator().stream(get_accelerator().Stream()):\n    " + SEND_GRADS),
+            (
+                SEND_GRADS,
+                "        with get_accelerator().stream(get_accelerator().Stream()):\n    "
+                + SEND_GRADS,
+            ),
             (
                 "from deepspeed import comm as dist\n",
-                "from deepspeed import comm as dist\nfrom deepspeed.accelerator import get_accelerator\n",
+                "from deepspeed import comm as dist\nfrom deepspeed.accelerator import "
+                "get_accelerator\n",
             ),
         ),
         "streams: pipe",

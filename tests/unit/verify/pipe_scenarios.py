@@ -1,7 +1,9 @@
-"""Short pipeline and expert trainings with one guard switched on, by name; see `scenarios`, which lists them with its own.
+"""Short pipeline and expert trainings with one guard switched on, by name; see `scenarios`, which
+lists them with its own.
 
-The guards: the ledger, the intent check, the stream checker, the comparison with one process ("oracle"), the schedules'
-simulator, and what the pipeline engine itself refuses ("engine"). The trainings are those of the contract suites.
+The guards: the ledger, the intent check, the stream checker, the comparison with one process
+("oracle"), the schedules' simulator, and what the pipeline engine itself refuses ("engine"). The
+trainings are those of the contract suites.
 """
 
 from __future__ import annotations
@@ -16,11 +18,21 @@ from unit.v1.pipe.contract.cases import PipeCase
 
 INTENT = {"collectives": True, "collectives_timeout": 3}
 LEDGER = {"ledger": True}
-ERRORS = {"ledger": "GradientLedgerError", "intent": "CollectiveMismatchError", "engine": "PipeBufferError"}
+ERRORS = {
+    "ledger": "GradientLedgerError",
+    "intent": "CollectiveMismatchError",
+    "engine": "PipeBufferError",
+}
 
 
 def case_of(
-    pipe: int, world: int, schedule: str = "1f1b", stage: int = 0, precision: str = "fp32", tied: bool = True, **more: Any
+    pipe: int,
+    world: int,
+    schedule: str = "1f1b",
+    stage: int = 0,
+    precision: str = "fp32",
+    tied: bool = True,
+    **more: Any,
 ) -> PipeCase:
     """A case with four micro-batches and small buckets."""
     values = vars(Case(stage, precision, 4, False, False, True, False, "tiny", world)) | {
@@ -31,7 +43,8 @@ def case_of(
     return PipeCase(**{**values, **more})
 
 
-# Every schedule, ZeRO stage, precision and grid that guards must be silent about; the mutations use the first ones.
+# Every schedule, ZeRO stage, precision and grid that guards must be silent about; the mutations use
+# the first ones.
 TWO = case_of(2, 2)
 TWO_HALF = case_of(2, 2, "zero_bubble", 1, "bf16", overlap=True)
 FOUR = case_of(2, 4, "1f1b", 1, overlap=True)
@@ -48,32 +61,43 @@ CASES = (
 )
 
 
-def train(case: PipeCase, verify: dict[str, Any] | None = None, one_group_on_first: bool = False) -> list[str]:
+def train(
+    case: PipeCase, verify: dict[str, Any] | None = None, one_group_on_first: bool = False
+) -> list[str]:
     """Train and compare with one process; returns what deviates.
 
     Args:
         case: The configuration.
         verify: Its block "verify".
-        one_group_on_first: The first stage has one parameter group and the others three, the last of them empty.
+        one_group_on_first: The first stage has one parameter group and the others three, the last
+            of them empty.
     """
     import deepspeed
     from unit.v1.pipe.contract import runner
 
     def groups(named: dict[str, Any]) -> list[dict[str, Any]]:
         made = original(named)
-        return [{"params": list(named.values()), "weight_decay": 0.1}] if "1.linear.weight" in named else [*made, {"params": []}]
+        return (
+            [{"params": list(named.values()), "weight_decay": 0.1}]
+            if "1.linear.weight" in named
+            else [*made, {"params": []}]
+        )
 
     original, config = runner.parameter_groups, runner.pipe_config
     deepspeed.init_distributed(dist_backend="gloo")
     with (
-        mock.patch.object(runner, "pipe_config", lambda case: {**config(case), "verify": verify or {}}),
+        mock.patch.object(
+            runner, "pipe_config", lambda case: {**config(case), "verify": verify or {}}
+        ),
         mock.patch.object(runner, "parameter_groups", groups if one_group_on_first else original),
     ):
         return runner.PipeRun(case).run()
 
 
 def raised(guard: str, run: Callable[[], Any]) -> list[str]:
-    """What a guard says by raising, on the rank that it spoke on first or passed on by the failure watch."""
+    """What a guard says by raising, on the rank that it spoke on first or passed on by the failure
+    watch.
+    """
     try:
         run()
     except RuntimeError as error:
@@ -142,7 +166,9 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "ledger: experts, 4 ranks": partial(raised, "ledger", experts),
     "intent: pipe": partial(raised, "intent", partial(train, TWO, INTENT)),
     "intent: pipe, zero bubble, bf16": partial(raised, "intent", partial(train, TWO_HALF, INTENT)),
-    "intent: pipe, uneven groups": partial(raised, "intent", partial(train, TWO, INTENT, one_group_on_first=True)),
+    "intent: pipe, uneven groups": partial(
+        raised, "intent", partial(train, TWO, INTENT, one_group_on_first=True)
+    ),
     "engine: pipe": partial(raised, "engine", partial(train, TWO)),
     "oracle: pipe": partial(numbers, TWO),
     "oracle: pipe on the device": partial(device_numbers, TWO_HALF),

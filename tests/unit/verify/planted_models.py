@@ -1,4 +1,6 @@
-"""Model functions for `ds_verify`: a right one, and ones with a bug of the kind that users write."""
+"""Model functions for `ds_verify`: a right one, and ones with a bug of the kind that users
+write.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Made = tuple[nn.Module, Callable[[int, int, int], Any], Callable[[Any, Any], tor
 
 def batch(step: int, micro_batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step * 100 + micro_batch * 10 + rank)
-    return torch.randn(ROWS, FEATURES, generator=generator), torch.randn(ROWS, 1, generator=generator)
+    return torch.randn(ROWS, FEATURES, generator=generator), torch.randn(
+        ROWS, 1, generator=generator
+    )
 
 
 def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -63,8 +67,14 @@ def forgetful() -> Made:
 
 
 def sum_loss() -> Made:
-    """A loss that is a sum, not a mean: it grows with the micro-batch, so its mean over micro-batches is another one."""
-    return layers(nn.Linear(16, 16)), batch, lambda output, pair: nn.functional.mse_loss(output, pair[1], reduction="sum")
+    """A loss that is a sum, not a mean: it grows with the micro-batch, so its mean over
+    micro-batches is another one.
+    """
+    return (
+        layers(nn.Linear(16, 16)),
+        batch,
+        lambda output, pair: nn.functional.mse_loss(output, pair[1], reduction="sum"),
+    )
 
 
 class Noisy(nn.Linear):
@@ -85,7 +95,9 @@ def frozen() -> Made:
 
 
 def no_loss() -> tuple[nn.Module, Any]:
-    return layers(nn.Linear(16, 16)), lambda step, micro_batch, rank: batch(step, micro_batch, rank)[0]
+    return layers(nn.Linear(16, 16)), lambda step, micro_batch, rank: batch(
+        step, micro_batch, rank
+    )[0]
 
 
 def too_few() -> tuple[nn.Module, Any, Any]:

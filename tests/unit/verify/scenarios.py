@@ -1,7 +1,8 @@
-"""Short trainings with one guard switched on, run by name on every rank; what they return is what the guard found.
+"""Short trainings with one guard switched on, run by name on every rank; what they return is what
+the guard found.
 
-Each trains the contract suite's model, with different data on every rank and SGD. Only what a user of `deepspeed` has is used here,
-so that a scenario runs against any copy of the package.
+Each trains the contract suite's model, with different data on every rank and SGD. Only what a user
+of `deepspeed` has is used here, so that a scenario runs against any copy of the package.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ STEPS = 3
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
-# Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter moves, and to its own size.
+# Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter
+# moves, and to its own size.
 TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-11)}
 
 
 def config_of(
-    precision: str = "fp32", accumulation: int = ACCUMULATION, verify: dict[str, Any] | None = None, **zero: Any
+    precision: str = "fp32",
+    accumulation: int = ACCUMULATION,
+    verify: dict[str, Any] | None = None,
+    **zero: Any,
 ) -> dict[str, Any]:
     """A configuration with many small buckets."""
     config: dict[str, Any] = {
@@ -37,13 +42,22 @@ def config_of(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"reduce_bucket_size": SMALL_BUCKET, "allgather_bucket_size": SMALL_BUCKET * 10, **zero},
+        "zero_optimization": {
+            "reduce_bucket_size": SMALL_BUCKET,
+            "allgather_bucket_size": SMALL_BUCKET * 10,
+            **zero,
+        },
     }
     dtype, _, accumulate_in = precision.partition("+")
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if dtype == "fp16":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": 4,
+            "loss_scale_window": 1,
+            "hysteresis": 1,
+        }
     if accumulate_in:
         config["data_types"] = {"grad_accum_dtype": accumulate_in}
     if verify is not None:
@@ -96,10 +110,17 @@ def _side_stream() -> Any:
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_params
 
-    params = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    params = {
+        name: param for name, param in engine.module.named_parameters() if param.requires_grad
+    }
     if not engine.zero_optimization_stage() and not engine.bfloat16_enabled():
         return {name: param.detach().clone() for name, param in params.items()}
-    return {name: value.clone() for name, value in zip(params, safe_get_full_fp32_params(list(params.values())), strict=True)}
+    return {
+        name: value.clone()
+        for name, value in zip(
+            params, safe_get_full_fp32_params(list(params.values())), strict=True
+        )
+    }
 
 
 @contextmanager
@@ -146,7 +167,9 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
     with simulated() if on_device else nullcontext():
         actual = train(config)
     world = int(os.environ["WORLD_SIZE"])
-    expected = reference.fp32_run(STEPS, config["gradient_accumulation_steps"], False, world)[-1].params
+    expected = reference.fp32_run(STEPS, config["gradient_accumulation_steps"], False, world)[
+        -1
+    ].params
     start = {name: param.detach() for name, param in make_model().named_parameters()}
     of_the_way, of_the_value = TOLERANCE[precision]
     found = []
@@ -154,12 +177,16 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
         moved = (expected[name] - start[name]).norm()
         error = (value - expected[name]).norm()
         if not error <= of_the_way * moved + of_the_value * start[name].norm():
-            found.append(f"oracle: {name} is off by {float(error):.3g}, it should have moved by {float(moved):.3g}")
+            found.append(
+                f"oracle: {name} is off by {float(error):.3g}, it should have moved by "
+                f"{float(moved):.3g}"
+            )
     return found
 
 
 def nan_norms(seeds: int, schedules: int) -> list[str]:
-    """Runs in which the gradient norm was NaN: short trainings on the device under each seed and schedule (DeepSpeed issue 8061).
+    """Runs in which the gradient norm was NaN: short trainings on the device under each seed and
+    schedule (DeepSpeed issue 8061).
 
     Two layers share a bucket and gradients are accumulated on three streams.
     """
@@ -169,7 +196,11 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
     deepspeed.init_distributed(dist_backend="gloo")
     layer_numel = 8 * 8 + 8
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2 * layer_numel}
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
     found = []
     for seed, schedule in itertools.product(range(seeds), range(schedules)):
         with simulate(seed=seed, schedule=schedule, backward_streams=3):
@@ -197,26 +228,52 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 1, no overlap": partial(checker, config_of(stage=1, overlap_comm=False)),
     "streams: stage 2": partial(checker, config_of(stage=2, overlap_comm=True)),
     "streams: stage 2, no overlap": partial(checker, config_of(stage=2, overlap_comm=False)),
-    "streams: stage 2, new buffers": partial(checker, config_of(stage=2, overlap_comm=True, contiguous_gradients=False)),
-    "streams: stage 2, all-reduce": partial(checker, config_of(stage=2, overlap_comm=True, reduce_scatter=False)),
-    "streams: stage 2 on a side stream": partial(checker, config_of(stage=2, overlap_comm=True), True),
-    "streams: stage 2, offload": partial(checker, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD)),
-    "streams: stage 1, bf16, offload": partial(checker, config_of("bf16", stage=1, offload_optimizer=_OFFLOAD)),
-    "streams: BF16_Optimizer, offload": partial(checker, config_of("bf16+fp32", stage=1, offload_optimizer=_OFFLOAD)),
-    "streams: stage 2, 2 instances": partial(checker, config_of(stage=2, overlap_comm=True, num_optimizer_instances=2)),
+    "streams: stage 2, new buffers": partial(
+        checker, config_of(stage=2, overlap_comm=True, contiguous_gradients=False)
+    ),
+    "streams: stage 2, all-reduce": partial(
+        checker, config_of(stage=2, overlap_comm=True, reduce_scatter=False)
+    ),
+    "streams: stage 2 on a side stream": partial(
+        checker, config_of(stage=2, overlap_comm=True), True
+    ),
+    "streams: stage 2, offload": partial(
+        checker, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD)
+    ),
+    "streams: stage 1, bf16, offload": partial(
+        checker, config_of("bf16", stage=1, offload_optimizer=_OFFLOAD)
+    ),
+    "streams: BF16_Optimizer, offload": partial(
+        checker, config_of("bf16+fp32", stage=1, offload_optimizer=_OFFLOAD)
+    ),
+    "streams: stage 2, 2 instances": partial(
+        checker, config_of(stage=2, overlap_comm=True, num_optimizer_instances=2)
+    ),
     "streams: BF16_Optimizer": partial(checker, config_of("bf16+fp32", stage=1)),
-    "streams: BF16_Optimizer, from hooks": partial(checker, immediate(config_of("bf16+fp32", stage=1))),
+    "streams: BF16_Optimizer, from hooks": partial(
+        checker, immediate(config_of("bf16+fp32", stage=1))
+    ),
     "streams: stage 1, bf16": partial(checker, config_of("bf16", stage=1, overlap_comm=True)),
     "streams: stage 0": partial(checker, config_of(stage=0)),
     "ledger: stage 1": partial(ledger, config_of(stage=1, overlap_comm=True, verify=_LEDGER)),
-    "ledger: stage 1, no overlap": partial(ledger, config_of(stage=1, overlap_comm=False, verify=_LEDGER)),
+    "ledger: stage 1, no overlap": partial(
+        ledger, config_of(stage=1, overlap_comm=False, verify=_LEDGER)
+    ),
     "ledger: stage 2": partial(ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER)),
-    "ledger: stage 2, 2 instances": partial(ledger, config_of(stage=2, num_optimizer_instances=2, verify=_LEDGER)),
+    "ledger: stage 2, 2 instances": partial(
+        ledger, config_of(stage=2, num_optimizer_instances=2, verify=_LEDGER)
+    ),
     "ledger: BF16_Optimizer": partial(ledger, config_of("bf16+fp32", stage=1, verify=_LEDGER)),
     "ledger: stage 0": partial(ledger, config_of(stage=0, verify=_LEDGER)),
-    "ledger: stage 0, no accumulation": partial(ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)),
-    "ledger: stage 2 on the device": partial(ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER), True),
-    "intent: stage 2 on the device": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT), True),
+    "ledger: stage 0, no accumulation": partial(
+        ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)
+    ),
+    "ledger: stage 2 on the device": partial(
+        ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER), True
+    ),
+    "intent: stage 2 on the device": partial(
+        intent, config_of(stage=2, overlap_comm=True, verify=_INTENT), True
+    ),
     "intent: stage 1": partial(intent, config_of(stage=1, verify=_INTENT)),
     "intent: stage 2": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT)),
     "oracle: stage 1": partial(oracle, config_of(stage=1, overlap_comm=True), "fp32"),
@@ -228,7 +285,9 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
         oracle, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD), "fp32", True
     ),
     NAN_OVER_SEEDS: partial(nan_norms, 20, 8),
-    "oracle: stage 2 on the device": partial(oracle, config_of(stage=2, overlap_comm=True), "fp32", True),
+    "oracle: stage 2 on the device": partial(
+        oracle, config_of(stage=2, overlap_comm=True), "fp32", True
+    ),
     **pipe_scenarios.SCENARIOS,
 }
 

@@ -1,8 +1,10 @@
-"""Small programs of streams, and two judges of them: the stream checker, and brute force over all orders a device may choose.
+"""Small programs of streams, and two judges of them: the stream checker, and brute force over all
+orders a device may choose.
 
-A program is what a host issues, in order. Brute force knows nothing of clocks: it builds the graph of what must come before what,
-runs every order that the graph allows on symbolic values, and every choice of freed memory that an allocation may take, and looks
-whether two orders differ in anything that an operator saw or left behind.
+A program is what a host issues, in order. Brute force knows nothing of clocks: it builds the graph
+of what must come before what, runs every order that the graph allows on symbolic values, and every
+choice of freed memory that an allocation may take, and looks whether two orders differ in anything
+that an operator saw or left behind.
 """
 
 from __future__ import annotations
@@ -75,7 +77,18 @@ class RecordStream(NamedTuple):
     stream: int
 
 
-Step = Op | Record | Wait | SyncEvent | SyncStream | SyncDevice | HostAccess | Free | Alloc | RecordStream
+Step = (
+    Op
+    | Record
+    | Wait
+    | SyncEvent
+    | SyncStream
+    | SyncDevice
+    | HostAccess
+    | Free
+    | Alloc
+    | RecordStream
+)
 
 
 class Event:
@@ -86,11 +99,17 @@ def touched(step: Op | HostAccess) -> list[tuple[Range, bool]]:
     """Views and whether they are written."""
     if isinstance(step, HostAccess):
         return [(step.view, step.writes)]
-    return [(view, writes) for view, writes in ((step.read, False), (step.write, True)) if view is not None]
+    return [
+        (view, writes)
+        for view, writes in ((step.read, False), (step.write, True))
+        if view is not None
+    ]
 
 
 class Issuer:
-    """Issues a program to a checker. Two memories live at the start: one of stream 0, one of stream 1, and nothing is under way."""
+    """Issues a program to a checker. Two memories live at the start: one of stream 0, one of stream
+    1, and nothing is under way.
+    """
 
     def __init__(self) -> None:
         self.checker = StreamChecker()
@@ -123,8 +142,13 @@ class Issuer:
     def touch(self, step: Op | HostAccess) -> None:
         if not self.live:
             return
-        views = [(self.live[view.memory % len(self.live)], view, writes) for view, writes in touched(step)]
-        accesses = [Access(storage, view.start, view.end, writes, 0) for storage, view, writes in views]
+        views = [
+            (self.live[view.memory % len(self.live)], view, writes)
+            for view, writes in touched(step)
+        ]
+        accesses = [
+            Access(storage, view.start, view.end, writes, 0) for storage, view, writes in views
+        ]
         if isinstance(step, Op):
             self.checker.launched("op", step.stream, accesses)
         else:
@@ -160,7 +184,8 @@ class Node:
     Attributes:
         before: Nodes (indices) that every order puts before it.
         views: (storage, start, end, writes).
-        takes: Of an allocation: storages whose memory it may take, each with the nodes that then come before it.
+        takes: Of an allocation: storages whose memory it may take, each with the nodes that then
+            come before it.
     """
 
     before: frozenset[int]
@@ -170,15 +195,20 @@ class Node:
 
 @dataclass
 class Graph:
-    """What precedes what. A cursor (stream, host, event) is the set of nodes that precede whatever comes next there."""
+    """What precedes what. A cursor (stream, host, event) is the set of nodes that precede whatever
+    comes next there.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     streams: list[frozenset[int]] = field(default_factory=lambda: [frozenset()] * STREAMS)
     host: frozenset[int] = frozenset()
     events: dict[int, frozenset[int]] = field(default_factory=dict)
-    freed: list[tuple[int, int, frozenset[int]]] = field(default_factory=list)  # storage, its stream, whom it waits for
+    # storage, its stream, whom it waits for
+    freed: list[tuple[int, int, frozenset[int]]] = field(default_factory=list)
 
-    def add(self, before: frozenset[int], views: list[tuple[int, int, int, bool]]) -> frozenset[int]:
+    def add(
+        self, before: frozenset[int], views: list[tuple[int, int, int, bool]]
+    ) -> frozenset[int]:
         """A node; returns the cursor behind it."""
         self.nodes.append(Node(before, views))
         return before | {len(self.nodes) - 1}
@@ -213,7 +243,9 @@ class GraphBuilder:
         if isinstance(step, Record):
             graph.events[step.event] = graph.tail(step.stream)
         elif isinstance(step, Wait):
-            graph.streams[step.stream] = graph.tail(step.stream) | graph.events.get(step.event, frozenset())
+            graph.streams[step.stream] = graph.tail(step.stream) | graph.events.get(
+                step.event, frozenset()
+            )
         elif isinstance(step, SyncEvent):
             graph.host |= graph.events.get(step.event, frozenset())
         elif isinstance(step, SyncStream):
@@ -225,7 +257,10 @@ class GraphBuilder:
         if not self.live:
             return
         graph = self.graph
-        views = [(self.live[v.memory % len(self.live)], v.start, v.end, writes) for v, writes in touched(step)]
+        views = [
+            (self.live[v.memory % len(self.live)], v.start, v.end, writes)
+            for v, writes in touched(step)
+        ]
         if isinstance(step, Op):
             graph.streams[step.stream] = graph.add(graph.tail(step.stream), views)
         else:
@@ -239,15 +274,21 @@ class GraphBuilder:
             self.recorded[self.live[position]].add(step.stream)
             return
         storage = self.live.pop(position)
-        waits = frozenset[int]().union(*(self.graph.tail(stream) for stream in self.recorded[storage]))
+        waits = frozenset[int]().union(
+            *(self.graph.tail(stream) for stream in self.recorded[storage])
+        )
         self.graph.freed.append((storage, self.owner[storage], waits))
 
     def alloc(self, step: Alloc) -> None:
         graph, storage = self.graph, len(self.owner)
         self.owner[storage], self.recorded[storage] = step.stream, set()
         self.live.append(storage)
-        graph.streams[step.stream] = graph.add(graph.tail(step.stream), [(storage, 0, NBYTES, True)])
-        graph.nodes[-1].takes = [(old, waits) for old, stream, waits in graph.freed if stream == step.stream]
+        graph.streams[step.stream] = graph.add(
+            graph.tail(step.stream), [(storage, 0, NBYTES, True)]
+        )
+        graph.nodes[-1].takes = [
+            (old, waits) for old, stream, waits in graph.freed if stream == step.stream
+        ]
 
 
 def graph_of(program: list[Step]) -> Graph:
@@ -258,8 +299,12 @@ def graph_of(program: list[Step]) -> Graph:
     return builder.graph
 
 
-def choices(graph: Graph, index: int = 0, taken: frozenset[int] = frozenset()) -> Iterator[dict[int, tuple[int, frozenset[int]]]]:
-    """For each allocation (node) that takes freed memory: which storage's, and what that adds before it. No memory goes twice."""
+def choices(
+    graph: Graph, index: int = 0, taken: frozenset[int] = frozenset()
+) -> Iterator[dict[int, tuple[int, frozenset[int]]]]:
+    """For each allocation (node) that takes freed memory: which storage's, and what that adds
+    before it. No memory goes twice.
+    """
     if index == len(graph.nodes):
         yield {}
         return
@@ -271,13 +316,17 @@ def choices(graph: Graph, index: int = 0, taken: frozenset[int] = frozenset()) -
 
 
 def orders_differ(program: list[Step]) -> bool:
-    """Whether some two orders that the device may choose differ in what an operator saw or left behind."""
+    """Whether some two orders that the device may choose differ in what an operator saw or left
+    behind.
+    """
     graph = graph_of(program)
     return any(_differs(graph, choice) for choice in choices(graph))
 
 
 def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> bool:
-    """Run all orders at once, as sets of finished nodes: reached by two orders with two outcomes, a set is where they differ."""
+    """Run all orders at once, as sets of finished nodes: reached by two orders with two outcomes, a
+    set is where they differ.
+    """
     block: dict[int, int] = {}
     before = [node.before for node in graph.nodes]
     for index, node in enumerate(graph.nodes):
@@ -285,7 +334,8 @@ def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> boo
             old, waits = choice[index]
             block[node.views[0][0]] = block.get(old, old)
             before[index] |= waits
-    # (finished nodes) -> (memory by (block, byte), what each finished node saw); equal terms are equal values.
+    # (finished nodes) -> (memory by (block, byte), what each finished node saw); equal terms are
+    # equal values.
     level: dict[frozenset[int], Hashable] = {frozenset(): (frozenset(), frozenset())}
     while level:
         following: dict[frozenset[int], Hashable] = {}
@@ -303,7 +353,11 @@ def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> boo
 def _run(node: Node, index: int, block: dict[int, int], state: Hashable) -> Hashable:
     assert isinstance(state, tuple)
     memory, seen = dict(state[0]), state[1]
-    cells = [((block.get(s, s), byte), writes) for s, start, end, writes in node.views for byte in range(start, end)]
+    cells = [
+        ((block.get(s, s), byte), writes)
+        for s, start, end, writes in node.views
+        for byte in range(start, end)
+    ]
     # A write also notices what it overwrites; hashes of terms stand for terms.
     term = hash((index, tuple(memory.get(cell, 0) for cell, _ in cells)))
     for cell, writes in cells:

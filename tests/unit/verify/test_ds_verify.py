@@ -1,4 +1,6 @@
-"""The command `ds_verify`: exit codes, files, messages for wrong use, ranks that die or hang; and its pure parts."""
+"""The command `ds_verify`: exit codes, files, messages for wrong use, ranks that die or hang; and
+its pure parts.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,24 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command, processes and all. Kills: an exit code or a file that does not say what was found."""
+def test_the_planted_bug_fails_and_is_named(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command, processes and all. Kills: an exit code or a file that does not say what
+    was found.
+    """
     pytest.importorskip("matplotlib")
     wanted = tmp_path / "r.json", tmp_path / "r.html"
-    arguments = ["--config", config, "--model", f"{MODELS}:forgetful", "--steps", "2", "--schedules", "1"]
+    arguments = [
+        "--config",
+        config,
+        "--model",
+        f"{MODELS}:forgetful",
+        "--steps",
+        "2",
+        "--schedules",
+        "1",
+    ]
     assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
     found = json.loads(wanted[0].read_text())
     assert found["passed"] is False and found["culprits"] == ["2.weight"]
@@ -55,7 +70,9 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("function", MISUSES)
-def test_a_wrong_model_function_is_told_at_once(config: str, function: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_model_function_is_told_at_once(
+    config: str, function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Kills: a mistake that only shows in the log of a rank."""
     assert main(["--config", config, "--model", f"{MODELS}:{function}"]) == 2
     assert MISUSES[function] in capsys.readouterr().err
@@ -77,7 +94,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "text"), WRONG, ids=[text for _, text in WRONG])
-def test_wrong_arguments(config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--config", config, "--model", f"{MODELS}:right", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -91,11 +110,16 @@ def test_stage_3_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("function", "timeout_s", "text"),
-    [("one_rank_dies", 60.0, "rank 1 exited with 3"), ("one_rank_hangs", 1.0, "no progress for 1 s")],
+    [
+        ("one_rank_dies", 60.0, "rank 1 exited with 3"),
+        ("one_rank_hangs", 1.0, "no progress for 1 s"),
+    ],
 )
 def test_a_rank_that_does_not_go_on(function: str, timeout_s: float, text: str) -> None:
     """Kills: a parent that waits for ever, or that leaves the other rank behind."""
-    session = run_plan(plan_of(config_of(1), function, (RunKind.SGD,)), timeout_s, lambda event, values: None)
+    session = run_plan(
+        plan_of(config_of(1), function, (RunKind.SGD,)), timeout_s, lambda event, values: None
+    )
     assert text in session.not_started
 
 
@@ -116,7 +140,10 @@ def test_splits_keep_the_global_batch() -> None:
 
 def test_another_cut_has_the_same_samples_in_order() -> None:
     """Kills: a split that repeats or drops samples."""
-    workload = Workload(torch.nn.Linear(1, 1), lambda step, micro, rank: torch.arange(4.0) + 100 * step + 10 * micro + 40 * rank)
+    workload = Workload(
+        torch.nn.Linear(1, 1),
+        lambda step, micro, rank: torch.arange(4.0) + 100 * step + 10 * micro + 40 * rank,
+    )
     batches = GlobalBatches(workload, Shape(2, 2, 4), steps=2)
     whole = batches.whole(1)
     assert whole.numel() == 16
@@ -136,7 +163,9 @@ def test_data_from_a_file_is_dealt_in_order(tmp_path: Path) -> None:
 
 def test_ranks_see_one_order_of_micro_batches() -> None:
     shape = Shape(world=3, accumulation=2, rows=1)
-    assert sorted(shape.place(rank, micro) for rank in range(3) for micro in range(2)) == list(range(6))
+    assert sorted(shape.place(rank, micro) for rank in range(3) for micro in range(2)) == list(
+        range(6)
+    )
 
 
 def test_nan_is_never_within_bounds() -> None:
@@ -151,9 +180,15 @@ def test_a_plan_survives_its_journey() -> None:
 
 
 def test_the_table_shows_every_row_and_the_page_escapes() -> None:
-    rows = [Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"]), Row("c", Verdict.NOT_RUN, "because")]
+    rows = [
+        Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"]),
+        Row("c", Verdict.NOT_RUN, "because"),
+    ]
     report = Report(rows, ["a note"], {}, {})
-    assert all(text in render(report) for text in ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w"))
+    assert all(
+        text in render(report)
+        for text in ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w")
+    )
     assert "a &lt;b&gt;" in picture.page(report, b"")
     assert not report.passed and Report([replace(rows[1])], [], {}, {}).passed
 
@@ -173,7 +208,9 @@ def test_a_hugging_face_model_from_a_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["hf:gpt2?no_such_key=1", "hf:no_such_type", "hf:gpt2?sequence=1"])
-def test_a_wrong_hugging_face_model(config: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_hugging_face_model(
+    config: str, spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without transformers the message is that it is missing; each names the argument."""
     assert main(["--config", config, "--model", spec]) == 2
     assert "--model hf:" in capsys.readouterr().err
@@ -181,8 +218,12 @@ def test_a_wrong_hugging_face_model(config: str, spec: str, capsys: pytest.Captu
 
 def test_the_simulated_device_sees_several_buckets() -> None:
     """Kills: a search for races on a model that fits one bucket, where none can be."""
-    plan = plan_of({**config_of(2), "zero_optimization": {"stage": 2}}, "right", tuple(RunKind), schedules=1)
-    sizes = {run.kind: run.config["zero_optimization"].get("reduce_bucket_size") for run in plan.runs}
+    plan = plan_of(
+        {**config_of(2), "zero_optimization": {"stage": 2}}, "right", tuple(RunKind), schedules=1
+    )
+    sizes = {
+        run.kind: run.config["zero_optimization"].get("reduce_bucket_size") for run in plan.runs
+    }
     assert sizes[RunKind.SIM] == 100 and sizes[RunKind.SGD] is None
 
 
@@ -191,7 +232,18 @@ def test_a_batch_norm_is_not_cut_otherwise() -> None:
     workload = Workload(torch.nn.BatchNorm1d(1), lambda step, micro, rank: torch.ones(4, 1))
     reason = uncuttable(workload, GlobalBatches(workload, Shape(2, 2, 4), steps=1))
     assert "BatchNorm" in reason
-    plan = make_plan(config_of(1), "m", None, Shape(2, 2, 4), numel=1, steps=1, schedules=0, backend=None, seed=0, no_split=reason)
+    plan = make_plan(
+        config_of(1),
+        "m",
+        None,
+        Shape(2, 2, 4),
+        numel=1,
+        steps=1,
+        schedules=0,
+        backend=None,
+        seed=0,
+        no_split=reason,
+    )
     assert RunKind.SPLIT not in {run.kind for run in plan.runs}
     report = make_report(plan, Session(), {})
     assert [row.detail for row in report.rows if row.check == "accumulation invariance"] == [reason]

@@ -22,7 +22,9 @@ class TestCleanRuns(DistributedTest):
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_every_precision_passes(self, stage: int) -> None:
-        """Kills: a bound that rounding exceeds, a wrong expectation of clipping, divisor or optimizer."""
+        """Kills: a bound that rounding exceeds, a wrong expectation of clipping, divisor or
+        optimizer.
+        """
         for precision in PRECISIONS:
             report = report_of(plan_of(config_of(stage, precision), "with_dropout", TRAINING))
             assert failures(report) == [], precision
@@ -37,12 +39,19 @@ class TestCleanRuns(DistributedTest):
             {"gradient_allreduce_op": "sum", "gradient_clipping": 0.0},
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.01}}},
+            {
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.01},
+                }
+            },
             {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
             {"fp16": {"enabled": True}},  # dynamic: the first steps overflow and are skipped
         ]
         for extra in more:
-            report = report_of(plan_of(config_of(1, **extra), "right", (RunKind.SGD, RunKind.USER), steps=4))
+            report = report_of(
+                plan_of(config_of(1, **extra), "right", (RunKind.SGD, RunKind.USER), steps=4)
+            )
             assert failures(report) == [], extra
 
     def test_offload_and_accumulation_of_one(self) -> None:
@@ -51,12 +60,19 @@ class TestCleanRuns(DistributedTest):
         assert failures(report_of(plan_of(config, "right", TRAINING))) == []
 
     def test_watched_and_simulated_runs_pass(self) -> None:
-        """Kills: a ledger, intent check, compiled or simulated run that the worker does not really make."""
+        """Kills: a ledger, intent check, compiled or simulated run that the worker does not really
+        make.
+        """
         kinds = (RunKind.SGD, RunKind.COMPILED, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
         report = report_of(plan_of(config_of(2, "bf16"), "right", kinds, steps=2, schedules=2))
         assert failures(report) == []
         passed = {row.check for row in report.rows if row.verdict.value == "PASS"}
-        assert {"gradient ledger", "collective agreement", "stream races", "memory lifetimes"} <= passed
+        assert {
+            "gradient ledger",
+            "collective agreement",
+            "stream races",
+            "memory lifetimes",
+        } <= passed
         assert {"simulated device = host", "eager = compiled"} <= passed
 
 
@@ -64,7 +80,9 @@ class TestFaults(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_a_gradient_divided_twice(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gradient_divided_twice(
+        self, precision: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Kills: a reference that takes its divisor from the system."""
         right = ReduceRule.factors
 
@@ -82,7 +100,9 @@ class TestFaults(DistributedTest):
         """Kills: a comparison with this rank's own data only."""
         right = DeepSpeedEngine.backward
 
-        def without_rank_1(self: DeepSpeedEngine, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def without_rank_1(
+            self: DeepSpeedEngine, loss: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
             return right(self, loss * (dist.get_rank() == 0), *args, **kwargs)
 
         monkeypatch.setattr(DeepSpeedEngine, "backward", without_rank_1)
@@ -93,7 +113,9 @@ class TestFaults(DistributedTest):
 
     def test_an_optimizer_that_steps_too_far(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Kills: parameters that are not compared, as the gradients are right here."""
-        monkeypatch.setattr("deepspeed.runtime.optimizers.step_sequence.clip_factor", lambda norm, limit: 1.0)
+        monkeypatch.setattr(
+            "deepspeed.runtime.optimizers.step_sequence.clip_factor", lambda norm, limit: 1.0
+        )
         report = report_of(plan_of(config_of(1), "right", (RunKind.SGD, RunKind.USER)))
         wrong = [row for row in report.rows if row.verdict.value == "FAIL"]
         assert any("value after the step" in row.detail and row.check == "SGD" for row in wrong)
@@ -107,6 +129,8 @@ class TestFaults(DistributedTest):
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_gradients_dropped_on_odd_micro_batches(self, precision: str) -> None:
         """Kills: a reference that repeats the model's bug in the same places."""
-        report = report_of(plan_of(config_of(1, precision), "forgetful", (RunKind.SGD, RunKind.SPLIT)))
+        report = report_of(
+            plan_of(config_of(1, precision), "forgetful", (RunKind.SGD, RunKind.SPLIT))
+        )
         assert failures(report)
         assert report.to_json()["culprits"] == ["2.weight"]

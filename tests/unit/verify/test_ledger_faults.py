@@ -1,6 +1,7 @@
 """The gradient ledger finds what is done to gradients, says what it was, and raises on all ranks.
 
-Each fault is planted in the library; `tests/unit/verify/test_ledger_silence.py` holds the ledger to be silent without one.
+Each fault is planted in the library; `tests/unit/verify/test_ledger_silence.py` holds the ledger to
+be silent without one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ FAULT = Callable[[pytest.MonkeyPatch], None]
 
 
 def on_rank(rank: int, change: Callable[[DeepSpeedZeroOptimizer, int, list[Any]], None]) -> FAULT:
-    """What is to be sent is changed on one rank; `change` gets the optimizer, the micro-batch and the bucket's gradients."""
+    """What is to be sent is changed on one rank; `change` gets the optimizer, the micro-batch and
+    the bucket's gradients.
+    """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = DeepSpeedZeroOptimizer.average_tensor
@@ -71,7 +74,9 @@ def unscale_by_another_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_one_element_too_early(patch: pytest.MonkeyPatch) -> None:
-    """What memory that was read before it was written does: NaN, though all contributions are finite."""
+    """What memory that was read before it was written does: NaN, though all contributions are
+    finite.
+    """
     original = DeepSpeedZeroOptimizer.finish_gradients
 
     def finish_gradients(self: DeepSpeedZeroOptimizer) -> None:
@@ -84,25 +89,121 @@ def read_one_element_too_early(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[tuple[FAULT, Case, str, str, str]] = [
     # fault, where, kind, text, a parameter that must be named
-    (bites.divide_twice, bites.STAGE_0, "divisor", "divided by the number of ranks twice", "embed.weight"),
-    (bites.divide_twice, bites.STAGE_1, "divisor", "divided by the number of ranks twice", "embed.weight"),
-    (bites.keep_stale_buffers, bites.STAGE_0_ONCE, "stale", "previous step is used again", "sometimes.weight"),
-    (bites.leave_absent_as_it_was, bites.STAGE_2, "unexplained", "differs from the right one", "never"),
-    (bites.keep_the_last_micro_batch, bites.STAGE_2, "lost", "everything but micro-batch 3 of 3", "wide.weight"),
-    (bites.keep_the_last_micro_batch, bites.OFFLOAD, "lost", "everything but micro-batch 3 of 3", "wide.weight"),
-    (bites.add_to_the_last_step, bites.STAGE_1_FP32, "stale", "previous step was added", "lift.bias"),
-    (bites.lose_own_part, bites.STAGE_1, "lost", "rank 0, all micro-batches, never arrived", "back.weight"),
-    (bites.reduce_before_the_last_micro_batch, bites.ACCUMULATOR, "lost", "3 of 3 was added after the reduction", "wide.weight"),
+    (
+        bites.divide_twice,
+        bites.STAGE_0,
+        "divisor",
+        "divided by the number of ranks twice",
+        "embed.weight",
+    ),
+    (
+        bites.divide_twice,
+        bites.STAGE_1,
+        "divisor",
+        "divided by the number of ranks twice",
+        "embed.weight",
+    ),
+    (
+        bites.keep_stale_buffers,
+        bites.STAGE_0_ONCE,
+        "stale",
+        "previous step is used again",
+        "sometimes.weight",
+    ),
+    (
+        bites.leave_absent_as_it_was,
+        bites.STAGE_2,
+        "unexplained",
+        "differs from the right one",
+        "never",
+    ),
+    (
+        bites.keep_the_last_micro_batch,
+        bites.STAGE_2,
+        "lost",
+        "everything but micro-batch 3 of 3",
+        "wide.weight",
+    ),
+    (
+        bites.keep_the_last_micro_batch,
+        bites.OFFLOAD,
+        "lost",
+        "everything but micro-batch 3 of 3",
+        "wide.weight",
+    ),
+    (
+        bites.add_to_the_last_step,
+        bites.STAGE_1_FP32,
+        "stale",
+        "previous step was added",
+        "lift.bias",
+    ),
+    (
+        bites.lose_own_part,
+        bites.STAGE_1,
+        "lost",
+        "rank 0, all micro-batches, never arrived",
+        "back.weight",
+    ),
+    (
+        bites.reduce_before_the_last_micro_batch,
+        bites.ACCUMULATOR,
+        "lost",
+        "3 of 3 was added after the reduction",
+        "wide.weight",
+    ),
     (bites.skip_a_small_gradient, bites.ACCUMULATOR, "lost", "nothing arrived", "lift.bias"),
     (bites.skip_a_small_gradient, bites.LOCAL_ACCUMULATOR, "lost", "nothing arrived", "lift.bias"),
     (bites.send_what_is_ready_only, bites.STAGE_1_FP32, "lost", "nothing arrived", "embed.weight"),
-    (on_rank(1, double_the_second), STAGE_2_BF16, "doubled", "rank 1, micro-batch 2 of 3 was counted twice", "wide.weight"),
-    (on_rank(0, drop_the_second), STAGE_2_BF16, "lost", "rank 0, micro-batch 2 of 3 never arrived", "wide.weight"),
-    (on_rank(1, drop_biases_of_nine), bites.STAGE_1, "lost", "rank 1, all micro-batches, never arrived", "twice.bias"),
-    (do_not_divide_the_loss, bites.STAGE_1_FP32, "divisor", "not divided by the accumulation steps", "embed.weight"),
-    (do_not_divide_the_loss, bites.STAGE_0, "divisor", "not divided by the accumulation steps", "embed.weight"),
-    (unscale_by_another_scale, bites.STAGE_2, "divisor", "effective divisor is 8 times", "embed.weight"),
-    (read_one_element_too_early, bites.STAGE_1_FP32, "unexplained", "differs from the right one", "embed.weight"),
+    (
+        on_rank(1, double_the_second),
+        STAGE_2_BF16,
+        "doubled",
+        "rank 1, micro-batch 2 of 3 was counted twice",
+        "wide.weight",
+    ),
+    (
+        on_rank(0, drop_the_second),
+        STAGE_2_BF16,
+        "lost",
+        "rank 0, micro-batch 2 of 3 never arrived",
+        "wide.weight",
+    ),
+    (
+        on_rank(1, drop_biases_of_nine),
+        bites.STAGE_1,
+        "lost",
+        "rank 1, all micro-batches, never arrived",
+        "twice.bias",
+    ),
+    (
+        do_not_divide_the_loss,
+        bites.STAGE_1_FP32,
+        "divisor",
+        "not divided by the accumulation steps",
+        "embed.weight",
+    ),
+    (
+        do_not_divide_the_loss,
+        bites.STAGE_0,
+        "divisor",
+        "not divided by the accumulation steps",
+        "embed.weight",
+    ),
+    (
+        unscale_by_another_scale,
+        bites.STAGE_2,
+        "divisor",
+        "effective divisor is 8 times",
+        "embed.weight",
+    ),
+    (
+        read_one_element_too_early,
+        bites.STAGE_1_FP32,
+        "unexplained",
+        "differs from the right one",
+        "embed.weight",
+    ),
 ]
 
 
@@ -133,12 +234,15 @@ class TestFaults(DistributedTest):
     exec_timeout = 120
 
     def test_every_fault_is_found_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a ledger that asks the optimizer instead of comparing, misses a kind, or names it wrongly.
+        # Kills: a ledger that asks the optimizer instead of comparing, misses a kind, or names it
+        # wrongly.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         for plant, case, kind, text, parameter in FAULTS:
             first = error_of(plant, case).findings[0]
             where = f"{getattr(plant, '__name__', plant)} on {case.name}: {first}"
-            assert first.kind == kind and text in first.text and parameter in first.parameters, where
+            assert first.kind == kind and text in first.text and parameter in first.parameters, (
+                where
+            )
             # Kills: blaming parameters that the fault leaves alone.
             assert ("never" in first.parameters) == (parameter == "never"), where
 
@@ -150,7 +254,8 @@ class TestWrongGroup(DistributedTest):
     exec_timeout = 120
 
     def test_group_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: comparing only the mean over ranks, which is right; taking the group from the optimizer.
+        # Kills: comparing only the mean over ranks, which is right; taking the group from the
+        # optimizer.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         original = ReplicatedOptimizer.__init__
@@ -162,7 +267,10 @@ class TestWrongGroup(DistributedTest):
         case = Case(0, "fp32", 3, False, False, True, False, "huge", 4)
         error = error_of(lambda patch: patch.setattr(ReplicatedOptimizer, "__init__", init), case)
         kinds = {(finding.kind, finding.text) for finding in error.findings}
-        wanted = {("group", f"summed over ranks {pair} instead of [0, 1, 2, 3], and divided by 4") for pair in ([0, 1], [2, 3])}
+        wanted = {
+            ("group", f"summed over ranks {pair} instead of [0, 1, 2, 3], and divided by 4")
+            for pair in ([0, 1], [2, 3])
+        }
         assert wanted <= kinds, error
         assert "rank(s) [0, 1, 2, 3]" in str(error)
 
@@ -186,7 +294,8 @@ class TestLate(DistributedTest):
     world_size = 2
 
     def test_a_gradient_that_misses_its_bucket(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a ledger that does not know when buckets are sealed, or calls what is sent again late.
+        # Kills: a ledger that does not know when buckets are sealed, or calls what is sent again
+        # late.
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},

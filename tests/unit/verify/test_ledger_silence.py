@@ -1,4 +1,6 @@
-"""The gradient ledger is silent while training is right, whatever clients do, and costs nothing while it is off."""
+"""The gradient ledger is silent while training is right, whatever clients do, and costs nothing
+while it is off.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,24 @@ FORMS: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_optimization": {"stage": 0}},
     "stage 1": {"zero_optimization": {"stage": 1}},
     "stage 2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 80, "overlap_comm": True}},
-    "fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
-    "fp16 stage 2": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 64}},
+    "fp16": {
+        "zero_optimization": {"stage": 0},
+        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
+    },
+    "fp16 stage 2": {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "loss_scale": 64},
+    },
     "BF16_Optimizer": {
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
-    "sum": {"zero_optimization": {"stage": 1}, "gradient_allreduce_op": "sum", "prescale_gradients": True},
+    "sum": {
+        "zero_optimization": {"stage": 1},
+        "gradient_allreduce_op": "sum",
+        "prescale_gradients": True,
+    },
 }
 
 
@@ -74,7 +86,9 @@ def start(form: str, accumulation: int = 2, **keys: Any) -> Any:
 
 def batch(engine: Any, factor: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + engine.micro_steps)
-    return (torch.randn(ROWS, 6, generator=generator) * factor).to(next(engine.module.parameters()).dtype)
+    return (torch.randn(ROWS, 6, generator=generator) * factor).to(
+        next(engine.module.parameters()).dtype
+    )
 
 
 def managed(engine: Any) -> None:
@@ -85,13 +99,17 @@ def managed(engine: Any) -> None:
 
 def plain(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.scale(engine(batch(engine))).backward() if engine._sequence.needs_scaler() else engine(batch(engine)).backward()
+        engine.scale(
+            engine(batch(engine))
+        ).backward() if engine._sequence.needs_scaler() else engine(batch(engine)).backward()
         engine.step()
 
 
 def divided_by_the_client(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(batch(engine)) / engine.gradient_accumulation_steps(), scale_wrt_gas=False)
+        engine.backward(
+            engine(batch(engine)) / engine.gradient_accumulation_steps(), scale_wrt_gas=False
+        )
         engine.step()
 
 
@@ -180,7 +198,8 @@ class TestClients(DistributedTest):
 
     @each(form=list(FORMS), way=WAYS)
     def test_no_false_alarm(self, form: str, way: Callable[[Any], None]) -> None:
-        # Kills: expectations that hold for engine.backward only; a ledger that outlives what it recorded.
+        # Kills: expectations that hold for engine.backward only; a ledger that outlives what it
+        # recorded.
         engine = start(form)
         managed(engine)
         way(engine)
@@ -233,7 +252,8 @@ class TestContext(DistributedTest):
     world_size = 2
 
     def test_engines_before_and_within(self) -> None:
-        # Kills: engines that are forgotten; an accumulation of which the ledger saw the second half only; hooks that stay.
+        # Kills: engines that are forgotten; an accumulation of which the ledger saw the second half
+        # only; hooks that stay.
         old = start("stage 2", verify={})
         old.backward(old(batch(old)))
         old.step()
@@ -264,7 +284,9 @@ class TestContext(DistributedTest):
         before = [param.detach().clone() for param in engine.module.parameters()]
         with pytest.raises(GradientLedgerError, match="accumulation steps"):
             managed(engine)
-        assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)
+        )
 
 
 class TestCost(DistributedTest):
@@ -272,7 +294,9 @@ class TestCost(DistributedTest):
 
     world_size = 2
 
-    def test_two_small_collectives_and_one_read_per_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_small_collectives_and_one_read_per_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: collectives per parameter or micro-batch.
         engine = start("stage 1", accumulation=3)
         sizes: list[int] = []
@@ -282,7 +306,9 @@ class TestCost(DistributedTest):
             sizes.append(tensor.numel())
             return original(tensor, *args, **kwargs)
 
-        monkeypatch.setattr("deepspeed.runtime.gradients.ledger.gradient_ledger.dist.all_reduce", all_reduce)
+        monkeypatch.setattr(
+            "deepspeed.runtime.gradients.ledger.gradient_ledger.dist.all_reduce", all_reduce
+        )
         settle = GradientLedger.settle
 
         def settled(self: GradientLedger, factor: float) -> None:
@@ -315,10 +341,20 @@ for verify in ({}, {"ledger": True}):
 def test_nothing_is_imported_when_off() -> None:
     # Kills: an import at the top of the engine.
     environment = {name: value for name, value in os.environ.items() if name != "DS_VERIFY"}
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    off, on = [line for line in done.stdout.splitlines() if line.startswith("[") and "INFO" not in line and "WARN" not in line]
-    assert off == "[]" and "deepspeed.runtime.gradients.ledger.gradient_ledger" in on and "intent" not in on
+    off, on = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("[") and "INFO" not in line and "WARN" not in line
+    ]
+    assert (
+        off == "[]"
+        and "deepspeed.runtime.gradients.ledger.gradient_ledger" in on
+        and "intent" not in on
+    )
 
 
 class TestSwitches:
@@ -330,5 +366,8 @@ class TestSwitches:
 
     def test_unknown_words_are_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DS_VERIFY", "ledger,stream")
-        with pytest.raises(DeepSpeedConfigError, match="DS_VERIFY: 'stream' is unknown.*ledger, collectives, streams"):
+        with pytest.raises(
+            DeepSpeedConfigError,
+            match="DS_VERIFY: 'stream' is unknown.*ledger, collectives, streams",
+        ):
             wanted_checks(VerifyConfig())

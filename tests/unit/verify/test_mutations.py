@@ -1,4 +1,5 @@
-"""The mutation table: each fault put into a copy of the package is found by the tool that users run, which names the right place.
+"""The mutation table: each fault put into a copy of the package is found by the tool that users
+run, which names the right place.
 
     make mutations        prints the table
 
@@ -54,14 +55,20 @@ def table() -> Iterator[list[str]]:
 
 
 def what_it_says(found: list[str]) -> str:
-    """The first finding in one short line: the second line of an error whose first one only announces it."""
+    """The first finding in one short line: the second line of an error whose first one only
+    announces it.
+    """
     lines = re.sub(r"^rank \d+: |\S*/(?=deepspeed/)", "", found[0]).splitlines() if found else ["-"]
     announces = lines[0].endswith((":", ".")) and len(lines) > 1
     return (f"{lines[0].partition(':')[0]}: {lines[1].strip()}" if announces else lines[0])[:160]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_the_guard_finds_the_fault(mutation: Mutation, runner: MutantRunner, package: Path, table: list[str]) -> None:
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-")
+)
+def test_the_guard_finds_the_fault(
+    mutation: Mutation, runner: MutantRunner, package: Path, table: list[str]
+) -> None:
     """It does, and one finding names the place."""
     before, after = mutation.fault.apply(package)
     ast.parse(after, mutation.file)
@@ -76,7 +83,9 @@ def test_the_guard_finds_the_fault(mutation: Mutation, runner: MutantRunner, pac
 
 
 def test_the_nan_of_issue_8061_appears_without_fix_1(runner: MutantRunner, package: Path) -> None:
-    """In every one of 20 runs, and under the default schedule already. With the fix in none: the control below runs it too."""
+    """In every one of 20 runs, and under the default schedule already. With the fix in none: the
+    control below runs it too.
+    """
     fix1 = UNDO_FIXES[0]
     before, after = fix1.apply(package)
     (package / fix1.file).write_text(after, encoding="utf-8")
@@ -89,9 +98,16 @@ def test_the_nan_of_issue_8061_appears_without_fix_1(runner: MutantRunner, packa
     assert len(runs) > 0.9 * 20 * 8, sorted(runs)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: re.sub(r"[ :,]+", "-", scenario))
-def test_without_a_fault_the_guard_is_silent(scenario: str, runner: MutantRunner, package: Path, table: list[str]) -> None:
+@pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=lambda scenario: re.sub(r"[ :,]+", "-", scenario)
+)
+def test_without_a_fault_the_guard_is_silent(
+    scenario: str, runner: MutantRunner, package: Path, table: list[str]
+) -> None:
     """The control: it is the fault that is found."""
     found = runner.run(package, scenario, world_of(scenario))
-    table.append(f"{scenario.partition(':')[0]:8} (no fault){scenario.partition(':')[2]:40} {what_it_says(found)}")
+    table.append(
+        f"{scenario.partition(':')[0]:8} (no fault){scenario.partition(':')[2]:40} "
+        f"{what_it_says(found)}"
+    )
     assert not found, "\n".join(found)[:4000]

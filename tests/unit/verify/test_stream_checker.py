@@ -1,4 +1,6 @@
-"""Each rule of the stream checker by name, its words, and its bookkeeping. Exactness is held in test_stream_checker_properties."""
+"""Each rule of the stream checker by name, its words, and its bookkeeping. Exactness is held in
+test_stream_checker_properties.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ class Script:
         self.checker = StreamChecker(**kwargs)
 
     def write(self, stream: Any, start: int = 0, end: int = 8, storage: int = 0) -> None:
-        self.checker.launched("write", stream, [Access(storage, start, end, True, storage * 1000 + start)])
+        self.checker.launched(
+            "write", stream, [Access(storage, start, end, True, storage * 1000 + start)]
+        )
 
     def read(self, stream: Any, start: int = 0, end: int = 8, storage: int = 0) -> None:
-        self.checker.launched("read", stream, [Access(storage, start, end, False, storage * 1000 + start)])
+        self.checker.launched(
+            "read", stream, [Access(storage, start, end, False, storage * 1000 + start)]
+        )
 
     def wait(self, waiting: Any, waited: Any) -> None:
         event = Event()
@@ -98,7 +104,8 @@ class TestOrder:
         assert script.kinds == []
 
     def test_a_re_recorded_event_stands_for_its_last_record(self, script: Script) -> None:
-        # Kills: events that remember the first record, and waits that follow an event into its future.
+        # Kills: events that remember the first record, and waits that follow an event into its
+        # future.
         event = Event()
         script.checker.event_recorded(event, A)
         script.write(A)
@@ -115,7 +122,9 @@ class TestOrder:
         assert script.kinds == [Kind.RACE]
 
     @pytest.mark.parametrize("what", ["event", "stream", "device"])
-    def test_what_the_host_waited_for_precedes_later_launches(self, script: Script, what: str) -> None:
+    def test_what_the_host_waited_for_precedes_later_launches(
+        self, script: Script, what: str
+    ) -> None:
         # Kills: a synchronize that does not reach the streams.
         event = Event()
         script.write(A)
@@ -163,8 +172,14 @@ class TestLifetime:
         self.use_elsewhere(script)
         script.checker.freed(1)
         script.checker.allocated(2, 8, A)
-        assert script.checker.findings[0].freed_at[0][0].co_name == "test_the_finding_says_where_memory_was_freed"
-        assert "'<stream a>' never waits for '<stream b>', which read bytes 0..8" in script.checker.report()
+        assert (
+            script.checker.findings[0].freed_at[0][0].co_name
+            == "test_the_finding_says_where_memory_was_freed"
+        )
+        assert (
+            "'<stream a>' never waits for '<stream b>', which read bytes 0..8"
+            in script.checker.report()
+        )
 
     def test_the_allocating_stream_has_waited_by_then(self, script: Script) -> None:
         # Kills: alarms at the free; the wait may come between it and the next allocation.
@@ -212,7 +227,10 @@ class TestWords:
         script.write(A)
         script.read(B, 4, 6)
         (finding,) = script.checker.findings
-        assert finding.edge == "'<stream b>' never waits for '<stream a>', which wrote bytes 4..6 of ipg bucket 1"
+        assert (
+            finding.edge
+            == "'<stream b>' never waits for '<stream a>', which wrote bytes 4..6 of ipg bucket 1"
+        )
         assert f"{__file__}:" in finding.describe()
         assert "in test_the_missing_edge" in finding.describe()
 
@@ -269,7 +287,9 @@ class TestBookkeeping:
         # Kills: a tensor that is read for a million steps and never written.
         accesses = AccessMap()
         for _ in range(100):
-            accesses.record(Use(Launch("op", A, 1, ()), Access(0, 0, 8, False, 0)), lambda earlier: True)
+            accesses.record(
+                Use(Launch("op", A, 1, ()), Access(0, 0, 8, False, 0)), lambda earlier: True
+            )
         assert len(accesses.uses()) == 1
 
     def test_a_sweep_forgets_what_the_host_waited_for(self, script: Script) -> None:
@@ -284,7 +304,8 @@ class TestBookkeeping:
 
 class TestOnTheSimulatedDevice:
     def test_a_missing_wait_is_found_and_named(self) -> None:
-        # Kills: views, schemas or streams that do not arrive at the checker; names looked up at the wrong address.
+        # Kills: views, schemas or streams that do not arrive at the checker; names looked up at the
+        # wrong address.
         class Owner:
             def __init__(self, buffer: torch.Tensor) -> None:
                 self.buffer = buffer
@@ -304,7 +325,10 @@ class TestOnTheSimulatedDevice:
                 assert checker.findings == []
                 owner.buffer[2:6].add_(1)
             (finding,) = checker.findings
-            assert finding.edge == f"<default stream> never waits for {side!r}, which wrote bytes 16..24 of second half"
+            assert (
+                finding.edge
+                == f"<default stream> never waits for {side!r}, which wrote bytes 16..24 of second half"
+            )
 
     def test_raises_at_the_end(self) -> None:
         # Kills: findings that nobody hears of.

@@ -1,4 +1,6 @@
-"""The stream checker against brute force: it reports something exactly when two orders that the device may choose differ."""
+"""The stream checker against brute force: it reports something exactly when two orders that the
+device may choose differ.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,28 @@ orderings = st.one_of(
     st.builds(SyncStream, streams),
     st.builds(SyncDevice),
 )
-lifetimes = st.one_of(st.builds(Free, memories), st.builds(Alloc, streams), st.builds(RecordStream, memories, streams))
-steps = st.one_of(operators, operators, orderings, lifetimes, st.builds(HostAccess, ranges(), st.booleans()))
+lifetimes = st.one_of(
+    st.builds(Free, memories), st.builds(Alloc, streams), st.builds(RecordStream, memories, streams)
+)
+steps = st.one_of(
+    operators, operators, orderings, lifetimes, st.builds(HostAccess, ranges(), st.booleans())
+)
 EXAMPLES = 600
 
 
 @st.composite
 def handovers(draw: st.DrawFn) -> list[Step]:
-    """Like a bucket: a write, perhaps an edge of the right form, another access, perhaps freed and handed out again."""
+    """Like a bucket: a write, perhaps an edge of the right form, another access, perhaps freed and
+    handed out again.
+    """
     producer, consumer, event = draw(streams), draw(streams), draw(events)
     edge: list[Step] = [Record(event, producer), Wait(event, consumer)]
     program: list[Step] = [draw(st.builds(Op, st.just(producer), st.none(), ranges())), *edge]
-    program += [draw(st.builds(Op, st.just(consumer), ranges(), st.none())), Free(draw(memories)), Alloc(draw(streams))]
+    program += [
+        draw(st.builds(Op, st.just(consumer), ranges(), st.none())),
+        Free(draw(memories)),
+        Alloc(draw(streams)),
+    ]
     # One step replaced or inserted is what a mutation is.
     position = draw(st.integers(0, len(program)))
     if draw(st.booleans()):
@@ -85,14 +97,16 @@ def agree(program: list[Step]) -> None:
 @example([Op(1, Range(0, 0, 4), None), Free(0), Alloc(0)])
 @example([Op(1, Range(0, 0, 4), None), RecordStream(0, 1), Free(0), Alloc(0)])
 def test_any_program(program: list[Step]) -> None:
-    # Kills: any rule of the checker dropped or weakened (missed races), any wait not honoured (false alarms).
+    # Kills: any rule of the checker dropped or weakened (missed races), any wait not honoured
+    # (false alarms).
     agree(program)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(handovers())
 def test_a_handover_with_one_change(program: list[Step]) -> None:
-    # Kills the same where random programs seldom get: an edge that is almost right, memory that goes round.
+    # Kills the same where random programs seldom get: an edge that is almost right, memory that
+    # goes round.
     agree(program)
 
 
@@ -100,7 +114,10 @@ def test_a_handover_with_one_change(program: list[Step]) -> None:
     "program, differs",
     [
         ([Op(0, None, Range(0, 0, 4)), Op(1, Range(0, 0, 4), None)], True),
-        ([Op(0, None, Range(0, 0, 4)), Record(0, 0), Wait(0, 1), Op(1, Range(0, 0, 4), None)], False),
+        (
+            [Op(0, None, Range(0, 0, 4)), Record(0, 0), Wait(0, 1), Op(1, Range(0, 0, 4), None)],
+            False,
+        ),
         ([Op(0, Range(0, 0, 4), None), Op(1, Range(0, 0, 4), None)], False),
         ([Op(1, Range(0, 0, 4), None), Free(0), Alloc(0)], True),
         ([Op(1, Range(0, 0, 4), None), Free(0), Alloc(1)], False),

@@ -1,4 +1,6 @@
-"""`"verify": {"streams": true}`: training on a device with streams raises its races at the step, on all ranks."""
+"""`"verify": {"streams": true}`: training on a device with streams raises its races at the step, on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,13 @@ class TestStreamsBlock(DistributedTest):
             train()
 
     def test_a_race_on_one_rank_stops_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a key that is accepted and ignored; a rank that goes on and hangs in its next collective.
+        # Kills: a key that is accepted and ignored; a rank that goes on and hangs in its next
+        # collective.
         if dist.get_rank() == 1:
             monkeypatch.setattr(CommContext, "wait_for", lambda self, producers: None)
-        expected = "never waits for <backward stream" if dist.get_rank() == 1 else "another rank left"
+        expected = (
+            "never waits for <backward stream" if dist.get_rank() == 1 else "another rank left"
+        )
         with checked_device(), pytest.raises(StreamRaceError, match=expected):
             train()
 

@@ -1,7 +1,9 @@
-"""From the reports of all ranks to findings: pieces are sorted into families that have the same contributors, and explained there.
+"""From the reports of all ranks to findings: pieces are sorted into families that have the same
+contributors, and explained there.
 
-Pure: works on what all ranks have exchanged, and gives the same answer on all of them. Stages hold other parameters than
-each other, ranks other experts; which pieces are the same is told by name and place.
+Pure: works on what all ranks have exchanged, and gives the same answer on all of them. Stages hold
+other parameters than each other, ranks other experts; which pieces are the same is told by name and
+place.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class RankReport:
         record: Its contributions and what it found, for all its pieces.
         keys: Its pieces.
         holders: For each, the global ranks that hold it in this part of the model.
-        sharers: For each, one global rank of each part of the model that shares it; empty if this is the only one.
+        sharers: For each, one global rank of each part of the model that shares it; empty if this
+            is the only one.
         absent: Backwards that never came, in words.
     """
 
@@ -43,7 +46,9 @@ class RankReport:
 
 
 class _Place(NamedTuple):
-    """Where a piece's contributors are: one tuple of ranks for each part of the model that has it."""
+    """Where a piece's contributors are: one tuple of ranks for each part of the model that has
+    it.
+    """
 
     parts: tuple[tuple[int, ...], ...]
 
@@ -60,7 +65,9 @@ def explain_all(reports: dict[int, RankReport], num_replicas: int) -> list[Ledge
         num_replicas: N of the ledger's definition.
     """
     findings = _absent(reports)
-    index = {rank: {key: row for row, key in enumerate(report.keys)} for rank, report in reports.items()}
+    index = {
+        rank: {key: row for row, key in enumerate(report.keys)} for rank, report in reports.items()
+    }
     families: dict[_Place, dict[PieceKey, None]] = {}
     for report in reports.values():
         for position in report.record.wrong:
@@ -71,7 +78,12 @@ def explain_all(reports: dict[int, RankReport], num_replicas: int) -> list[Ledge
     return _merged(findings)
 
 
-def _place(report: RankReport, row: int, reports: dict[int, RankReport], index: dict[int, dict[PieceKey, int]]) -> _Place:
+def _place(
+    report: RankReport,
+    row: int,
+    reports: dict[int, RankReport],
+    index: dict[int, dict[PieceKey, int]],
+) -> _Place:
     key = report.keys[row]
     if not report.sharers[row]:
         return _Place((report.holders[row],))
@@ -79,17 +91,37 @@ def _place(report: RankReport, row: int, reports: dict[int, RankReport], index: 
 
 
 def _explain_family(
-    place: _Place, keys: list[PieceKey], reports: dict[int, RankReport], index: dict[int, dict[PieceKey, int]], num_replicas: int
+    place: _Place,
+    keys: list[PieceKey],
+    reports: dict[int, RankReport],
+    index: dict[int, dict[PieceKey, int]],
+    num_replicas: int,
 ) -> list[LedgerFinding]:
     ranks = place.ranks
-    records = [_restricted(reports[rank].record, [index[rank][key] for key in keys]) for rank in ranks]
-    parts = tuple(tuple(ranks.index(other) for other in part) for rank in ranks for part in place.parts if rank in part)
-    strangers = [rank for rank in reports if rank not in ranks and all(key in index[rank] for key in keys)]
+    records = [
+        _restricted(reports[rank].record, [index[rank][key] for key in keys]) for rank in ranks
+    ]
+    parts = tuple(
+        tuple(ranks.index(other) for other in part)
+        for rank in ranks
+        for part in place.parts
+        if rank in part
+    )
+    strangers = [
+        rank for rank in reports if rank not in ranks and all(key in index[rank] for key in keys)
+    ]
     everybody = None
     if strangers:
-        rows = [_restricted(reports[rank].record, [index[rank][key] for key in keys]) for rank in strangers]
-        everybody = torch.stack([record.contributions.sum(0) for record in (*records, *rows)]).sum(0)
-    return explain(records, [key.name for key in keys], Family(ranks, parts, num_replicas, everybody))
+        rows = [
+            _restricted(reports[rank].record, [index[rank][key] for key in keys])
+            for rank in strangers
+        ]
+        everybody = torch.stack([record.contributions.sum(0) for record in (*records, *rows)]).sum(
+            0
+        )
+    return explain(
+        records, [key.name for key in keys], Family(ranks, parts, num_replicas, everybody)
+    )
 
 
 def _restricted(record: RankRecord, rows: Sequence[int]) -> RankRecord:
@@ -126,5 +158,7 @@ def _merged(findings: Sequence[LedgerFinding]) -> list[LedgerFinding]:
     names: dict[tuple[str, str], dict[str, None]] = {}
     for finding in findings:
         names.setdefault((finding.kind, finding.text), {}).update(dict.fromkeys(finding.parameters))
-    merged = [LedgerFinding(kind, text, tuple(parameters)) for (kind, text), parameters in names.items()]
+    merged = [
+        LedgerFinding(kind, text, tuple(parameters)) for (kind, text), parameters in names.items()
+    ]
     return sorted(merged, key=lambda finding: -len(finding.parameters))

@@ -1,8 +1,10 @@
-"""Why a gradient is not what it ought to be: which error of synchronization turns the right one into the one found.
+"""Why a gradient is not what it ought to be: which error of synchronization turns the right one
+into the one found.
 
-Pure: works on the fingerprints that all ranks have exchanged after the ledger found a deviation, and gives the same answer on
-all of them. Every known error predicts what would have arrived; the prediction that explains most parameters is the finding, the
-rest is explained again, and what nothing explains is reported as that.
+Pure: works on the fingerprints that all ranks have exchanged after the ledger found a deviation,
+and gives the same answer on all of them. Every known error predicts what would have arrived; the
+prediction that explains most parameters is the finding, the rest is explained again, and what
+nothing explains is reported as that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 NAMES_SHOWN = 10
-# Below so many ranks every subset is tried as the group that a gradient was reduced over; above, blocks and strides.
+# Below so many ranks every subset is tried as the group that a gradient was reduced over; above,
+# blocks and strides.
 MAX_RANKS_FOR_SUBSETS = 8
 
 
@@ -36,7 +39,11 @@ class LedgerFinding:
 
     def __str__(self) -> str:
         shown = ", ".join(self.parameters[:NAMES_SHOWN])
-        more = f" and {len(self.parameters) - NAMES_SHOWN} more" if len(self.parameters) > NAMES_SHOWN else ""
+        more = (
+            f" and {len(self.parameters) - NAMES_SHOWN} more"
+            if len(self.parameters) > NAMES_SHOWN
+            else ""
+        )
         return f"{self.kind}: {self.text}; {len(self.parameters)} parameter(s): {shown}{more}"
 
 
@@ -45,9 +52,10 @@ class RankRecord:
     """What one rank knows, on the host; `U` pieces of parameters, `A` micro-batches.
 
     Attributes:
-        contributions: Fingerprints of this rank's contributions with their right weight, so that the right gradient is the sum over
-            ranks and micro-batches; shape `[A, U, DIMS]`.
-        late: Of these, what came after its bucket was sealed and was not sent again; shape `[U, DIMS]`.
+        contributions: Fingerprints of this rank's contributions with their right weight, so that
+            the right gradient is the sum over ranks and micro-batches; shape `[A, U, DIMS]`.
+        late: Of these, what came after its bucket was sealed and was not sent again; shape `[U,
+            DIMS]`.
         held: Pieces whose reduced gradient this rank holds.
         found: Their fingerprints as the optimizer is about to use them; shape `[len(held), DIMS]`.
         before: The same at the previous step; None at the first.
@@ -70,9 +78,11 @@ class Family:
 
     Attributes:
         ranks: Global rank of each record.
-        parts: For each record, positions of those that hold the same part of the model; others share the pieces with it.
+        parts: For each record, positions of those that hold the same part of the model; others
+            share the pieces with it.
         num_replicas: N of the definition, which experts' holders are only a part of.
-        everybody: What the ranks of the world contribute to pieces of these names, `[U, DIMS]`; None if that is the same.
+        everybody: What the ranks of the world contribute to pieces of these names, `[U, DIMS]`;
+            None if that is the same.
     """
 
     ranks: tuple[int, ...]
@@ -88,7 +98,9 @@ class Family:
 
 
 class Hypothesis(NamedTuple):
-    """An error: its kind, its text, and what it would make of the wrong pieces of one holder, `[wrong, DIMS]`."""
+    """An error: its kind, its text, and what it would make of the wrong pieces of one holder,
+    `[wrong, DIMS]`.
+    """
 
     kind: str
     text: str
@@ -98,7 +110,9 @@ class Hypothesis(NamedTuple):
 class _Holder:
     """The wrong pieces of one rank, with everybody's contributions to them."""
 
-    def __init__(self, records: Sequence[RankRecord], rank: int, num_micro: int, family: Family) -> None:
+    def __init__(
+        self, records: Sequence[RankRecord], rank: int, num_micro: int, family: Family
+    ) -> None:
         record = records[rank]
         self.rank = rank
         self.family = family
@@ -135,19 +149,28 @@ class _Holder:
     def _late(self) -> Iterator[Hypothesis]:
         for rank in range(self.num_ranks):
             if self.late[rank].count_nonzero():
-                text = f"a contribution of rank {self.family.ranks[rank]} came after its bucket had been sealed and was never sent"
+                text = (
+                    f"a contribution of rank {self.family.ranks[rank]} came after its bucket had "
+                    "been sealed and was never sent"
+                )
                 yield Hypothesis("late", text, self.right - self.late[rank])
         if self.late.count_nonzero():
-            text = "contributions of several ranks came after their bucket had been sealed and were never sent"
+            text = (
+                "contributions of several ranks came after their bucket had been sealed and were "
+                "never sent"
+            )
             yield Hypothesis("late", text, self.right - self.late.sum(0))
 
     def _one_contribution(self) -> Iterator[Hypothesis]:
         if self.num_ranks == 1:
-            return  # then one rank is every rank, and reads the same for parameters that have more holders
+            # then one rank is every rank, and reads the same for parameters that have more holders
+            return
         for rank, micro in itertools.product(range(self.num_ranks), range(self.num_micro)):
             what = f"rank {self.family.ranks[rank]}, {self._micro(micro)}"
             yield Hypothesis("lost", f"{what} never arrived", self.right - self.parts[rank, micro])
-            yield Hypothesis("doubled", f"{what} was counted twice", self.right + self.parts[rank, micro])
+            yield Hypothesis(
+                "doubled", f"{what} was counted twice", self.right + self.parts[rank, micro]
+            )
 
     def _whole_micro_batches(self) -> Iterator[Hypothesis]:
         for micro in range(self.num_micro):
@@ -158,9 +181,14 @@ class _Holder:
             if self.num_micro == 1:
                 continue  # then there is nothing else, and the rest is what `_groups` says
             yield Hypothesis("lost", f"everything but {what} never arrived", of_all)
-            text = f"{self._micro(micro)} was added after the reduction: each rank has its own instead of the mean over ranks"
+            text = (
+                f"{self._micro(micro)} was added after the reduction: each rank has its own "
+                "instead of the mean over ranks"
+            )
             yield Hypothesis("lost", text, self.right - of_all + own * self.num_ranks)
-            yield Hypothesis("lost", f"{text}, divided by the number of ranks", self.right - of_all + own)
+            yield Hypothesis(
+                "lost", f"{text}, divided by the number of ranks", self.right - of_all + own
+            )
 
     def _whole_ranks(self) -> Iterator[Hypothesis]:
         if self.num_ranks == 1:
@@ -168,24 +196,36 @@ class _Holder:
         for rank in range(self.num_ranks):
             own, name = self.parts[rank].sum(0), f"rank {self.family.ranks[rank]}"
             yield Hypothesis("lost", f"{name}, all micro-batches, never arrived", self.right - own)
-            yield Hypothesis("doubled", f"{name}, all micro-batches, was counted twice", self.right + own)
+            yield Hypothesis(
+                "doubled", f"{name}, all micro-batches, was counted twice", self.right + own
+            )
             for first in range(1, self.num_micro - 1):
-                text = f"{name}, all from micro-batch {first + 1} of {self.num_micro} on, never arrived"
+                text = (
+                    f"{name}, all from micro-batch {first + 1} of {self.num_micro} on, never "
+                    "arrived"
+                )
                 yield Hypothesis("lost", text, self.right - self.parts[rank, first:].sum(0))
 
     def _shared(self) -> Iterator[Hypothesis]:
-        """Errors of parameters that several parts of the model share, or that other ranks have others of."""
+        """Errors of parameters that several parts of the model share, or that other ranks have
+        others of.
+        """
         own = list(self.family.parts[self.rank])
         if len(own) < self.num_ranks:
             of_part = self.parts[own].sum((0, 1))
             text = "not summed over the parts of the model that share it: each has its own"
             yield Hypothesis("group", text, of_part)
             yield Hypothesis(
-                "doubled", "summed over the parts of the model that share it twice", self.right * len(set(self.family.parts))
+                "doubled",
+                "summed over the parts of the model that share it twice",
+                self.right * len(set(self.family.parts)),
             )
         if self.everybody is not None:
             ranks = self._names(range(self.num_ranks))
-            text = f"reduced together with other ranks' parameters of the same name, not over ranks {ranks} alone"
+            text = (
+                "reduced together with other ranks' parameters of the same name, not over ranks "
+                f"{ranks} alone"
+            )
             yield Hypothesis("group", text, self.everybody)
 
     def _groups(self) -> Iterator[Hypothesis]:
@@ -193,21 +233,37 @@ class _Holder:
         for group in _possible_groups(self.num_ranks, self.rank):
             total = self.parts[group].sum((0, 1))
             named = self._names(group)
-            text = f"averaged over ranks {named} instead of {everyone}" if len(group) > 1 else "not reduced: each rank has its own"
+            text = (
+                f"averaged over ranks {named} instead of {everyone}"
+                if len(group) > 1
+                else "not reduced: each rank has its own"
+            )
             yield Hypothesis("group", text, total * (self.num_ranks / len(group)))
             text = f"summed over ranks {named} instead of {everyone}, and divided by {replicas}"
             yield Hypothesis("group", text, total)
 
     def _stale(self) -> Iterator[Hypothesis]:
         if self.before is not None and self.before.count_nonzero():
-            yield Hypothesis("stale", "the gradient of the previous step is used again", self.before)
-            yield Hypothesis("stale", "the gradient of the previous step was added to this one's", self.right + self.before)
+            yield Hypothesis(
+                "stale", "the gradient of the previous step is used again", self.before
+            )
+            yield Hypothesis(
+                "stale",
+                "the gradient of the previous step was added to this one's",
+                self.right + self.before,
+            )
 
     def _divisors(self) -> Iterator[Hypothesis]:
-        ranks, micro, held = float(self.family.num_replicas), float(self.num_micro), float(len(self.family.parts[self.rank]))
+        ranks, micro, held = (
+            float(self.family.num_replicas),
+            float(self.num_micro),
+            float(len(self.family.parts[self.rank])),
+        )
         named = {
-            ranks
-            / held: f"divided by the number of ranks that hold it ({held:g}) instead of all whose losses are averaged ({ranks:g})",
+            ranks / held: (
+                f"divided by the number of ranks that hold it ({held:g}) instead of all whose "
+                f"losses are averaged ({ranks:g})"
+            ),
             1 / ranks: "divided by the number of ranks twice",
             ranks: "not divided by the number of ranks",
             1 / micro: "divided by the accumulation steps twice",
@@ -215,13 +271,20 @@ class _Holder:
         }
         for factor, text in named.items():
             if factor != 1.0:
-                yield Hypothesis("divisor", f"{text} (arrives times {factor:.6g})", self.right * factor)
+                yield Hypothesis(
+                    "divisor", f"{text} (arrives times {factor:.6g})", self.right * factor
+                )
         yield Hypothesis("lost", "nothing arrived: the gradient is zero", self.right * 0.0)
         sizes = self.right.square().sum(1)
         largest = int(sizes.argmax())
         if sizes[largest] > 0:
             factor = float((self.found[largest] * self.right[largest]).sum() / sizes[largest])
-            text = f"arrives times {factor:.6g}: its effective divisor is {1 / factor:.6g} times the right one" if factor else ""
+            text = (
+                f"arrives times {factor:.6g}: its effective divisor is {1 / factor:.6g} times the "
+                "right one"
+                if factor
+                else ""
+            )
             if text:
                 yield Hypothesis("divisor", text, self.right * factor)
 
@@ -229,7 +292,11 @@ class _Holder:
 def _padded(contributions: torch.Tensor, num_micro: int) -> torch.Tensor:
     """With zeros for micro-batches that this rank did not have."""
     missing = num_micro - contributions.shape[0]
-    return torch.nn.functional.pad(contributions, (0, 0, 0, 0, 0, missing)) if missing else contributions
+    return (
+        torch.nn.functional.pad(contributions, (0, 0, 0, 0, 0, missing))
+        if missing
+        else contributions
+    )
 
 
 def _possible_groups(num_ranks: int, rank: int) -> list[list[int]]:
@@ -253,7 +320,9 @@ class _Fit(NamedTuple):
     error: float
 
 
-def explain(records: Sequence[RankRecord], names: Sequence[str], family: Family | None = None) -> list[LedgerFinding]:
+def explain(
+    records: Sequence[RankRecord], names: Sequence[str], family: Family | None = None
+) -> list[LedgerFinding]:
     """Findings for all pieces that deviate on some rank.
 
     Args:
@@ -266,7 +335,11 @@ def explain(records: Sequence[RankRecord], names: Sequence[str], family: Family 
     """
     family = family or Family.of_replicas(len(records))
     num_micro = max(1, max(record.contributions.shape[0] for record in records))
-    holders = [_Holder(records, rank, num_micro, family) for rank, record in enumerate(records) if record.wrong]
+    holders = [
+        _Holder(records, rank, num_micro, family)
+        for rank, record in enumerate(records)
+        if record.wrong
+    ]
     open_pieces = {(holder.rank, piece) for holder in holders for piece in holder.pieces}
     # One error reads the same on every rank, whatever it does to the pieces there.
     fits: dict[tuple[str, str], list[tuple[int, _Fit]]] = {}
@@ -274,16 +347,22 @@ def explain(records: Sequence[RankRecord], names: Sequence[str], family: Family 
         for hypothesis in holder.hypotheses():
             distance = (hypothesis.predicted - holder.found).norm(dim=1)
             fitting = (distance <= holder.tolerance).tolist()
-            explained = {piece for piece, fits_here in zip(holder.pieces, fitting, strict=True) if fits_here}
+            explained = {
+                piece for piece, fits_here in zip(holder.pieces, fitting, strict=True) if fits_here
+            }
             if explained:
-                relative = (distance / holder.tolerance.clamp_min(1e-38)).clamp_max(1.0).sum().item()
+                relative = (
+                    (distance / holder.tolerance.clamp_min(1e-38)).clamp_max(1.0).sum().item()
+                )
                 fits.setdefault(hypothesis[:2], []).append((holder.rank, _Fit(explained, relative)))
     findings = []
     while open_pieces:
         best = _best(fits, open_pieces)
         if best is None:
             break
-        explained_here = {(rank, piece) for rank, fit in fits[best] for piece in fit.explained} & open_pieces
+        explained_here = {
+            (rank, piece) for rank, fit in fits[best] for piece in fit.explained
+        } & open_pieces
         findings.append(_finding(*best, {piece for _, piece in explained_here}, names))
         open_pieces -= explained_here
     if open_pieces:
@@ -291,11 +370,17 @@ def explain(records: Sequence[RankRecord], names: Sequence[str], family: Family 
     return findings
 
 
-def _best(fits: dict[tuple[str, str], list[tuple[int, _Fit]]], open_pieces: set[tuple[int, int]]) -> tuple[str, str] | None:
-    """The hypothesis that explains most of what is open, then the one with the smallest error, then the simplest."""
+def _best(
+    fits: dict[tuple[str, str], list[tuple[int, _Fit]]], open_pieces: set[tuple[int, int]]
+) -> tuple[str, str] | None:
+    """The hypothesis that explains most of what is open, then the one with the smallest error, then
+    the simplest.
+    """
     best, best_score = None, (0, 0.0)
     for key, by_rank in fits.items():
-        count = sum((rank, piece) in open_pieces for rank, fit in by_rank for piece in fit.explained)
+        count = sum(
+            (rank, piece) in open_pieces for rank, fit in by_rank for piece in fit.explained
+        )
         # Errors within rounding of each other are no preference; the simpler hypothesis came first.
         score = (count, -round(sum(fit.error for _, fit in by_rank), 1))
         if count and (best is None or score > best_score):
@@ -307,15 +392,25 @@ def _finding(kind: str, text: str, pieces: set[int], names: Sequence[str]) -> Le
     return LedgerFinding(kind, text, tuple(dict.fromkeys(names[piece] for piece in sorted(pieces))))
 
 
-def _unexplained(holders: Sequence[_Holder], open_pieces: set[tuple[int, int]], names: Sequence[str]) -> LedgerFinding:
+def _unexplained(
+    holders: Sequence[_Holder], open_pieces: set[tuple[int, int]], names: Sequence[str]
+) -> LedgerFinding:
     errors = [0.0]
     for holder in holders:
         off = (holder.found - holder.right).norm(dim=1) / holder.right.norm(dim=1)
-        errors += [off[i].item() for i, piece in enumerate(holder.pieces) if (holder.rank, piece) in open_pieces]
+        errors += [
+            off[i].item()
+            for i, piece in enumerate(holder.pieces)
+            if (holder.rank, piece) in open_pieces
+        ]
     finite = [error for error in errors if math.isfinite(error)]
-    size = f"by up to {max(finite):.3g} of its size" if len(finite) == len(errors) else "though the right one is zero or finite"
+    size = (
+        f"by up to {max(finite):.3g} of its size"
+        if len(finite) == len(errors)
+        else "though the right one is zero or finite"
+    )
     text = (
-        f"the gradient differs from the right one {size}, not as one lost, doubled, late or misdivided contribution would "
-        "(overwritten memory, a race, or several errors at once)"
+        f"the gradient differs from the right one {size}, not as one lost, doubled, late or "
+        "misdivided contribution would (overwritten memory, a race, or several errors at once)"
     )
     return _finding("unexplained", text, {piece for _, piece in open_pieces}, names)

@@ -1,18 +1,22 @@
 """A linear fingerprint of a gradient: a few numbers that add up as gradients do.
 
-[Note: fingerprint]
-Element i of a parameter goes into component i mod DIMS with a fixed pseudo-random sign (a count sketch). Therefore
+[Note: fingerprint] Element i of a parameter goes into component i mod DIMS with a fixed
+pseudo-random sign (a count sketch). Therefore
 
-1. it is linear: what is summed, scaled and cut into fragments on the way to the optimizer does the same to the fingerprints, and
-   the fingerprints of a parameter's fragments, each taken at its offset, add up to the parameter's;
-2. E|fingerprint(x)|^2 = |x|^2 over the signs, with a relative standard deviation of at most sqrt(2 / DIMS) = 0.35 for an x that is
-   spread out. A rounding error does not know the signs: its fingerprint is about as long as itself, and longer than SLACK = 3 times
-   that with a probability below 2 exp(-SLACK^2 / 2) = 2 % even if all of it lies in one component; the bounds that the ledger
-   multiplies by SLACK are worst cases that real errors stay below by another factor of about three, which makes that exp(-40);
+1. it is linear: what is summed, scaled and cut into fragments on the way to the optimizer does the
+   same to the fingerprints, and the fingerprints of a parameter's fragments, each taken at its
+   offset, add up to the parameter's;
+2. E|fingerprint(x)|^2 = |x|^2 over the signs, with a relative standard deviation of at most sqrt(2
+   / DIMS) = 0.35 for an x that is spread out. A rounding error does not know the signs: its
+   fingerprint is about as long as itself, and longer than SLACK = 3 times that with a probability
+   below 2 exp(-SLACK^2 / 2) = 2 % even if all of it lies in one component; the bounds that the
+   ledger multiplies by SLACK are worst cases that real errors stay below by another factor of about
+   three, which makes that exp(-40);
 3. parameters of at most DIMS elements are fingerprinted exactly.
 
-The sign of element i is rows[i // WIDTH] * columns[i % WIDTH], so one matrix-vector product reads the gradient once and makes no
-copy of it. Sums are fp32 whatever the gradient's dtype. Pure arithmetic: knows nothing of ranks, hooks or optimizers.
+The sign of element i is rows[i // WIDTH] * columns[i % WIDTH], so one matrix-vector product reads
+the gradient once and makes no copy of it. Sums are fp32 whatever the gradient's dtype. Pure
+arithmetic: knows nothing of ranks, hooks or optimizers.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ FP32_ROUNDOFF = 2.0**-24
 
 
 def fingerprint_roundoff(numel: int) -> float:
-    """Relative error of a fingerprint of `numel` elements: fp32 sums over rows and columns, with errors that look random."""
+    """Relative error of a fingerprint of `numel` elements: fp32 sums over rows and columns, with
+    errors that look random.
+    """
     return FP32_ROUNDOFF * 2.0 * (math.sqrt(numel / WIDTH) + math.sqrt(WIDTH / DIMS) + 2.0)
 
 
@@ -46,8 +52,16 @@ class Fingerprint:
     def __init__(self, device: torch.device, max_numel: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
         signs = torch.randint(2, (WIDTH,), generator=generator).mul_(2).sub_(1).float()
-        # Rows have a generator of their own: a longer parameter continues the signs of a shorter one, on every rank.
-        rows = torch.randint(2, (-(-max_numel // WIDTH) + 1,), generator=generator.manual_seed(SEED + 1)).mul_(2).sub_(1).float()
+        # Rows have a generator of their own: a longer parameter continues the signs of a shorter
+        # one, on every rank.
+        rows = (
+            torch.randint(
+                2, (-(-max_numel // WIDTH) + 1,), generator=generator.manual_seed(SEED + 1)
+            )
+            .mul_(2)
+            .sub_(1)
+            .float()
+        )
         columns = torch.zeros(DIMS, WIDTH)
         columns[torch.arange(WIDTH) % DIMS, torch.arange(WIDTH)] = signs
         self._row_signs: list[float] = rows.tolist()

@@ -1,29 +1,34 @@
-"""The gradient ledger: double-entry bookkeeping of every contribution, from autograd to the optimizer.
+"""The gradient ledger: double-entry bookkeeping of every contribution, from autograd to the
+optimizer.
 
-Debit: each (parameter, rank, micro-batch) contribution, fingerprinted as it leaves autograd. Credit: the gradient that the
-optimizer is about to use, fingerprinted where its owners hold it. Both must agree with the definition of correct,
+Debit: each (parameter, rank, micro-batch) contribution, fingerprinted as it leaves autograd.
+Credit: the gradient that the optimizer is about to use, fingerprinted where its owners hold it.
+Both must agree with the definition of correct,
 
     used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]          (times N for `gradient_allreduce_op` "sum")
 
-over the ranks that contribute to the parameter (`ledger_scope`), where g[r,a] is the gradient of the micro-batch's own loss: what
-autograd hands out divided by what the engine multiplied that loss by (loss scale over accumulation steps), which is measured as
-the gradient at the loss and not asked of anybody. Nothing that synchronizes is trusted: not its factors, not its buffers, not its
-groups.
+over the ranks that contribute to the parameter (`ledger_scope`), where g[r,a] is the gradient of
+the micro-batch's own loss: what autograd hands out divided by what the engine multiplied that loss
+by (loss scale over accumulation steps), which is measured as the gradient at the loss and not asked
+of anybody. Nothing that synchronizes is trusted: not its factors, not its buffers, not its groups.
 
-Where a schedule runs the backwards, the ledger also knows how many must come. The loss is then on one rank only, and the others
-learn from it what was measured; the gradient that a stage sends to the one before is not checked by itself.
+Where a schedule runs the backwards, the ledger also knows how many must come. The loss is then on
+one rank only, and the others learn from it what was measured; the gradient that a stage sends to
+the one before is not checked by itself.
 
-[Note: tolerance]
-Synchronization makes at most F - 1 additions over the F gradients that autograd handed out on this rank, N - 1 over ranks and two
-scalings, and S - 1 additions over the S parts of the model that share a parameter, each with a relative error of at most u (half
-a unit in the last place of the narrowest dtype that sums pass through) of a partial sum, and no partial sum exceeds M, the
-weighted sum of the contributions' norms. One more for a vector kernel that rounds otherwise on other alignments, so the gradient
-used deviates by at most (F + N + S) u M in the 2-norm; in fp16 by F + N + S times half the smallest subnormal per element
-besides. The fingerprints of that error are SLACK times as long at most, and have a rounding error of their own (`fingerprint`).
+[Note: tolerance] Synchronization makes at most F - 1 additions over the F gradients that autograd
+handed out on this rank, N - 1 over ranks and two scalings, and S - 1 additions over the S parts of
+the model that share a parameter, each with a relative error of at most u (half a unit in the last
+place of the narrowest dtype that sums pass through) of a partial sum, and no partial sum exceeds M,
+the weighted sum of the contributions' norms. One more for a vector kernel that rounds otherwise on
+other alignments, so the gradient used deviates by at most (F + N + S) u M in the 2-norm; in fp16 by
+F + N + S times half the smallest subnormal per element besides. The fingerprints of that error are
+SLACK times as long at most, and have a rounding error of their own (`fingerprint`).
 
-Not excused: what a client does to `param.grad` itself between two backwards, and gradients that `torch.autograd.grad` takes from
-parameters of a model called past the engine; nor what it does to `param.grad` between the reduction and the step, but for stage 0
-without masters, which is checked right after the reduction. `safe_set_full_grad` is the way to replace a gradient.
+Not excused: what a client does to `param.grad` itself between two backwards, and gradients that
+`torch.autograd.grad` takes from parameters of a model called past the engine; nor what it does to
+`param.grad` between the reduction and the step, but for stage 0 without masters, which is checked
+right after the reduction. `safe_set_full_grad` is the way to replace a gradient.
 """
 
 from __future__ import annotations
@@ -76,11 +81,14 @@ class _MicroBatch:
     """Contributions of one backward, or of all backwards of one micro-batch that a schedule runs.
 
     Attributes:
-        divisor: What the client's loss has still to be divided by: the accumulation steps, or 1 if the client did.
+        divisor: What the client's loss has still to be divided by: the accumulation steps, or 1 if
+            the client did.
         micro_step: The tracker's count when it began.
-        entries: For each piece, (fingerprint `[DIMS]`, norm) of each gradient that autograd handed out.
+        entries: For each piece, (fingerprint `[DIMS]`, norm) of each gradient that autograd handed
+            out.
         loss_factor: Gradient at the client's loss, 0-dim; None is 1.
-        is_unnoticed: The model was called past the engine, which learns of the gradients at the step.
+        is_unnoticed: The model was called past the engine, which learns of the gradients at the
+            step.
         number: Which micro-batch of a schedule; None without one.
     """
 
@@ -100,9 +108,11 @@ class GradientLedger:
     """See module. Made by the engine; optimizers call `sealed`, `settle` and `clear`.
 
     Args:
-        pieces: All pieces of all parameters, in an order that is the same on all ranks that hold them.
+        pieces: All pieces of all parameters, in an order that is the same on all ranks that hold
+            them.
         names: Name of each parameter.
-        scope: Who contributes to them. Construction is collective where parts of the model share parameters.
+        scope: Who contributes to them. Construction is collective where parts of the model share
+            parameters.
         tracker: Who knows how many micro-batches make a step.
         sum_op: `gradient_allreduce_op` is "sum".
         raises: Raise on a deviation; otherwise it is only added to `findings`.
@@ -141,11 +151,13 @@ class GradientLedger:
         self._fingerprints: dict[torch.device, Fingerprint] = {}
         self._micro_batches: list[_MicroBatch] = []
         self._passes: list[tuple[int, int]] = []  # that a schedule has run: (micro-batch, chunk)
-        self._at_loss: dict[int, torch.Tensor | None] = {}  # by micro-batch of a schedule: the gradient that its loss got
+        # by micro-batch of a schedule: the gradient that its loss got
+        self._at_loss: dict[int, torch.Tensor | None] = {}
         self._is_open = False  # whether gradients belong to the last micro-batch
         self._excused: set[nn.Parameter] = set()
         self._sealed: set[nn.Parameter] = set()
-        self._late: dict[nn.Parameter, list[tuple[_MicroBatch, int, int]]] = {}  # (micro-batch, piece, entry)
+        # (micro-batch, piece, entry)
+        self._late: dict[nn.Parameter, list[tuple[_MicroBatch, int, int]]] = {}
         self._before: torch.Tensor | None = None
         self._warned: set[tuple[str, ...]] = set()
         self._skips_window = False
@@ -161,7 +173,9 @@ class GradientLedger:
 
     def _fingerprint(self, device: torch.device) -> Fingerprint:
         if device not in self._fingerprints:
-            self._fingerprints[device] = Fingerprint(device, max((param.numel() for param in self._by_param), default=1))
+            self._fingerprints[device] = Fingerprint(
+                device, max((param.numel() for param in self._by_param), default=1)
+            )
         return self._fingerprints[device]
 
     # The debit side
@@ -171,7 +185,8 @@ class GradientLedger:
 
         Args:
             loss: The client's loss before the engine scales it, scalar; None if nobody scales it.
-            divisor: What the loss has still to be divided by: the accumulation steps, or 1 if the client did.
+            divisor: What the loss has still to be divided by: the accumulation steps, or 1 if the
+                client did.
         """
         micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
         self._micro_batches.append(micro_batch)
@@ -184,7 +199,9 @@ class GradientLedger:
             loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def open_pass(self, number: int, chunk: int) -> None:
-        """A backward of a schedule begins: that of micro-batch `number` through a chunk of the model on this rank."""
+        """A backward of a schedule begins: that of micro-batch `number` through a chunk of the
+        model on this rank.
+        """
         self._passes.append((number, chunk))
         known = next((m for m in self._micro_batches if m.number == number), None)
         if known is not None:
@@ -195,7 +212,9 @@ class GradientLedger:
         self._begin()
 
     def watch_loss(self, number: int, loss: torch.Tensor) -> None:
-        """Measure the gradient at the loss of micro-batch `number` of a schedule, on the rank that has it."""
+        """Measure the gradient at the loss of micro-batch `number` of a schedule, on the rank that
+        has it.
+        """
         self._at_loss[number] = None
 
         def on_loss(grad: torch.Tensor) -> None:
@@ -208,8 +227,9 @@ class GradientLedger:
         for param, handle in self._handles.items():
             hooks = param._backward_hooks
             if hooks is not None and next(reversed(hooks)) != handle.id:
-                # A hook that the client registered later may change the gradient: be the last one again.
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads the plain dict, which move_to_end leaves as it is
+                # A hook that the client registered later may change the gradient: be the last one
+                # again. autograd reads the plain dict, which move_to_end leaves as it is
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def close(self) -> None:
         """The backward is over; what comes later belongs to another one."""
@@ -223,10 +243,11 @@ class GradientLedger:
         return on_gradient
 
     def _enter(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """From a parameter's hook, on the stream that produced the gradient: nothing here waits for the device.
+        """From a parameter's hook, on the stream that produced the gradient: nothing here waits for
+        the device.
 
-        What is made here is only read at the step, on a stream that autograd has joined to this one, and let go after the host has
-        waited for the result.
+        What is made here is only read at the step, on a stream that autograd has joined to this
+        one, and let go after the host has waited for the result.
         """
         if not self._is_open or self._micro_batches[-1].micro_step != self._tracker.micro_steps:
             self.open(None, float(self._tracker.divisor))
@@ -243,7 +264,9 @@ class GradientLedger:
                 self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
 
     def sealed(self, params: Iterable[nn.Parameter]) -> None:
-        """A bucket leaves with the gradients of `params`; what comes later in this backward is late unless it is sent again."""
+        """A bucket leaves with the gradients of `params`; what comes later in this backward is late
+        unless it is sent again.
+        """
         for param in params:
             self._sealed.add(param)
             self._late.pop(param, None)
@@ -257,8 +280,12 @@ class GradientLedger:
         self._skips_window = True
 
     def forget_contributions(self) -> None:
-        """The client dropped all gradients; a backward that has begun but brought nothing yet goes on."""
-        self._micro_batches = [m for m in self._micro_batches[-1:] if self._is_open and not m.entries]
+        """The client dropped all gradients; a backward that has begun but brought nothing yet goes
+        on.
+        """
+        self._micro_batches = [
+            m for m in self._micro_batches[-1:] if self._is_open and not m.entries
+        ]
         self._late.clear()
         self._is_open = bool(self._micro_batches)
 
@@ -274,7 +301,8 @@ class GradientLedger:
 
     @torch.no_grad()
     def settle(self, factor: float) -> None:
-        """Compare the gradient that is about to be used with the contributions. All ranks that train the model call it alike.
+        """Compare the gradient that is about to be used with the contributions. All ranks that
+        train the model call it alike.
 
         Args:
             factor: By what the optimizer multiplies the gradients that it holds (without clipping).
@@ -287,11 +315,18 @@ class GradientLedger:
         self._share_loss_factors()
         contributions, norms = self._weighted_contributions()
         norm = norms.sum(0)
-        # One payload: the right gradient's fingerprints, the sum of the contributions' norms, and the allowed deviation.
-        totals = torch.cat([contributions.sum(0), norm[:, None], self._bounds(norm)[:, None]], dim=1)  # [pieces, DIMS + 2]
+        # One payload: the right gradient's fingerprints, the sum of the contributions' norms, and
+        # the allowed deviation. [pieces, DIMS + 2]
+        totals = torch.cat(
+            [contributions.sum(0), norm[:, None], self._bounds(norm)[:, None]], dim=1
+        )
         self._contributors.add_up(totals)
         found = self._found(factor)
-        right, norm, tolerance = totals[:, :DIMS], totals[:, DIMS], SLACK * totals[self._held, DIMS + 1]
+        right, norm, tolerance = (
+            totals[:, :DIMS],
+            totals[:, DIMS],
+            SLACK * totals[self._held, DIMS + 1],
+        )
         wrong = self._deviates(found, right[self._held], tolerance)
         absent = self._absent_passes()
         anywhere = (wrong.any() | bool(absent)).float().reshape(1)
@@ -329,30 +364,54 @@ class GradientLedger:
         for number, chunk in itertools.product(range(passes.micro_batches), range(passes.chunks)):
             times = self._passes.count((number, chunk))
             if times != 1:
-                place = f" through chunk {chunk + 1} of {passes.chunks}" if passes.chunks > 1 else ""
+                place = (
+                    f" through chunk {chunk + 1} of {passes.chunks}" if passes.chunks > 1 else ""
+                )
                 how = "never ran" if not times else f"ran {times} times"
-                absent.append(f"the backward of micro-batch {number + 1} of {passes.micro_batches}{place} {how}")
+                absent.append(
+                    f"the backward of micro-batch {number + 1} of {passes.micro_batches}{place} "
+                    f"{how}"
+                )
         for number, factor in self._at_loss.items():
             if factor is None:
-                absent.append(f"the loss of micro-batch {number + 1} of {passes.micro_batches} got no gradient")
+                absent.append(
+                    f"the loss of micro-batch {number + 1} of {passes.micro_batches} got no "
+                    "gradient"
+                )
         return absent
 
     def _weighted_contributions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the definition."""
+        """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the
+        definition.
+        """
         num_pieces = len(self._pieces)
         passes = self._scope.passes
-        num_micro = len(self._micro_batches) if passes is None else max(passes.micro_batches, len(self._micro_batches))
+        num_micro = (
+            len(self._micro_batches)
+            if passes is None
+            else max(passes.micro_batches, len(self._micro_batches))
+        )
         prints = torch.zeros(num_micro, num_pieces, DIMS, device=self._device)
         norms = torch.zeros(num_micro, num_pieces, device=self._device)
         if not num_pieces:
             return prints, norms
-        zero, zero_norm = torch.zeros(DIMS, device=self._device), torch.zeros((), device=self._device)
+        zero, zero_norm = (
+            torch.zeros(DIMS, device=self._device),
+            torch.zeros((), device=self._device),
+        )
         for position, micro_batch in enumerate(self._micro_batches):
             row = position if micro_batch.number is None else micro_batch.number
-            entries = [micro_batch.entries.get(index, [(zero, zero_norm)]) for index in range(num_pieces)]
+            entries = [
+                micro_batch.entries.get(index, [(zero, zero_norm)]) for index in range(num_pieces)
+            ]
             weight = self._weight(micro_batch)
-            prints[row] = torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries]) * weight
-            norms[row] = torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight
+            prints[row] = (
+                torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries])
+                * weight
+            )
+            norms[row] = (
+                torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight
+            )
         return prints, norms
 
     def _weight(self, micro_batch: _MicroBatch) -> torch.Tensor | float:
@@ -367,13 +426,16 @@ class GradientLedger:
             piece = self._pieces[index]
             assert piece.read is not None, f"{self._names[index]} is listed as held"
             held = piece.read()
-            prints.append(self._fingerprint(held.device).of(held, piece.start).to(self._device)[None])
+            prints.append(
+                self._fingerprint(held.device).of(held, piece.start).to(self._device)[None]
+            )
         return torch.cat(prints) * factor
 
     def _bounds(self, norms: torch.Tensor) -> torch.Tensor:
         """This rank's part of the allowed deviation, before SLACK; see [Note: tolerance].
 
-        Each rank knows best how its own contributions were rounded, so the parts are added up over ranks.
+        Each rank knows best how its own contributions were rounded, so the parts are added up over
+        ranks.
 
         Args:
             norms: M of this rank's contributions; `[pieces]`.
@@ -382,30 +444,50 @@ class GradientLedger:
             Shape `[pieces]`.
         """
         relative, absolute = [], []
-        for index, (piece, num_parts) in enumerate(zip(self._pieces, self._contributors.num_parts, strict=True)):
+        for index, (piece, num_parts) in enumerate(
+            zip(self._pieces, self._contributors.num_parts, strict=True)
+        ):
             firings = [len(m.entries.get(index, ())) for m in self._micro_batches]
             narrowest = piece.sums_in
             if max(firings, default=0) > 1 or any(m.is_unnoticed for m in self._micro_batches):
                 # Autograd itself added to `param.grad` before any accumulator came.
-                narrowest = max(narrowest, piece.param.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+                narrowest = max(
+                    narrowest, piece.param.dtype, key=lambda dtype: torch.finfo(dtype).eps
+                )
             roundings = sum(firings) + self._scope.num_replicas + num_parts
-            relative.append(roundings * torch.finfo(narrowest).eps / 2 + fingerprint_roundoff(piece.numel))
-            absolute.append(roundings * FP16_SMALLEST * math.sqrt(piece.numel) if narrowest == torch.float16 else 0.0)
+            relative.append(
+                roundings * torch.finfo(narrowest).eps / 2 + fingerprint_roundoff(piece.numel)
+            )
+            absolute.append(
+                roundings * FP16_SMALLEST * math.sqrt(piece.numel)
+                if narrowest == torch.float16
+                else 0.0
+            )
         smallest = torch.tensor(absolute, dtype=torch.float32, device=self._device)
         if self._micro_batches:
-            smallest = smallest * self._weight(self._micro_batches[-1])  # subnormals are those of scaled gradients
+            # subnormals are those of scaled gradients
+            smallest = smallest * self._weight(self._micro_batches[-1])
         return torch.tensor(relative, dtype=torch.float32, device=self._device) * norms + smallest
 
-    def _deviates(self, found: torch.Tensor, right: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    def _deviates(
+        self, found: torch.Tensor, right: torch.Tensor, tolerance: torch.Tensor
+    ) -> torch.Tensor:
         """Which held pieces are wrong; bool, `[held]`."""
         within = (found - right).norm(dim=1) <= tolerance  # false for NaN
-        # A contribution that is not finite makes a step that is skipped; there is no value to compare.
+        # A contribution that is not finite makes a step that is skipped; there is no value to
+        # compare.
         comparable = right.isfinite().all(1) & tolerance.isfinite()
         held = [self._pieces[index] for index in self._held]
         # Finite fp16 contributions may have a sum that is not.
-        in_fp16 = torch.tensor([torch.float16 in (p.sums_in, p.param.dtype) for p in held], dtype=torch.bool, device=self._device)
+        in_fp16 = torch.tensor(
+            [torch.float16 in (p.sums_in, p.param.dtype) for p in held],
+            dtype=torch.bool,
+            device=self._device,
+        )
         overflows = in_fp16 & ~found.isfinite().all(1)
-        excused = torch.tensor([piece.param in self._excused for piece in held], dtype=torch.bool, device=self._device)
+        excused = torch.tensor(
+            [piece.param in self._excused for piece in held], dtype=torch.bool, device=self._device
+        )
         return torch.logical_not(within | overflows | excused) & comparable
 
     def _note_zero_gradients(self, sizes: Sequence[float]) -> None:
@@ -416,7 +498,9 @@ class GradientLedger:
         if self.zero_gradients and self.zero_gradients not in self._warned:
             self._warned.add(self.zero_gradients)
             if self._contributors.speaks:
-                logger.warning("gradient ledger: exactly zero on all ranks: %s", _shown(self.zero_gradients))
+                logger.warning(
+                    "gradient ledger: exactly zero on all ranks: %s", _shown(self.zero_gradients)
+                )
 
     # Errors
 
@@ -437,8 +521,13 @@ class GradientLedger:
             tolerance.cpu(),
             wrong.nonzero().flatten().tolist(),
         )
-        keys = [PieceKey(name, piece.start, piece.numel) for name, piece in zip(self._names, self._pieces, strict=True)]
-        report = RankReport(record, keys, self._contributors.holders, self._contributors.sharers, absent)
+        keys = [
+            PieceKey(name, piece.start, piece.numel)
+            for name, piece in zip(self._names, self._pieces, strict=True)
+        ]
+        report = RankReport(
+            record, keys, self._contributors.holders, self._contributors.sharers, absent
+        )
         group = self._scope.everyone
         reports: list[Any] = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(reports, report, group=group)
@@ -447,7 +536,10 @@ class GradientLedger:
         self.findings += findings
         ranks = [rank for rank, other in by_rank.items() if other.record.wrong or other.absent]
         text = "\n".join(f"  {finding}" for finding in findings)
-        message = f"gradient ledger, check {self.steps}: wrong gradients are about to be used on rank(s) {ranks}:\n{text}"
+        message = (
+            f"gradient ledger, check {self.steps}: wrong gradients are about to be used on rank(s) "
+            f"{ranks}:\n{text}"
+        )
         if self._raises:
             raise GradientLedgerError(message, findings)
         logger.error(message)
@@ -455,13 +547,18 @@ class GradientLedger:
     def _late_contributions(self) -> torch.Tensor:
         """What came after its bucket was sealed and was not sent again; `[pieces, DIMS]`."""
         late = torch.zeros(len(self._pieces), DIMS, device=self._device)
-        for micro_batch, piece, entry in (place for places in self._late.values() for place in places):
+        for micro_batch, piece, entry in (
+            place for places in self._late.values() for place in places
+        ):
             late[piece] += micro_batch.entries[piece][entry][0] * self._weight(micro_batch)
         return late
 
     def report(self) -> str:
         """What the ledger has seen so far, in words."""
-        lines = [f"gradient ledger: {self.steps} checks of {len(self._by_param)} parameters, {len(self.findings)} finding(s)"]
+        lines = [
+            f"gradient ledger: {self.steps} checks of {len(self._by_param)} parameters, "
+            f"{len(self.findings)} finding(s)"
+        ]
         lines += [f"  {finding}" for finding in self.findings]
         if self.zero_gradients:
             lines.append(f"  exactly zero on all ranks: {_shown(self.zero_gradients)}")

@@ -1,8 +1,10 @@
-"""Whose contributions make the right gradient of which parameter, and how their fingerprints are added up.
+"""Whose contributions make the right gradient of which parameter, and how their fingerprints are
+added up.
 
-A dense parameter is averaged over the ranks that hold it. One that several parts of the model share (a weight tied over stages) is
-used by all of them: its right gradient is the sum over the parts, each averaged over the ranks that hold the part. Other parameters
-live on fewer ranks than the loss is averaged over (experts): their contributions are summed over the ranks that hold them. The
+A dense parameter is averaged over the ranks that hold it. One that several parts of the model share
+(a weight tied over stages) is used by all of them: its right gradient is the sum over the parts,
+each averaged over the ranks that hold the part. Other parameters live on fewer ranks than the loss
+is averaged over (experts): their contributions are summed over the ranks that hold them. The
 divisor is the same for all: the number of ranks whose losses are averaged.
 """
 
@@ -25,7 +27,8 @@ class GradientPiece(NamedTuple):
         param: The parameter.
         start: Offset of the first element.
         numel: Elements.
-        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do not hold it.
+        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do
+            not hold it.
         sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
     """
 
@@ -59,7 +62,8 @@ class LedgerScope:
         holders: The group that holds a parameter and sums its gradient.
         everyone: The group that trains one model; all of its ranks learn of a deviation.
         device: Of the model, for a rank that has no trainable parameter to ask.
-        shared: Parameters that other parts of the model use too, each with a group of one rank of each part; in one order on all.
+        shared: Parameters that other parts of the model use too, each with a group of one rank of
+            each part; in one order on all.
         passes: What a schedule runs; None where the client calls backward.
     """
 
@@ -74,20 +78,28 @@ class LedgerScope:
 def with_common_cuts(
     pieces: Sequence[GradientPiece], scope: LedgerScope, names: Callable[[nn.Parameter], str]
 ) -> list[GradientPiece]:
-    """The pieces, with those of a shared parameter cut where any part of the model cuts it. Collective over the parts.
+    """The pieces, with those of a shared parameter cut where any part of the model cuts it.
+    Collective over the parts.
 
     Raises:
         ValueError: If a shared parameter is trained by some of the parts only.
     """
     cuts: dict[nn.Parameter, list[int]] = {}
     for param, group in scope.shared:
-        own = sorted({piece.start + end for piece in pieces if piece.param is param for end in (0, piece.numel)})
+        own = sorted(
+            {
+                piece.start + end
+                for piece in pieces
+                if piece.param is param
+                for end in (0, piece.numel)
+            }
+        )
         everywhere: list[Any] = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(everywhere, own, group=group)
         if param.numel() and not all(everywhere):
             raise ValueError(
-                f"{names(param)} is shared by several parts of the model, but only some of them train it: give all of them, or "
-                "none, to the optimizer (model_parameters)"
+                f"{names(param)} is shared by several parts of the model, but only some of them "
+                "train it: give all of them, or none, to the optimizer (model_parameters)"
             )
         cuts[param] = sorted({cut for of_rank in everywhere for cut in of_rank})
     cut = [_cut(piece, cuts[piece.param]) if piece.param in cuts else [piece] for piece in pieces]
@@ -95,9 +107,17 @@ def with_common_cuts(
 
 
 def _cut(piece: GradientPiece, cuts: Sequence[int]) -> list[GradientPiece]:
-    inside = [piece.start, *(at for at in cuts if piece.start < at < piece.start + piece.numel), piece.start + piece.numel]
+    inside = [
+        piece.start,
+        *(at for at in cuts if piece.start < at < piece.start + piece.numel),
+        piece.start + piece.numel,
+    ]
     return [
-        piece._replace(start=start, numel=end - start, read=_part_of(piece, start - piece.start, end - piece.start))
+        piece._replace(
+            start=start,
+            numel=end - start,
+            read=_part_of(piece, start - piece.start, end - piece.start),
+        )
         for start, end in zip(inside, inside[1:], strict=False)
     ]
 
@@ -116,15 +136,20 @@ class ContributorSum:
 
     Attributes:
         holders: For each piece, the global ranks that hold it in this part of the model.
-        sharers: For each piece, one global rank of each part of the model that shares it; empty if this is the only one.
+        sharers: For each piece, one global rank of each part of the model that shares it; empty if
+            this is the only one.
     """
 
     def __init__(self, pieces: Sequence[GradientPiece], scope: LedgerScope) -> None:
         self._sums: list[tuple[Any, list[int]]] = []
         self.sharers: list[tuple[int, ...]] = [()] * len(pieces)
-        # In the order of `shared`, the same on all ranks, so that parts which share several parameters never wait in a circle.
+        # In the order of `shared`, the same on all ranks, so that parts which share several
+        # parameters never wait in a circle.
         for param, group in scope.shared:
-            rows = sorted((i for i, piece in enumerate(pieces) if piece.param is param), key=lambda i: pieces[i].start)
+            rows = sorted(
+                (i for i, piece in enumerate(pieces) if piece.param is param),
+                key=lambda i: pieces[i].start,
+            )
             self._sums.append((group, rows))
             for row in rows:
                 self.sharers[row] = _ranks(group)

@@ -1,4 +1,6 @@
-"""Checkpointed functions against the same functions without: gradients, random numbers, nesting, refusals. One process."""
+"""Checkpointed functions against the same functions without: gradients, random numbers, nesting,
+refusals. One process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ import deepspeed
 from deepspeed.runtime.activation_checkpointing import checkpointing, saved_inputs, settings
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
-KINDS = {"reentrant": checkpointing.checkpoint, "non_reentrant": checkpointing.non_reentrant_checkpoint}
+KINDS = {
+    "reentrant": checkpointing.checkpoint,
+    "non_reentrant": checkpointing.non_reentrant_checkpoint,
+}
 both = pytest.mark.parametrize("recompute", KINDS.values(), ids=KINDS.keys())
 
 
@@ -31,14 +36,21 @@ def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def gradients_of(
-    run: Callable[..., Any], function: Callable[..., Any], *shapes: tuple[int, ...], model: nn.Module | None = None
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    model: nn.Module | None = None,
 ) -> Any:
-    """Result, gradients of fresh inputs and of the model, and a random number drawn afterwards; always the same inputs."""
+    """Result, gradients of fresh inputs and of the model, and a random number drawn afterwards;
+    always the same inputs.
+    """
     torch.manual_seed(5)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     result = run(function, *[item * 1 for item in inputs])
     result.square().sum().backward()
-    found = [item.grad for item in inputs] + [param.grad for param in (model.parameters() if model is not None else ())]
+    found = [item.grad for item in inputs] + [
+        param.grad for param in (model.parameters() if model is not None else ())
+    ]
     for param in model.parameters() if model is not None else ():
         param.grad = None
     return [result.detach(), *found, torch.rand(3)]
@@ -67,7 +79,8 @@ def test_gradients_and_dropout_are_those_of_the_plain_function(recompute: Any) -
 
 @both
 def test_named_random_states_are_restored(recompute: Any) -> None:
-    # Kills: forgetting the tracker: dropout under fork() would draw other masks in recomputation, and go on from another state.
+    # Kills: forgetting the tracker: dropout under fork() would draw other masks in recomputation,
+    # and go on from another state.
     model = block()
     tracker = checkpointing.get_cuda_rng_tracker()
 
@@ -101,20 +114,30 @@ def test_autocast_is_restored(recompute: Any) -> None:
 
 @both
 def test_nested_arguments_and_results(recompute: Any) -> None:
-    # Kills: gradients lost for tensors inside of containers, keyword arguments, or outputs beside None and numbers.
+    # Kills: gradients lost for tensors inside of containers, keyword arguments, or outputs beside
+    # None and numbers.
     model = block(0.0)
 
-    def function(x: torch.Tensor, more: dict[str, Any], flag: bool, scale: torch.Tensor | None = None) -> Any:
+    def function(
+        x: torch.Tensor, more: dict[str, Any], flag: bool, scale: torch.Tensor | None = None
+    ) -> Any:
         hidden = model(x) + more["pair"][0] * more["factor"]
         if flag and scale is not None:
             hidden = hidden * scale
         return {"hidden": hidden, "rest": [None, 3, x.argmax(-1), (hidden.sum(), x)]}
 
     def flat(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-        def run(function: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        def run(
+            function: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor
+        ) -> torch.Tensor:
             found = call(function, x, {"pair": (y, None), "factor": 0.5}, True, scale=scale)
             hidden, (nothing, three, index, (total, same)) = found["hidden"], found["rest"]
-            assert nothing is None and three == 3 and index.dtype == torch.int64 and not index.requires_grad
+            assert (
+                nothing is None
+                and three == 3
+                and index.dtype == torch.int64
+                and not index.requires_grad
+            )
             return hidden + total + same * index.unsqueeze(-1)
 
         return run
@@ -169,7 +192,9 @@ def test_one_function_twice_and_one_inside_of_another(recompute: Any) -> None:
 @both
 def test_a_retained_graph_runs_again(recompute: Any) -> None:
     # Kills: what is saved let go at the first backward although the graph is retained.
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2
+    )
     model = block()
     x = torch.randn(4, 6, requires_grad=True)
     loss = recompute(model, x * 1).sum()
@@ -181,7 +206,9 @@ def test_a_retained_graph_runs_again(recompute: Any) -> None:
 
 def test_without_gradients_the_function_is_called() -> None:
     with torch.no_grad():
-        assert not checkpointing.checkpoint(block(), torch.randn(2, 6, requires_grad=True)).requires_grad
+        assert not checkpointing.checkpoint(
+            block(), torch.randn(2, 6, requires_grad=True)
+        ).requires_grad
 
 
 def test_results_come_as_upstream_gives_them() -> None:
@@ -201,7 +228,7 @@ def test_the_function_of_upstreams_name_takes_flat_arguments() -> None:
     assert torch.equal(x.grad, torch.full((3,), 3.0))
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_grad_through_a_nested_backward_is_refused() -> None:
@@ -209,7 +236,10 @@ def test_grad_through_a_nested_backward_is_refused() -> None:
     x = torch.randn(3, 6, requires_grad=True)
     with pytest.raises(RuntimeError, match="non_reentrant_checkpoint"):
         torch.autograd.grad(checkpointing.checkpoint(block(), x).sum(), x)
-    assert torch.autograd.grad(checkpointing.non_reentrant_checkpoint(block(), x).sum(), x)[0].shape == x.shape
+    assert (
+        torch.autograd.grad(checkpointing.non_reentrant_checkpoint(block(), x).sum(), x)[0].shape
+        == x.shape
+    )
 
 
 def test_a_function_that_modifies_its_input_is_refused() -> None:
@@ -223,7 +253,12 @@ def test_a_function_that_modifies_its_input_is_refused() -> None:
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_an_input_modified_later_is_refused_or_was_copied(recompute: Any, contiguous: bool) -> None:
     # Kills: recomputing from whatever stands in the input's memory when backward comes.
-    checkpointing.configure(None, partition_activations=contiguous, contiguous_checkpointing=contiguous, num_checkpoints=1)
+    checkpointing.configure(
+        None,
+        partition_activations=contiguous,
+        contiguous_checkpointing=contiguous,
+        num_checkpoints=1,
+    )
     x, index = torch.ones(3, requires_grad=True), torch.arange(3)
     hidden = x * 1
     loss = recompute(lambda h, i: (h * h)[i], hidden, index).sum()
@@ -237,7 +272,10 @@ def test_an_input_modified_later_is_refused_or_was_copied(recompute: Any, contig
     ("arguments", "message"),
     [
         ({"contiguous_checkpointing": True}, "partition_activations: true"),
-        ({"contiguous_checkpointing": True, "partition_activations": True}, "number_checkpoints is None"),
+        (
+            {"contiguous_checkpointing": True, "partition_activations": True},
+            "number_checkpoints is None",
+        ),
     ],
 )
 def test_settings_that_cannot_be_honoured(arguments: dict[str, Any], message: str) -> None:
@@ -246,7 +284,7 @@ def test_settings_that_cannot_be_honoured(arguments: dict[str, Any], message: st
     assert not checkpointing.is_configured()
 
 
-# -- settings and memory ----------------------------------------------------------------------------------------------
+# -- settings and memory ---------------------------------------------------------------------------
 
 
 def test_configure_reads_the_block_and_arguments_override_it() -> None:
@@ -263,10 +301,17 @@ def test_configure_reads_the_block_and_arguments_override_it() -> None:
             "profile": True,
         },
     }
-    checkpointing.configure(None, deepspeed_config=config, checkpoint_in_cpu=False, num_checkpoints=7)
+    checkpointing.configure(
+        None, deepspeed_config=config, checkpoint_in_cpu=False, num_checkpoints=7
+    )
     chosen = settings.current()
     assert checkpointing.is_configured()
-    assert (chosen.partition_activations, chosen.contiguous, chosen.num_checkpoints, chosen.cpu) == (True, True, 7, False)
+    assert (
+        chosen.partition_activations,
+        chosen.contiguous,
+        chosen.num_checkpoints,
+        chosen.cpu,
+    ) == (True, True, 7, False)
     assert chosen.synchronize and chosen.profile
     checkpointing.partition_activations_in_checkpoint(False)
     checkpointing.set_num_layers(2)
@@ -274,19 +319,26 @@ def test_configure_reads_the_block_and_arguments_override_it() -> None:
 
 
 @both
-def test_profile_logs_forward_and_recomputation(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_logs_forward_and_recomputation(
+    recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(checkpointing.logger, "info", lines.append)
     checkpointing.configure(None, profile=True, synchronize=True)
     model = block()
     gradients_of(lambda f, x: recompute(lambda y: recompute(f, y), x), model, (4, 6), model=model)
-    assert sum("forward" in line for line in lines) >= 2 and sum("recomputation" in line for line in lines) == 2
+    assert (
+        sum("forward" in line for line in lines) >= 2
+        and sum("recomputation" in line for line in lines) == 2
+    )
 
 
 @both
 def test_activations_inside_and_moved_inputs_are_not_kept(recompute: Any) -> None:
     # Kills: a closure that keeps the whole input beside what was saved of it.
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1
+    )
     inside: list[Any] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -305,7 +357,9 @@ def test_activations_inside_and_moved_inputs_are_not_kept(recompute: Any) -> Non
 
 def test_blocks_of_long_buffers_are_reused_only_when_free() -> None:
     # Kills: overwriting a block whose input is still to be recomputed; a new buffer per step.
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2
+    )
     model = block()
     x = torch.randn(4, 6, requires_grad=True)
     places = []
@@ -344,8 +398,11 @@ class OwnGradient(torch.autograd.Function):
 
 @both
 def test_a_gradient_may_be_the_recomputed_input(recompute: Any) -> None:
-    # Kills: recomputing on the block itself: the gradient would lie in memory that the next input overwrites.
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
+    # Kills: recomputing on the block itself: the gradient would lie in memory that the next input
+    # overwrites.
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1
+    )
     weight = nn.Parameter(torch.ones(3))
     recompute(lambda x: OwnGradient.apply(x, weight), torch.full((3,), 2.0)).backward()
     gc.collect()
@@ -371,11 +428,20 @@ def test_a_block_is_written_after_its_last_use_on_another_stream() -> None:
 
 
 def test_strides_survive_packing() -> None:
-    # Kills: another memory format in recomputation, which may choose another kernel and round otherwise.
-    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    # Kills: another memory format in recomputation, which may choose another kernel and round
+    # otherwise.
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4
+    )
     store = saved_inputs.store()
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    for tensor in (image, image.transpose(1, 3), torch.randn(7)[::2], torch.randn(3, 1).expand(3, 4), torch.tensor(2.0)):
+    for tensor in (
+        image,
+        image.transpose(1, 3),
+        torch.randn(7)[::2],
+        torch.randn(3, 1).expand(3, 4),
+        torch.tensor(2.0),
+    ):
         found = store.unpack(store.pack(tensor))
         assert torch.equal(found, tensor)
     assert store.unpack(store.pack(image)).stride() == image.stride()

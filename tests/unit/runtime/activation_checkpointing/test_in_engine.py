@@ -1,4 +1,6 @@
-"""Checkpointed layers inside of an engine: every stage and form of backward trains as plain torch without recomputation does."""
+"""Checkpointed layers inside of an engine: every stage and form of backward trains as plain torch
+without recomputation does.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from deepspeed import comm as dist
 from deepspeed.comm import stream_collectives
 from deepspeed.runtime.activation_checkpointing import checkpointing, settings
 
-KINDS = {"reentrant": checkpointing.checkpoint, "non_reentrant": checkpointing.non_reentrant_checkpoint}
+KINDS = {
+    "reentrant": checkpointing.checkpoint,
+    "non_reentrant": checkpointing.non_reentrant_checkpoint,
+}
 LR = 0.1
 # Summation order over ranks and micro-batches, in fp32.
 TOLERANCE = 2e-6
 
 
 class Net(nn.Module):
-    """Three checkpointed segments with odd sizes on raw data; the weights of `shared` are used by two of them."""
+    """Three checkpointed segments with odd sizes on raw data; the weights of `shared` are used by
+    two of them.
+    """
 
     def __init__(self, call: Any = None) -> None:
         super().__init__()
@@ -52,12 +59,16 @@ def reference(steps: int, accumulation: int) -> dict[str, torch.Tensor]:
     for step in range(steps):
         optimizer.zero_grad()
         for micro, rank in itertools.product(range(accumulation), range(world)):
-            (loss_of(model(data(step * accumulation + micro, rank))) / (world * accumulation)).backward()
+            (
+                loss_of(model(data(step * accumulation + micro, rank))) / (world * accumulation)
+            ).backward()
         optimizer.step()
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def train(call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumulation: int = 2) -> None:
+def train(
+    call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumulation: int = 2
+) -> None:
     model = Net(call)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -67,7 +78,9 @@ def train(call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumul
         "verify": {"ledger": form != "direct", "collectives": True},
     }
     wanted = reference(steps, accumulation)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config
+    )
     for index in range(steps * accumulation):
         x = data(index, dist.get_rank()).to(engine.device)
         if form.startswith("around"):
@@ -79,7 +92,10 @@ def train(call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumul
         else:
             loss.backward()
         engine.step()
-    found = {name: deepspeed.utils.safe_get_full_fp32_param(param).clone() for name, param in model.named_parameters()}
+    found = {
+        name: deepspeed.utils.safe_get_full_fp32_param(param).clone()
+        for name, param in model.named_parameters()
+    }
     engine.destroy()
     for name, param in found.items():
         error = ((param - wanted[name]).norm() / wanted[name].norm()).item()
@@ -89,15 +105,22 @@ def train(call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumul
 class TestEngine(DistributedTest):
     world_size = 2
 
-    @each(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain", "direct", "around", "around, plain"), bucket=(20, 10**6))
+    @each(
+        kind=KINDS,
+        stage=(0, 1, 2),
+        form=("managed", "plain", "direct", "around", "around, plain"),
+        bucket=(20, 10**6),
+    )
     def test_trains_as_plain_torch(self, kind: str, stage: int, form: str, bucket: int) -> None:
-        # Kills: a bucket sent after the first of two hooks of `shared`; a nested backward taken for the end of the backward; a
-        # first segment that learns nothing because raw data requires no gradient; an engine that, called again by recomputation,
-        # takes its running backward for one that failed. The ledger and the intent check have to stay silent.
+        # Kills: a bucket sent after the first of two hooks of `shared`; a nested backward taken for
+        # the end of the backward; a first segment that learns nothing because raw data requires no
+        # gradient; an engine that, called again by recomputation, takes its running backward for
+        # one that failed. The ledger and the intent check have to stay silent.
         train(KINDS[kind], stage, form, bucket)
 
     def test_the_block_configures(self) -> None:
-        # Kills: a block of the configuration without effect; an engine that overrides what the script chose.
+        # Kills: a block of the configuration without effect; an engine that overrides what the
+        # script chose.
         config = {"train_batch_size": 2, "activation_checkpointing": {"profile": True}}
         deepspeed.initialize(model=Net(), config={"train_batch_size": 2})
         assert not checkpointing.is_configured()
@@ -109,7 +132,10 @@ class TestEngine(DistributedTest):
 
     @pytest.mark.world_size(1)
     def test_a_block_that_cannot_be_honoured(self) -> None:
-        config = {"train_batch_size": 1, "activation_checkpointing": {"contiguous_memory_optimization": True}}
+        config = {
+            "train_batch_size": 1,
+            "activation_checkpointing": {"contiguous_memory_optimization": True},
+        }
         with pytest.raises(ValueError, match="partition_activations: true"):
             deepspeed.initialize(model=Net(), config=config)
 
@@ -119,7 +145,8 @@ class TestOnASimulatedDevice(DistributedTest):
 
     @each(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain"), cpu=(False, True))
     def test_no_race(self, kind: str, stage: int, form: str, cpu: bool) -> None:
-        # Kills: hooks of a nested backward that wait for the wrong stream, and gradients sent before they are complete.
+        # Kills: hooks of a nested backward that wait for the wrong stream, and gradients sent
+        # before they are complete.
         from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
 

@@ -33,7 +33,8 @@ def drawn(seed: int) -> torch.Tensor:
 
 
 def test_fork_draws_from_the_named_state_and_goes_on_there() -> None:
-    # Kills: drawing from the accelerator's own state, moving it, or starting the named one over each time.
+    # Kills: drawing from the accelerator's own state, moving it, or starting the named one over
+    # each time.
     tracker = checkpointing.CudaRNGStatesTracker()
     torch.manual_seed(1)
     tracker.add("mine", 7)
@@ -78,7 +79,8 @@ def test_names_and_seeds_are_taken_once() -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_seeds_of_tensor_parallel_ranks(rank: int) -> None:
-    # Kills: equal masks for the parts of a split activation, or different ones for a replicated one. 2718 is Megatron's offset.
+    # Kills: equal masks for the parts of a split activation, or different ones for a replicated
+    # one. 2718 is Megatron's offset.
     checkpointing.configure(Unit(rank))
     tracker = checkpointing.get_cuda_rng_tracker()
     checkpointing.model_parallel_cuda_manual_seed(100)

@@ -1,4 +1,6 @@
-"""Where a list of layers is cut. The tables of the balanced rule are upstream's answers: old checkpoints depend on them."""
+"""Where a list of layers is cut. The tables of the balanced rule are upstream's answers: old
+checkpoints depend on them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,20 @@ BALANCED: list[tuple[list[float], int, list[int]]] = [
 
 @pytest.mark.parametrize(("weights", "parts", "bounds"), BALANCED)
 def test_balanced(weights: list[float], parts: int, bounds: list[int]) -> None:
-    # Kills: another choice among equally good cuts, which moves layers of a resumed run to another rank.
+    # Kills: another choice among equally good cuts, which moves layers of a resumed run to another
+    # rank.
     assert partition_balanced(weights, parts) == bounds
 
 
 @pytest.mark.parametrize(
     ("items", "parts", "bounds"),
-    [(10, 1, [0, 10]), (10, 4, [0, 3, 6, 8, 10]), (7, 3, [0, 3, 5, 7]), (3, 4, [0, 1, 2, 3, 3]), (0, 2, [0, 0, 0])],
+    [
+        (10, 1, [0, 10]),
+        (10, 4, [0, 3, 6, 8, 10]),
+        (7, 3, [0, 3, 5, 7]),
+        (3, 4, [0, 1, 2, 3, 3]),
+        (0, 2, [0, 0, 0]),
+    ],
 )
 def test_uniform(items: int, parts: int, bounds: list[int]) -> None:
     assert partition_uniform(items, parts) == bounds
@@ -115,7 +124,14 @@ def test_frozen_parameters_weigh_nothing() -> None:
 
 
 def test_names() -> None:
-    assert [layer_name(layer) for layer in LAYERS] == ["Embedding", "double", "Linear", "Linear", "ReLU", "Linear"]
+    assert [layer_name(layer) for layer in LAYERS] == [
+        "Embedding",
+        "double",
+        "Linear",
+        "Linear",
+        "ReLU",
+        "Linear",
+    ]
     assert repr(LayerSpec(nn.Linear, 4, 2, bias=False)) == "Linear(4, 2, bias=False)"
 
 
@@ -134,7 +150,10 @@ def test_methods() -> None:
     [
         ("profile", "measure the layers"),
         ("best", "'parameters', 'uniform', 'type:REGEX'"),
-        ("type:conv", r"no layer matches; the classes are \['Embedding', 'Linear', 'ReLU', 'double'\]"),
+        (
+            "type:conv",
+            r"no layer matches; the classes are \['Embedding', 'Linear', 'ReLU', 'double'\]",
+        ),
         ([0, 6], "6 layers in 2 parts need 3 boundaries"),
         ([0, 4, 5], "from 0 to 6"),
         ([0, 7, 6], "ascend"),

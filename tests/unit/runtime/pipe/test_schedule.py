@@ -1,4 +1,6 @@
-"""Pipeline schedules: their instructions, and their time and memory against the formulas of the papers."""
+"""Pipeline schedules: their instructions, and their time and memory against the formulas of the
+papers.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from deepspeed.runtime.pipe.simulator import CostModel, needs_asynchronous_sends, simulate
 
-GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 6, 7, 12, 21)]
+GRID = [
+    (stages, micro_batches)
+    for stages in (1, 2, 3, 4, 7)
+    for micro_batches in (1, 2, 3, 4, 6, 7, 12, 21)
+]
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 48))
 COSTS = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
 
 
 def pipeline(name: str, micro_batches: int, stages: int, num_chunks: int = 1) -> list[PipeSchedule]:
     """The schedules of all stages."""
-    return [make_schedule(name, micro_batches, stages, stage, num_chunks) for stage in range(stages)]
+    return [
+        make_schedule(name, micro_batches, stages, stage, num_chunks) for stage in range(stages)
+    ]
 
 
 def names(step: list[PipeInstruction]) -> list[str]:
@@ -46,13 +54,23 @@ class TestInstructions:
 
     def test_arguments_are_attributes(self) -> None:
         made = PipeInstruction(first=1, second="x")
-        assert (made.first, made.second, made.name, made.kwargs) == (1, "x", "PipeInstruction", {"first": 1, "second": "x"})
+        assert (made.first, made.second, made.name, made.kwargs) == (
+            1,
+            "x",
+            "PipeInstruction",
+            {"first": 1, "second": "x"},
+        )
         assert repr(made) == "PipeInstruction(first=1, second='x')"
 
     def test_only_a_buffer(self) -> None:
         # Upstream's call: anyone's own schedule makes its instructions so.
         made = ForwardPass(3)
-        assert (made.buffer_id, made.micro_batch, made.chunk, made.kwargs) == (3, None, 0, {"buffer_id": 3})
+        assert (made.buffer_id, made.micro_batch, made.chunk, made.kwargs) == (
+            3,
+            None,
+            0,
+            {"buffer_id": 3},
+        )
         assert repr(made) == "ForwardPass(buffer_id=3)"
 
     def test_equal_by_class_and_arguments(self) -> None:
@@ -83,7 +101,12 @@ class TestShape:
     def test_one_stage(self) -> None:
         steps = [names(step) for step in TrainSchedule(2, 1, 0).steps()]
         last = ["BackwardPass", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
-        assert steps == [["LoadMicroBatch", "ForwardPass"], ["BackwardPass"], ["LoadMicroBatch", "ForwardPass"], last]
+        assert steps == [
+            ["LoadMicroBatch", "ForwardPass"],
+            ["BackwardPass"],
+            ["LoadMicroBatch", "ForwardPass"],
+            last,
+        ]
 
     def test_inference_sends_in_the_next_slot(self) -> None:
         steps = [names(step) for step in InferenceSchedule(2, 3, 1).steps()]
@@ -93,11 +116,17 @@ class TestShape:
     def test_data_parallel(self) -> None:
         schedule = DataParallelSchedule(2, 1, 0)
         passes = ["LoadMicroBatch", "ForwardPass", "BackwardPass"]
-        assert [names(step) for step in schedule.steps()] == [passes, [*passes, "ReduceGrads", "OptimizerStep"]]
+        assert [names(step) for step in schedule.steps()] == [
+            passes,
+            [*passes, "ReduceGrads", "OptimizerStep"],
+        ]
         assert schedule.num_pipe_buffers() == 1
         assert simulate([schedule]).peak_activations == (1,)
 
-    @pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)])
+    @pytest.mark.parametrize(
+        ("name", "num_chunks"),
+        [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)],
+    )
     @pytest.mark.parametrize("stages", [1, 2, 4])
     def test_loads_and_end(self, name: str, num_chunks: int, stages: int) -> None:
         for schedule in pipeline(name, 5, stages, num_chunks):
@@ -105,14 +134,33 @@ class TestShape:
             assert steps[-1][-3:] == [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             instructions = [each for step in steps for each in step]
             assert sum(not isinstance(each, BufferOpInstruction) for each in instructions) == 3
-            loads = {(each.chunk, each.micro_batch) for each in instructions if isinstance(each, LoadMicroBatch)}
-            parts = [chunk for chunk in range(num_chunks) if chunk * stages + schedule.stage_id in (0, stages * num_chunks - 1)]
+            loads = {
+                (each.chunk, each.micro_batch)
+                for each in instructions
+                if isinstance(each, LoadMicroBatch)
+            }
+            parts = [
+                chunk
+                for chunk in range(num_chunks)
+                if chunk * stages + schedule.stage_id in (0, stages * num_chunks - 1)
+            ]
             assert loads == {(chunk, micro_batch) for chunk in parts for micro_batch in range(5)}
 
     def test_properties(self) -> None:
         first, last = TrainSchedule(5, 3, 0), TrainSchedule(5, 3, 2)
-        assert (first.is_first_stage, first.is_last_stage, last.is_first_stage, last.is_last_stage) == (True, False, False, True)
-        assert (first.num_micro_batches, first.num_stages, last.stage, last.prev_stage, first.next_stage) == (5, 3, 2, 1, 1)
+        assert (
+            first.is_first_stage,
+            first.is_last_stage,
+            last.is_first_stage,
+            last.is_last_stage,
+        ) == (True, False, False, True)
+        assert (
+            first.num_micro_batches,
+            first.num_stages,
+            last.stage,
+            last.prev_stage,
+            first.next_stage,
+        ) == (5, 3, 2, 1, 1)
 
     def test_an_activation_leaves_before_the_stage_waits_again(self) -> None:
         # Kills a send after the next receive: the next stage would wait for this one's wait.
@@ -166,7 +214,9 @@ class TestFormulas:
     @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
     @pytest.mark.parametrize("num_chunks", [1, 2, 3])
     def test_inference(self, stages: int, micro_batches: int, num_chunks: int) -> None:
-        schedules = [InferenceSchedule(micro_batches, stages, stage, num_chunks) for stage in range(stages)]
+        schedules = [
+            InferenceSchedule(micro_batches, stages, stage, num_chunks) for stage in range(stages)
+        ]
         result = simulate(schedules, CostModel(forward=num_chunks))
         assert result.peak_activations == (1,) * stages
         if micro_batches % stages == 0:
@@ -179,7 +229,9 @@ class TestFormulas:
 
     @settings(max_examples=60, deadline=None)
     @given(st.integers(1, 10), st.integers(1, 30), st.integers(2, 4), COSTS)
-    def test_interleaved_any(self, stages: int, micro_batches: int, num_chunks: int, costs: tuple[int, int, int]) -> None:
+    def test_interleaved_any(
+        self, stages: int, micro_batches: int, num_chunks: int, costs: tuple[int, int, int]
+    ) -> None:
         check_interleaved(stages, micro_batches, num_chunks, costs)
 
     @settings(max_examples=60, deadline=None)
@@ -189,11 +241,17 @@ class TestFormulas:
         forward, backward_input, backward_weight = costs
         schedules = pipeline("zero_bubble", micro_batches, stages)
         makespan = simulate(schedules, CostModel(*costs)).makespan
-        assert makespan <= simulate(pipeline("1f1b", micro_batches, stages), CostModel(*costs)).makespan
+        assert (
+            makespan
+            <= simulate(pipeline("1f1b", micro_batches, stages), CostModel(*costs)).makespan
+        )
         if micro_batches >= 2 * stages and backward_weight <= min(forward, backward_input):
-            assert makespan == micro_batches * sum(costs) + (stages - 1) * (forward + backward_input - backward_weight)
+            assert makespan == micro_batches * sum(costs) + (stages - 1) * (
+                forward + backward_input - backward_weight
+            )
 
-    # The largest sizes: that the schedules stay right, and that checking them stays cheap (seconds each).
+    # The largest sizes: that the schedules stay right, and that checking them stays cheap (seconds
+    # each).
     def test_1f1b_of_64_stages(self) -> None:
         check_1f1b(64, 1024, (1, 1, 1))
 
@@ -205,28 +263,42 @@ class TestFormulas:
 
     def test_latency_is_paid_along_the_way(self) -> None:
         # One micro-batch goes down and up: 2 * (stages - 1) messages.
-        assert simulate(pipeline("1f1b", 1, 4), CostModel(latency=0.25)).makespan == 4 * 3 + 6 * 0.25
+        assert (
+            simulate(pipeline("1f1b", 1, 4), CostModel(latency=0.25)).makespan == 4 * 3 + 6 * 0.25
+        )
 
 
 def check_1f1b(stages: int, micro_batches: int, costs: tuple[int, int, int]) -> None:
-    """Makespan (m + p - 1)(F + B), bubble (p - 1) / (m + p - 1), at most p - s micro-batches on stage s."""
+    """Makespan (m + p - 1)(F + B), bubble (p - 1) / (m + p - 1), at most p - s micro-batches on
+    stage s.
+    """
     schedules = pipeline("1f1b", micro_batches, stages)
     result = simulate(schedules, CostModel(*costs))
     assert result.makespan == (micro_batches + stages - 1) * sum(costs)
-    assert result.bubble_fraction == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
-    assert result.peak_activations == tuple(min(stages - stage, micro_batches) for stage in range(stages))
+    assert result.bubble_fraction == pytest.approx(
+        (stages - 1) / (micro_batches + stages - 1), abs=1e-12
+    )
+    assert result.peak_activations == tuple(
+        min(stages - stage, micro_batches) for stage in range(stages)
+    )
 
 
-def check_interleaved(stages: int, micro_batches: int, num_chunks: int, costs: tuple[int, int, int]) -> None:
-    """Bubble (p - 1)(F + B) / v, at most 2(p - s - 1) + (v - 1)p + 1 activations of a chunk on stage s.
+def check_interleaved(
+    stages: int, micro_batches: int, num_chunks: int, costs: tuple[int, int, int]
+) -> None:
+    """Bubble (p - 1)(F + B) / v, at most 2(p - s - 1) + (v - 1)p + 1 activations of a chunk on
+    stage s.
 
-    Costs are given per chunk, so that times are whole. A ragged last round takes at most as long as a full one.
+    Costs are given per chunk, so that times are whole. A ragged last round takes at most as long as
+    a full one.
     """
     schedules = pipeline("interleaved", micro_batches, stages, num_chunks)
     result = simulate(schedules, CostModel(*(num_chunks * cost for cost in costs)))
     rounds = -(-micro_batches // stages)
     full = num_chunks * rounds * stages * sum(costs) + (stages - 1) * sum(costs)
-    peaks = tuple(2 * (stages - stage - 1) + (num_chunks - 1) * stages + 1 for stage in range(stages))
+    peaks = tuple(
+        2 * (stages - stage - 1) + (num_chunks - 1) * stages + 1 for stage in range(stages)
+    )
     bound = tuple(min(peak, micro_batches * num_chunks) for peak in peaks)
     assert tuple(each.num_pipe_buffers() for each in schedules) == bound
     if micro_batches % stages == 0:
@@ -238,13 +310,17 @@ def check_interleaved(stages: int, micro_batches: int, num_chunks: int, costs: t
 
 
 def check_zero_bubble(stages: int, micro_batches: int) -> None:
-    """Bubble (p - 1)(F + I - W) = p - 1 with unit costs, once the pipeline is full; at most p micro-batches on every stage.
+    """Bubble (p - 1)(F + I - W) = p - 1 with unit costs, once the pipeline is full; at most p
+    micro-batches on every stage.
 
-    With fewer micro-batches than stages nothing hides the way of the last one: down and up again, and its weights.
+    With fewer micro-batches than stages nothing hides the way of the last one: down and up again,
+    and its weights.
     """
     schedules = pipeline("zero_bubble", micro_batches, stages)
     result = simulate(schedules, CostModel(1, 1, 1))
-    assert result.makespan == max(3 * micro_batches + stages - 1, 2 * micro_batches + 2 * stages - 1)
+    assert result.makespan == max(
+        3 * micro_batches + stages - 1, 2 * micro_batches + 2 * stages - 1
+    )
     assert result.peak_activations == (min(stages, micro_batches),) * stages
     # Not more than 1F1B holds on its first stage: the schedule is paid with no memory.
     assert max(result.peak_activations) == min(stages, micro_batches)
@@ -255,7 +331,8 @@ class TestSends:
 
     @pytest.mark.parametrize("name", SCHEDULE_NAMES)
     def test_training_needs_asynchronous_sends(self, name: str) -> None:
-        # Two neighbours that both send first wait for one another: the engine's channels must not block.
+        # Two neighbours that both send first wait for one another: the engine's channels must not
+        # block.
         assert needs_asynchronous_sends(pipeline(name, 8, 4, 2 if name == "interleaved" else 1))
 
     def test_one_way_does_not(self) -> None:

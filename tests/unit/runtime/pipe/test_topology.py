@@ -21,7 +21,14 @@ def test_pipe_and_data() -> None:
     topology = PipeDataParallelTopology(num_pp=2, num_dp=3)
     assert topology.get_axis_names() == ["pipe", "data"]
     assert topology.world_size() == 6
-    assert [tuple(topology.get_coord(rank)) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [tuple(topology.get_coord(rank)) for rank in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
     assert topology.get_axis_comm_lists("pipe") == [[0, 3], [1, 4], [2, 5]]
     assert topology.get_axis_comm_lists("data") == [[0, 1, 2], [3, 4, 5]]
     assert topology.get_axis_list("data", 1) == [1, 4]
@@ -44,7 +51,10 @@ def test_names_of_checkpoint_files() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert [topology.get_rank_repr(rank) for rank in range(4)] == ["model_00", "model_01"] * 2
     assert topology.get_rank_repr(5, omit_axes=["data"]) == "pipe_01-model_01"
-    assert topology.get_rank_repr(5, omit_axes=[], inner_sep="", outer_sep="/") == "pipe01/data00/model01"
+    assert (
+        topology.get_rank_repr(5, omit_axes=[], inner_sep="", outer_sep="/")
+        == "pipe01/data00/model01"
+    )
     assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
 
 
@@ -72,7 +82,10 @@ def test_the_map_is_printable() -> None:
     assert len(str(topology).splitlines()) == 4
 
 
-@pytest.mark.parametrize(("world", "dims"), [(1, [1, 1]), (4, [2, 2]), (6, [2, 3]), (7, [7, 1]), (8, [4, 2]), (12, [6, 2])])
+@pytest.mark.parametrize(
+    ("world", "dims"),
+    [(1, [1, 1]), (4, [2, 2]), (6, [2, 3]), (7, [7, 1]), (8, [4, 2]), (12, [6, 2])],
+)
 def test_the_world_as_a_grid_without_a_topology(world: int, dims: list[int]) -> None:
     assert _default_topology(world).dims == dims
 
@@ -90,5 +103,8 @@ def test_coordinates_and_ranks_are_inverse(dims: list[int]) -> None:
         assert all(len(line) == size for line in lines)
         for line in lines:
             assert [getattr(topology.get_coord(rank), axis) for rank in line] == list(range(size))
-            others = {tuple(v for k, v in topology.get_coord(rank)._asdict().items() if k != axis) for rank in line}
+            others = {
+                tuple(v for k, v in topology.get_coord(rank)._asdict().items() if k != axis)
+                for rank in line
+            }
             assert len(others) == 1

@@ -1,6 +1,7 @@
 """Fix 4: the boundary micro-batch is in the fp32 accumulator before the accumulator is reduced.
 
-See docs/fixes/fix4.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+See docs/fixes/fix4.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified
+against an installed one.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ def config(immediate: bool, accumulation: int) -> dict[str, Any]:
 
 def make_model() -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(torch.bfloat16)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(
+        torch.bfloat16
+    )
 
 
 def batches(accumulation: int) -> torch.Tensor:
-    """Shape [accumulation, world, micro-batch, width]: the same numbers on every rank, different ones for each."""
+    """Shape [accumulation, world, micro-batch, width]: the same numbers on every rank, different
+    ones for each.
+    """
     torch.manual_seed(17)
-    return torch.randn(accumulation, dist.get_world_size(), MICRO_BATCH, WIDTH, dtype=torch.bfloat16)
+    return torch.randn(
+        accumulation, dist.get_world_size(), MICRO_BATCH, WIDTH, dtype=torch.bfloat16
+    )
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -63,7 +70,9 @@ def mean_gradients(data: torch.Tensor) -> list[torch.Tensor]:
 def start(immediate: bool, accumulation: int) -> Any:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(immediate, accumulation))
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config(immediate, accumulation)
+    )
     return engine
 
 
@@ -103,15 +112,21 @@ class TestBoundary(DistributedTest):
         torch.testing.assert_close(flat, expected, rtol=1e-5, atol=1e-6)
 
     def test_parameters_after_the_step(self, immediate: bool, accumulation: int) -> None:
-        """Each rank updates its shard; together they are what one process computes in fp32 and rounds to bf16."""
+        """Each rank updates its shard; together they are what one process computes in fp32 and
+        rounds to bf16.
+        """
         engine = start(immediate, accumulation)
         data = batches(accumulation)
         run_window(engine, data)
         engine.step()
-        for param, before, grad in zip(engine.module.parameters(), make_model().parameters(), mean_gradients(data), strict=True):
+        for param, before, grad in zip(
+            engine.module.parameters(), make_model().parameters(), mean_gradients(data), strict=True
+        ):
             master = before.detach().float() - LR * grad
             # One bf16 rounding step of slack: the fp32 sum may be taken in another order.
-            torch.testing.assert_close(param.detach(), master.to(torch.bfloat16), rtol=2**-8, atol=1e-6)
+            torch.testing.assert_close(
+                param.detach(), master.to(torch.bfloat16), rtol=2**-8, atol=1e-6
+            )
 
 
 class TestAccumulationSplit(DistributedTest):
@@ -120,13 +135,19 @@ class TestAccumulationSplit(DistributedTest):
     world_size = 2
 
     def test_norm_does_not_depend_on_the_split(self) -> None:
-        """In the unfixed order the share of the boundary micro-batch, and with it the norm, changes with the split."""
+        """In the unfixed order the share of the boundary micro-batch, and with it the norm, changes
+        with the split.
+        """
         norms = []
         for accumulation in (1, 4):
             model = make_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-            configuration = config(False, accumulation) | {"train_micro_batch_size_per_gpu": MICRO_BATCH // accumulation}
-            engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration)
+            configuration = config(False, accumulation) | {
+                "train_micro_batch_size_per_gpu": MICRO_BATCH // accumulation
+            }
+            engine, _, _, _ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=configuration
+            )
             rank_batch = batches(1)[0, dist.get_rank()]
             for batch in rank_batch.split(MICRO_BATCH // accumulation):
                 engine.backward(loss_of(engine, batch))

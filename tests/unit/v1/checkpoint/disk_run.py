@@ -1,4 +1,5 @@
-"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them where both can be had for real.
+"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them
+where both can be had for real.
 
 Run as ``python disk_run.py FOLDER``: FOLDER is a small mounted file system of its own.
 """
@@ -21,7 +22,11 @@ ROOM_BYTES = 16384  # less than a rank's files
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def on_first(action: Any) -> None:
@@ -39,7 +44,9 @@ def fill(path: Path) -> None:
 
 
 def refused(engine: Any, folder: Path, reason: str) -> list[dict[str, Any]]:
-    """Save, which must fail with `reason` on every rank; returns what was seen of the steps that were needed for that."""
+    """Save, which must fail with `reason` on every rank; returns what was seen of the steps that
+    were needed for that.
+    """
     seen: list[dict[str, Any]] = []
     try:
         engine.save_checkpoint(str(folder), tag="next")
@@ -72,13 +79,20 @@ def main(folder: Path) -> None:
         on_first(lambda: subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True))
         assert contents(folder) == before, writer
         train(engine, 4 - engine.global_steps)
-        last = {key: value for key, value in unbroken[-1].items() if key not in ("losses", "norm", "lr")}
+        last = {
+            key: value for key, value in unbroken[-1].items() if key not in ("losses", "norm", "lr")
+        }
         assert differences(last, look(engine)) == [], writer
         engine.save_checkpoint(str(folder), tag="next")
         other = start(config(**keys), seed=2)
         other.load_checkpoint(str(folder), tag="good")
         assert differences(unbroken[1:2], train(other, 1)) == [], writer
-        on_first(lambda: [subprocess.run(["rm", "-r", str(folder / name)], check=True) for name in os.listdir(folder)])
+        on_first(
+            lambda: [
+                subprocess.run(["rm", "-r", str(folder / name)], check=True)
+                for name in os.listdir(folder)
+            ]
+        )
     print("all held")
 
 

@@ -1,9 +1,11 @@
 """Runs that are killed while they save, over and over, and what the next run finds.
 
-A round starts processes that load the newest checkpoint, compare themselves with a run that was never broken, train on, save after
-every step and compare again, until one of them is killed by SIGKILL: after so many file operations of a save (an audit hook counts
-them, so that every place between two of them has its turn), or so long after a save began (so that the inside of a write has its
-turn, too). The others are killed a little later: until then they may do what survivors do, publish included.
+A round starts processes that load the newest checkpoint, compare themselves with a run that was
+never broken, train on, save after every step and compare again, until one of them is killed by
+SIGKILL: after so many file operations of a save (an audit hook counts them, so that every place
+between two of them has its turn), or so long after a save began (so that the inside of a write has
+its turn, too). The others are killed a little later: until then they may do what survivors do,
+publish included.
 
 Called in a process that has no process group and no threads: every rank is forked from it.
 """
@@ -72,17 +74,42 @@ class Case(NamedTuple):
 _ASYNC = {"writer": {"type": "fast", "decoupled": True}}
 CASES = (
     Case("zero2-bf16", 2, 0, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
-    Case("zero1-fp16-async", 2, 0, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC}),
+    Case(
+        "zero1-fp16-async",
+        2,
+        0,
+        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC},
+    ),
     Case("stage0-one-tag", 2, 0, {}, one_tag=True),
-    Case("zero2-async-keep2", 2, 0, {"zero_optimization": {"stage": 2}, "checkpoint": {**_ASYNC, "keep_last": 2}}),
-    Case("zero2-async-one-tag", 2, 0, {"zero_optimization": {"stage": 2}, "checkpoint": _ASYNC}, one_tag=True),
-    Case("pipeline-async", 2, 2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC}),
-    Case("pipeline-keep1", 2, 2, {"zero_optimization": {"stage": 1}, "checkpoint": {"keep_last": 1}}),
+    Case(
+        "zero2-async-keep2",
+        2,
+        0,
+        {"zero_optimization": {"stage": 2}, "checkpoint": {**_ASYNC, "keep_last": 2}},
+    ),
+    Case(
+        "zero2-async-one-tag",
+        2,
+        0,
+        {"zero_optimization": {"stage": 2}, "checkpoint": _ASYNC},
+        one_tag=True,
+    ),
+    Case(
+        "pipeline-async",
+        2,
+        2,
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC},
+    ),
+    Case(
+        "pipeline-keep1", 2, 2, {"zero_optimization": {"stage": 1}, "checkpoint": {"keep_last": 1}}
+    ),
 )
 
 
 class Kill(NamedTuple):
-    """Who is killed when: `rank`, in its `save`-th save of the round, at file operation `operation` or else after `delay_s`."""
+    """Who is killed when: `rank`, in its `save`-th save of the round, at file operation `operation`
+    or else after `delay_s`.
+    """
 
     rank: int
     save: int
@@ -91,7 +118,9 @@ class Kill(NamedTuple):
 
 
 class Progress:
-    """What the ranks of a round have told: the steps whose saves began and returned, and where they loaded."""
+    """What the ranks of a round have told: the steps whose saves began and returned, and where they
+    loaded.
+    """
 
     def __init__(self) -> None:
         self.loaded: int | None = None
@@ -114,28 +143,42 @@ class Progress:
             self.raised.append(f"rank {rank}: {value}")
 
 
-# -- in a rank ---------------------------------------------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def digest(engine: Any, case: Case) -> str:
-    """A hash of all that a resumed run must have in common with an unbroken one, as this rank has it."""
+    """A hash of all that a resumed run must have in common with an unbroken one, as this rank has
+    it.
+    """
     if case.stages:
-        seen = {**runs.by_name(engine), "steps": engine.global_steps, "random": torch.get_rng_state()}
+        seen = {
+            **runs.by_name(engine),
+            "steps": engine.global_steps,
+            "random": torch.get_rng_state(),
+        }
     else:
         seen = runs.look(engine)
-        del seen["data"]  # the end of an epoch and the start of the next are one position; a wrong one shows in the next step
+        # the end of an epoch and the start of the next are one position; a wrong one shows in the
+        # next step
+        del seen["data"]
     found = hashlib.sha256()
     for key in sorted(seen):
         value = seen[key]
         data = (
-            value.contiguous().flatten().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else _plain(value)
+            value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            if isinstance(value, torch.Tensor)
+            else _plain(value)
         )
         found.update(key.encode() + data)
     return found.hexdigest()[:16]  # all steps go through a pipe in one write
 
 
 def _plain(value: Any) -> bytes:
-    return b"".join(map(_plain, value)) if isinstance(value, (tuple, list)) else repr(_whole(value)).encode()
+    return (
+        b"".join(map(_plain, value))
+        if isinstance(value, (tuple, list))
+        else repr(_whole(value)).encode()
+    )
 
 
 def _whole(value: Any) -> Any:
@@ -156,14 +199,19 @@ def _step(engine: Any, case: Case) -> None:
 
 
 def _die_after(operations: int, folder: str) -> Callable[[], None]:
-    """Returns what arms it: from then on the process kills itself at that many file operations in `folder`."""
+    """Returns what arms it: from then on the process kills itself at that many file operations in
+    `folder`.
+    """
     left, armed = operations, False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal left
         if not armed or not (event == "open" or event.startswith(("os.", "shutil."))):
             return
-        if any(isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(folder) for value in arguments):
+        if any(
+            isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(folder)
+            for value in arguments
+        ):
             left -= 1
             if left <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -176,10 +224,24 @@ def _die_after(operations: int, folder: str) -> Callable[[], None]:
     return arm
 
 
-def _rank(case: Case, rank: int, port: int, folder: str, tell: Callable[..., None], kill: Kill | None, steps: list[str]) -> None:
+def _rank(
+    case: Case,
+    rank: int,
+    port: int,
+    folder: str,
+    tell: Callable[..., None],
+    kill: Kill | None,
+    steps: list[str],
+) -> None:
     """One rank of a round; with an empty `steps` it is the unbroken run, and fills them."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "LOCAL_SIZE": case.world}
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **{key: str(value) for key, value in local.items()}})
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **{key: str(value) for key, value in local.items()},
+        }
+    )
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = _start(case)
     unbroken = not steps
@@ -192,8 +254,16 @@ def _rank(case: Case, rank: int, port: int, folder: str, tell: Callable[..., Non
     engine.load_checkpoint(folder)
     tell("loaded", rank, engine.global_steps)
     if engine.global_steps and digest(engine, case) != steps[engine.global_steps - 1]:
-        tell("problem", rank, f"what was loaded is not step {engine.global_steps} of the unbroken run")
-    arm = _die_after(kill.operation, folder) if kill is not None and kill.rank == rank and kill.operation is not None else None
+        tell(
+            "problem",
+            rank,
+            f"what was loaded is not step {engine.global_steps} of the unbroken run",
+        )
+    arm = (
+        _die_after(kill.operation, folder)
+        if kill is not None and kill.rank == rank and kill.operation is not None
+        else None
+    )
     for save in range(min(ROUND_STEPS, LAST_STEP - engine.global_steps)):
         _step(engine, case)
         if digest(engine, case) != steps[engine.global_steps - 1]:
@@ -206,7 +276,7 @@ def _rank(case: Case, rank: int, port: int, folder: str, tell: Callable[..., Non
     engine.destroy()
 
 
-# -- around the ranks --------------------------------------------------------------------------------------------------
+# -- around the ranks ------------------------------------------------------------------------------
 
 
 class Campaign:
@@ -257,9 +327,15 @@ class Campaign:
         if progress.loaded is None and kill is None:
             self.problems.append(f"{where}: nothing could be loaded")
         if progress.loaded is not None and not self.at_least <= progress.loaded <= self.begun:
-            self.problems.append(f"{where}: step {progress.loaded} was loaded; {self.at_least} was saved and {self.begun} begun")
+            self.problems.append(
+                f"{where}: step {progress.loaded} was loaded; {self.at_least} was saved and "
+                f"{self.begun} begun"
+            )
         # What survivors raise about their lost peer is as it should be.
-        self.problems += [f"{where}: {problem}" for problem in [*progress.problems, *([] if killed else progress.raised)]]
+        self.problems += [
+            f"{where}: {problem}"
+            for problem in [*progress.problems, *([] if killed else progress.raised)]
+        ]
         self.begun = max([self.begun, *progress.begun.values()])
         # What returned is on disk; of an asynchronous save that is so of the one before.
         self.at_least = max(self.at_least, progress.returned - self.case.is_async)
@@ -272,7 +348,9 @@ class Campaign:
 class _Ranks:
     """The processes of a round; none is left when it ends."""
 
-    def __init__(self, case: Case, folder: str, kill: Kill | None, unbroken: dict[int, list[str]], logs: Path) -> None:
+    def __init__(
+        self, case: Case, folder: str, kill: Kill | None, unbroken: dict[int, list[str]], logs: Path
+    ) -> None:
         self.case = case
         self.pids: dict[int, int] = {}
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -299,7 +377,9 @@ class _Ranks:
     def messages(self, limit_s: float = ROUND_LIMIT_S) -> Any:
         """What ranks tell, until all have closed their end or the time is over."""
         deadline = time.monotonic() + limit_s
-        while (left := deadline - time.monotonic()) > 0 and select.select([self.inbox], [], [], left)[0]:
+        while (left := deadline - time.monotonic()) > 0 and select.select(
+            [self.inbox], [], [], left
+        )[0]:
             data = os.read(self.inbox, 1 << 16)
             if not data:
                 return
@@ -338,11 +418,21 @@ class _Ranks:
             progress.take(message)
 
 
-def _become(case: Case, rank: int, port: int, folder: str, outbox: int, kill: Kill | None, steps: list[str], logs: Path) -> None:
+def _become(
+    case: Case,
+    rank: int,
+    port: int,
+    folder: str,
+    outbox: int,
+    kill: Kill | None,
+    steps: list[str],
+    logs: Path,
+) -> None:
     """A forked process becomes a rank and never returns."""
 
     def tell(*message: Any) -> None:
-        os.write(outbox, pickle.dumps(message).hex().encode() + b"\n")  # at once: shorter than a pipe's atomic write
+        # at once: shorter than a pipe's atomic write
+        os.write(outbox, pickle.dumps(message).hex().encode() + b"\n")
 
     code = 1
     try:
@@ -359,7 +449,9 @@ def _become(case: Case, rank: int, port: int, folder: str, outbox: int, kill: Ki
 
 def main() -> None:
     """Many kills, dealt to the cases; exits with 1 if any lost something."""
-    parser = argparse.ArgumentParser(description="Kill training runs while they save and see what the next run finds.")
+    parser = argparse.ArgumentParser(
+        description="Kill training runs while they save and see what the next run finds."
+    )
     parser.add_argument("--kills", type=int, default=200, help="how many, over all cases")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the instants")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
@@ -374,7 +466,9 @@ def main() -> None:
             campaign.run(arguments.kills // len(cases) + (index < arguments.kills % len(cases)))
         problems += campaign.problems
         took = time.monotonic() - began
-        told = f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
+        told = (
+            f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
+        )
         print(*campaign.problems, told, sep="\n", flush=True)
     print(f"seed {arguments.seed}: {arguments.kills} kills, {len(problems)} problems")
     sys.exit(bool(problems))

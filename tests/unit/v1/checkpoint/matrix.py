@@ -1,6 +1,8 @@
-"""The reshape matrix: which precisions and stages of ZeRO, which divisions of ranks, and how a run of each is made and trained.
+"""The reshape matrix: which precisions and stages of ZeRO, which divisions of ranks, and how a run
+of each is made and trained.
 
-Owns cases, cuts, the choice of a share of all combinations, and the small models. What is compared is `test_matrix`'s.
+Owns cases, cuts, the choice of a share of all combinations, and the small models. What is compared
+is `test_matrix`'s.
 """
 
 from __future__ import annotations
@@ -66,9 +68,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def cuts_of(case: str) -> list[Cut]:
-    """Cuts that the case allows: stage 0 shards nothing, so it has no instances; pipelines keep whole gradients, so no stage 2."""
+    """Cuts that the case allows: stage 0 shards nothing, so it has no instances; pipelines keep
+    whole gradients, so no stage 2.
+    """
     stage = CASES[case]["zero_optimization"]["stage"]
-    return [cut for cut in CUTS if (stage > 0 or cut.instances == 1) and (stage < 2 or cut.stages == 1)]
+    return [
+        cut for cut in CUTS if (stage > 0 or cut.instances == 1) and (stage < 2 or cut.stages == 1)
+    ]
 
 
 class Combination(NamedTuple):
@@ -81,14 +87,19 @@ class Combination(NamedTuple):
 
 def all_combinations() -> list[Combination]:
     """Every cut of every case into every other."""
-    return [Combination(case, *pair) for case in CASES for pair in itertools.permutations(cuts_of(case), 2)]
+    return [
+        Combination(case, *pair)
+        for case in CASES
+        for pair in itertools.permutations(cuts_of(case), 2)
+    ]
 
 
 def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
-    """A share of them in which each two properties that occur together in some combination do so at least once.
+    """A share of them in which each two properties that occur together in some combination do so at
+    least once.
 
-    Properties are the case, and ranks, stages and instances of both cuts. Greedy: always the next that shows most new pairs, of
-    those one whose runs are made anyway, with few ranks.
+    Properties are the case, and ranks, stages and instances of both cuts. Greedy: always the next
+    that shows most new pairs, of those one whose runs are made anyway, with few ranks.
     """
 
     def pairs(one: Combination) -> set[Any]:
@@ -102,7 +113,14 @@ def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
     missing = set().union(*shown.values())
     chosen = []
     while missing:
-        best = max(combinations, key=lambda one: (len(shown[one] & missing), shared(one), -one.saved.world - one.into.world))
+        best = max(
+            combinations,
+            key=lambda one: (
+                len(shown[one] & missing),
+                shared(one),
+                -one.saved.world - one.into.world,
+            ),
+        )
         chosen.append(best)
         runs |= {("saved", best.case, best.saved), ("into", best.case, best.into)}
         missing -= shown[best]
@@ -116,7 +134,9 @@ class Plain(nn.Module):
         super().__init__()
         width = pipeline.WIDTH
         self.tied = nn.Linear(width, 5, bias=False)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 7), nn.Linear(7, 5))
+        self.body = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 7), nn.Linear(7, 5)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: (batch, WIDTH)
         return pipeline.transposed(self.tied, self.body(self.tied(x)))
@@ -134,22 +154,38 @@ class Run:
     def __init__(self, case: str, cut: Cut, seed: int) -> None:
         self.is_pipeline = any(other.stages > 1 for other in cuts_of(case))
         keys = dict(CASES[case])
-        keys["zero_optimization"] = {**keys["zero_optimization"], "num_optimizer_instances": cut.instances}
+        keys["zero_optimization"] = {
+            **keys["zero_optimization"],
+            "num_optimizer_instances": cut.instances,
+        }
         if self.is_pipeline:
             self.engine = pipeline.make(cut.stages, seed=seed, grouped=True, **keys)
             return
         torch.manual_seed(seed)
         module = Plain()
         configuration = pipeline.configuration(cut.replicas, **keys)
-        self.engine = deepspeed.initialize(model=module, model_parameters=pipeline.decay_groups(module), config=configuration)[0]
+        self.engine = deepspeed.initialize(
+            model=module, model_parameters=pipeline.decay_groups(module), config=configuration
+        )[0]
 
     def train(self, steps: int) -> list[tuple[float, float]]:
-        """Mean loss over all ranks and gradient norm of each of the next steps; the whole batch is the same in every cut."""
-        return pipeline.train(self.engine, steps) if self.is_pipeline else [self._step() for _ in range(steps)]
+        """Mean loss over all ranks and gradient norm of each of the next steps; the whole batch is
+        the same in every cut.
+        """
+        return (
+            pipeline.train(self.engine, steps)
+            if self.is_pipeline
+            else [self._step() for _ in range(steps)]
+        )
 
     def _step(self) -> tuple[float, float]:
         engine, losses = self.engine, []
-        drawn = pipeline.draw(engine.global_steps, dist.get_world_size(), dist.get_rank(), next(engine.module.parameters()).dtype)
+        drawn = pipeline.draw(
+            engine.global_steps,
+            dist.get_world_size(),
+            dist.get_rank(),
+            next(engine.module.parameters()).dtype,
+        )
         for x, labels in drawn:
             loss = pipeline.loss_fn(engine(x), labels)
             engine.backward(loss)
@@ -165,15 +201,21 @@ class Run:
         scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
         return {
             **pipeline.whole(engine),
-            "scaler": {key: value for key, value in scaler.items() if key.startswith(("cur_", "last_"))},
+            "scaler": {
+                key: value for key, value in scaler.items() if key.startswith(("cur_", "last_"))
+            },
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
             "rates": engine.get_lr(),
             "schedule": engine.lr_scheduler.state_dict(),
         }
 
 
-def by_cut(combinations: Sequence[Combination], which: str, world: int) -> Iterator[tuple[str, Cut, list[Combination]]]:
-    """Case, cut and combinations of each run that a world of this size makes, as the saving or the loading side (`which`)."""
+def by_cut(
+    combinations: Sequence[Combination], which: str, world: int
+) -> Iterator[tuple[str, Cut, list[Combination]]]:
+    """Case, cut and combinations of each run that a world of this size makes, as the saving or the
+    loading side (`which`).
+    """
     here = [one for one in combinations if getattr(one, which).world == world]
     for case, cut in dict.fromkeys((one.case, getattr(one, which)) for one in here):
         yield case, cut, [one for one in here if (one.case, getattr(one, which)) == (case, cut)]

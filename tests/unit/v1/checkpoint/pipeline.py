@@ -16,7 +16,8 @@ from .runs import by_name, differences
 
 WIDTH = 6
 MICRO_BATCHES = 2
-BATCH = 24  # samples per step over all ranks: 1, 2, 3 or 4 of them take equally many per micro-batch
+# samples per step over all ranks: 1, 2, 3 or 4 of them take equally many per micro-batch
+BATCH = 24
 
 
 def transposed(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,25 +57,42 @@ def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+        },
         **keys,
     }
 
 
 def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
-    """An engine over a fresh pipeline of all ranks; `grouped` puts biases into a parameter group of their own."""
+    """An engine over a fresh pipeline of all ranks; `grouped` puts biases into a parameter group of
+    their own.
+    """
     torch.manual_seed(seed)
     module = PipelineModule(
-        layers(), num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=seed, partition_method="uniform"
+        layers(),
+        num_stages=stages,
+        loss_fn=loss_fn,
+        seed_layers=True,
+        base_seed=seed,
+        partition_method="uniform",
     )
     parameters = decay_groups(module) if grouped else None
     settings = configuration(dist.get_world_size() // stages, **keys)
     return deepspeed.initialize(model=module, model_parameters=parameters, config=settings)[0]
 
 
-def draw(step: int, replicas: int, replica: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro-batches of a step of one of the data-parallel ranks: its part of what one rank alone would have."""
+def draw(
+    step: int, replicas: int, replica: int, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of a step of one of the data-parallel ranks: its part of what one rank
+    alone would have.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     drawn = torch.randn(2, BATCH, WIDTH, generator=generator)
     inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in drawn)
@@ -98,7 +116,9 @@ def train(engine: Any, steps: int) -> list[tuple[float, float]]:
 
 
 def whole(engine: Any) -> dict[str, Any]:
-    """`by_name` of all stages, on every rank; all ranks that have something under a name must have the same."""
+    """`by_name` of all stages, on every rank; all ranks that have something under a name must have
+    the same.
+    """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, by_name(engine))
     merged = {name: value for own in found for name, value in own.items()}

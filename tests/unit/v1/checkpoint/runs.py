@@ -14,11 +14,15 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 WIDTH = 8
-SAMPLES = 20  # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two epochs
+# 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
+# epochs
+SAMPLES = 20
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, dropout, a buffer, and sizes that do not divide by two ranks."""
+    """Tied weights, a frozen layer, dropout, a buffer, and sizes that do not divide by two
+    ranks.
+    """
 
     calls: torch.Tensor
 
@@ -43,7 +47,10 @@ class Net(nn.Module):
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets, the same in every run."""
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(WIDTH, generator=generator), torch.randn(3, generator=generator)) for _ in range(SAMPLES)]
+    return [
+        (torch.randn(WIDTH, generator=generator), torch.randn(3, generator=generator))
+        for _ in range(SAMPLES)
+    ]
 
 
 def config(**keys: Any) -> dict[str, Any]:
@@ -54,7 +61,10 @@ def config(**keys: Any) -> dict[str, Any]:
         "gradient_clipping": 0.1,
         "steps_per_print": 1000,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2},
+        },
         **keys,
     }
 
@@ -82,12 +92,20 @@ def train(engine: Any, steps: int) -> list[dict[str, Any]]:
         for _ in range(engine.gradient_accumulation_steps()):
             x, target = next(engine.batches)
             x = x.to(next(engine.module.parameters()).dtype)
-            x = x + 0.01 * random.random() + 0.01 * numpy.random.rand()  # host random states matter, too
+            # host random states matter, too
+            x = x + 0.01 * random.random() + 0.01 * numpy.random.rand()
             loss = (engine(x).float() - target).pow(2).mean()
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        seen.append({"losses": losses, "norm": float(engine.get_global_grad_norm()), "lr": engine.get_lr(), **look(engine)})
+        seen.append(
+            {
+                "losses": losses,
+                "norm": float(engine.get_global_grad_norm()),
+                "lr": engine.get_lr(),
+                **look(engine),
+            }
+        )
     return seen
 
 
@@ -98,13 +116,23 @@ def look(engine: Any) -> dict[str, Any]:
     for index, tensor in enumerate(getattr(optimizer, "single_partition_of_fp32_groups", [])):
         state[f"master.{index}"] = tensor.detach().clone()
     for position, entry in enumerate(optimizer.state.values()):
-        state.update({f"state.{position}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()})
+        state.update(
+            {
+                f"state.{position}.{key}": torch.as_tensor(value).clone()
+                for key, value in entry.items()
+            }
+        )
     host: Any = numpy.random.get_state()
     scaler = vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}
     return {
         **state,
         "scaler": dict(scaler),
-        "counters": (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps),
+        "counters": (
+            engine.global_steps,
+            engine.skipped_steps,
+            engine.global_samples,
+            engine.micro_steps,
+        ),
         "schedule": engine.lr_scheduler.state_dict(),
         "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
         "data": engine.training_dataloader.state_dict(),
@@ -112,7 +140,8 @@ def look(engine: Any) -> dict[str, Any]:
 
 
 def by_name(engine: Any) -> dict[str, Any]:
-    """Weights, masters and moments of every trained parameter, whole, on every rank: what no division over ranks may change.
+    """Weights, masters and moments of every trained parameter, whole, on every rank: what no
+    division over ranks may change.
 
     At stage 0 in fp32 the weights are the masters.
     """
@@ -146,10 +175,18 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
         return [f"{path}: {type(left).__name__} is not {type(right).__name__}"]
     if isinstance(left, dict):
         keys = [f"{path}.{key} is on one side only" for key in left.keys() ^ right.keys()]
-        return keys + [found for key in left.keys() & right.keys() for found in differences(left[key], right[key], f"{path}.{key}")]
+        return keys + [
+            found
+            for key in left.keys() & right.keys()
+            for found in differences(left[key], right[key], f"{path}.{key}")
+        ]
     if isinstance(left, (list, tuple)):
         if len(left) != len(right):
             return [f"{path}: {len(left)} is not {len(right)} long"]
         pairs = enumerate(zip(left, right, strict=True))
         return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}[{index}]")]
-    return [] if left == right or left != left and right != right else [f"{path}: {left!r} is not {right!r}"]
+    return (
+        []
+        if left == right or left != left and right != right
+        else [f"{path}: {left!r} is not {right!r}"]
+    )

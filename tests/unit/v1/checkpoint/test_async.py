@@ -1,6 +1,8 @@
-"""Saving in the background: the state at the call is saved, errors come on all ranks at one step, nothing is lost or hangs.
+"""Saving in the background: the state at the call is saved, errors come on all ranks at one step,
+nothing is lost or hangs.
 
-Only the tests of the pulse wait for time to pass: elsewhere writers stand at a gate that the test opens.
+Only the tests of the pulse wait for time to pass: elsewhere writers stand at a gate that the test
+opens.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from unit.common import DistributedTest, get_master_port
 from . import pipeline
 from .runs import config, differences, look, start, train
 
-KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "checkpoint": {"writer": {"decoupled": True}}}
+KEYS = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "checkpoint": {"writer": {"decoupled": True}},
+}
 
 
 class Gate(FastCheckpointEngine):
@@ -63,7 +69,9 @@ def join_threads() -> None:
 class TestInTheBackground(DistributedTest):
     world_size = 2
 
-    def test_a_rank_that_falls_silent_is_given_up(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_rank_that_falls_silent_is_given_up(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: waiting half an hour in destroy() for a rank that was killed while it wrote.
         monkeypatch.setattr(background_save, "_PULSE_S", 0.2)
         monkeypatch.setattr(background_save, "SILENCE_S", 1.0)
@@ -75,11 +83,16 @@ class TestInTheBackground(DistributedTest):
         (save,) = background_save.in_flight
         engine.destroy()
         if dist.get_rank() == 0:
-            assert "rank 1 has not written its files in time; it may have been killed" in str(save._error)
+            assert "rank 1 has not written its files in time; it may have been killed" in str(
+                save._error
+            )
         assert not Path(str(tmpdir), "latest").exists()
 
-    def test_a_rank_with_a_slow_disk_is_waited_for(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a pulse that is not sent, or not read, so a rank that writes for longer than SILENCE_S is given up.
+    def test_a_rank_with_a_slow_disk_is_waited_for(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a pulse that is not sent, or not read, so a rank that writes for longer than
+        # SILENCE_S is given up.
         monkeypatch.setattr(background_save, "_PULSE_S", 0.1)
         monkeypatch.setattr(background_save, "SILENCE_S", 0.8)
         write = SaveJob.write
@@ -97,7 +110,9 @@ class TestInTheBackground(DistributedTest):
         assert Path(str(tmpdir), "latest").read_text() == "slow"
 
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
-        """Kills: tensors shared with the running model, a live schedule or client value, a file of the state after a step."""
+        """Kills: tensors shared with the running model, a live schedule or client value, a file of
+        the state after a step.
+        """
         unbroken = train(start(config(**KEYS)), 4)
         engine = start(config(**KEYS))
         train(engine, 1)
@@ -118,12 +133,21 @@ class TestInTheBackground(DistributedTest):
         assert differences(unbroken[1:], seen) == []
         other = start(config(**KEYS), seed=2)
         _, loaded = other.load_checkpoint(str(tmpdir))
-        assert differences({"seen": [1], "value": torch.ones(2)}, loaded and {key: loaded[key] for key in client}) == []
+        assert (
+            differences(
+                {"seen": [1], "value": torch.ones(2)},
+                loaded and {key: loaded[key] for key in client},
+            )
+            == []
+        )
         assert differences(unbroken[1:], train(other, 3)) == []
 
-    def test_writing_begins_with_backward_in_the_next_step_or_soon(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Kills: a start in the step that has waited for the copy, or before backward; a backward or a wait that does not start it,
-        waiting for ever without a backward."""
+    def test_writing_begins_with_backward_in_the_next_step_or_soon(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kills: a start in the step that has waited for the copy, or before backward; a backward
+        or a wait that does not start it, waiting for ever without a backward.
+        """
         engine = start(config(**KEYS))
 
         def saved(tag: str) -> background_save.BackgroundSave:
@@ -131,7 +155,10 @@ class TestInTheBackground(DistributedTest):
             return background_save.in_flight[-1]
 
         monkeypatch.setattr(background_save, "_START_S", 1000.0)
-        for tag, backward in (("backward", engine.backward), ("plain", lambda loss: loss.backward())):
+        for tag, backward in (
+            ("backward", engine.backward),
+            ("plain", lambda loss: loss.backward()),
+        ):
             save = saved(tag)
             count = engine.gradient_accumulation_steps()
             for number in range(2 * count):
@@ -150,7 +177,12 @@ class TestInTheBackground(DistributedTest):
         save = saved("soon")
         save._thread.join(20)
         assert not save._thread.is_alive()
-        assert {path.name for path in Path(str(tmpdir)).glob("[a-z]*/")} == {"backward", "plain", "wait", "soon"}
+        assert {path.name for path in Path(str(tmpdir)).glob("[a-z]*/")} == {
+            "backward",
+            "plain",
+            "wait",
+            "soon",
+        }
         engine.destroy()
 
     def test_the_next_save_and_a_load_by_another_engine_wait(self, tmpdir: Any) -> None:
@@ -177,8 +209,12 @@ class TestInTheBackground(DistributedTest):
         engine.destroy()
         assert Path(str(tmpdir), "latest").read_text() == "last"  # on every rank
 
-    def test_an_error_comes_on_all_ranks_at_one_step_and_training_goes_on(self, tmpdir: Any) -> None:
-        """Kills: an error that only its rank raises or nobody does, a folder published without one rank's files."""
+    def test_an_error_comes_on_all_ranks_at_one_step_and_training_goes_on(
+        self, tmpdir: Any
+    ) -> None:
+        """Kills: an error that only its rank raises or nobody does, a folder published without one
+        rank's files.
+        """
         unbroken = train(start(config(**KEYS)), 6)
         engine = start(config(**KEYS))
         train(engine, 1)
@@ -190,7 +226,10 @@ class TestInTheBackground(DistributedTest):
         seen = train(engine, 1)
         gate.opened.set()
         join_threads()
-        with pytest.raises(CheckpointError, match=r"saving bad in the background failed\. rank 1: OSError.*No space left"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"saving bad in the background failed\. rank 1: OSError.*No space left",
+        ):
             train(engine, 1)
         assert engine.global_steps == 4  # the step was taken
         gate.error = None
@@ -203,7 +242,9 @@ class TestInTheBackground(DistributedTest):
         assert Path(str(tmpdir), "latest").read_text() == "next"
 
     def test_no_rank_ends_before_all_have(self, tmpdir: Any) -> None:
-        """Kills: a rank that forgets the save, or raises, while another is still in it: their collectives would differ."""
+        """Kills: a rank that forgets the save, or raises, while another is still in it: their
+        collectives would differ.
+        """
         engine = start(config(**KEYS))
         gate = gated(engine)
         part, going_on = background_save.BackgroundSave._part, threading.Event()
@@ -225,25 +266,33 @@ class TestInTheBackground(DistributedTest):
         train(engine, 1)
         assert background_save.in_flight == []
 
-    def test_a_rank_that_does_not_answer_is_given_up(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_rank_that_does_not_answer_is_given_up(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Kills: waiting for ever for the files of a rank that was killed."""
         engine = start(config(**KEYS))
         monkeypatch.setattr(background_save, "WAIT_S", 0.5)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)  # as if killed: no word
+            # as if killed: no word
+            monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)
         engine.save_checkpoint(str(tmpdir), tag="t")
         join_threads()
-        with pytest.raises(CheckpointError, match="rank 1 has not written its files in time|another rank has lost"):
+        with pytest.raises(
+            CheckpointError, match="rank 1 has not written its files in time|another rank has lost"
+        ):
             train(engine, 1)
         assert not Path(str(tmpdir), "t").exists()
 
-    def test_a_failure_that_nobody_is_left_to_raise_is_logged(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failure_that_nobody_is_left_to_raise_is_logged(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine, told = start(config(**KEYS)), list[str]()
         gate = gated(engine)
         gate.error = OSError(28, "No space left on device")
         monkeypatch.setattr(background_save.logger, "error", told.append)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run, as at exit
+        # one that does not run, as at exit
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)
         gate.opened.set()
         background_save.in_flight[0]._thread.join()
         assert [text.split(";")[0] for text in told] == [
@@ -279,12 +328,24 @@ raise SystemExit(3)
 
 
 def run_and_exit(folder: Path) -> str:
-    """Two ranks that end right after saving; rank 0's process is the store. Returns what they said."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    """Two ranks that end right after saving; rank 0's process is the store. Returns what they
+    said.
+    """
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": get_master_port(),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", SCRIPT, str(folder)]
     ranks = [
         subprocess.Popen(
-            command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env={**env, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in "01"
     ]
@@ -298,7 +359,9 @@ def run_and_exit(folder: Path) -> str:
 
 
 def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
-    """Kills: a daemon thread, threads that cannot be started any more at exit, rank 0 and the store gone before all have heard."""
+    """Kills: a daemon thread, threads that cannot be started any more at exit, rank 0 and the store
+    gone before all have heard.
+    """
     told = run_and_exit(tmp_path)
     assert (tmp_path / "latest").read_text() == "last"
     assert (tmp_path / "last" / "manifest.json").is_file()
@@ -306,10 +369,15 @@ def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
 
 
 def test_a_host_copy_is_no_view_and_its_memory_is_used_again() -> None:
-    """Kills: copies that share storage (a file would hold all of them), memory that is not used again."""
+    """Kills: copies that share storage (a file would hold all of them), memory that is not used
+    again.
+    """
     copy = HostCopy()
     flat = torch.arange(3_000_000, dtype=torch.float32)
-    content: dict[str, Any] = {"a": flat[10:20].view(2, 5), "b": [flat[20:2_000_000], torch.tensor(7)]}
+    content: dict[str, Any] = {
+        "a": flat[10:20].view(2, 5),
+        "b": [flat[20:2_000_000], torch.tensor(7)],
+    }
     content.update({"c": torch.empty(0, 3), "d": flat.view(3, -1).t()})
     content["e"] = content["a"].view(2, 5)
     first = copy(content)
@@ -338,7 +406,10 @@ def test_as_a_checkpoint_engine_it_is_a_queue(tmp_path: Path) -> None:
     assert engine.is_decoupled() and engine.preserves_storage_sharing()
     assert engine.commit(info)
     assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
-    assert engine.records_of(str(tmp_path / "a.pt"))[str(tmp_path / "a.pt")].bytes == (tmp_path / "a.pt").stat().st_size
+    assert (
+        engine.records_of(str(tmp_path / "a.pt"))[str(tmp_path / "a.pt")].bytes
+        == (tmp_path / "a.pt").stat().st_size
+    )
     engine.save({}, str(tmp_path / "none" / "a.pt"))
     with pytest.raises(OSError, match="No such file"):
         engine.commit(info)

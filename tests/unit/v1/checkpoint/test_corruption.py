@@ -1,9 +1,11 @@
 """Every file of a checkpoint truncated, flipped, exchanged, removed, or joined by another run's.
 
-Loading says so on every rank, names the file, and leaves the engine as it was. `make corrupt-checkpoints` flips many more bits.
+Loading says so on every rank, names the file, and leaves the engine as it was. `make
+corrupt-checkpoints` flips many more bits.
 
-Kills: a checksum that is not compared, a file that no rank checks, a tag or a foreign file that is not looked at, a manifest
-that has no checksum of its own, a check that comes after the first change.
+Kills: a checksum that is not compared, a file that no rank checks, a tag or a foreign file that is
+not looked at, a manifest that has no checksum of its own, a check that comes after the first
+change.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from unit.common import DistributedTest
 from . import pipeline, runs, test_experts
 from .runs import differences
 
-RANDOM_FLIPS = int(os.environ.get("DS_CORRUPTIONS", "2"))  # of each file, beside those at its start, middle and end
+# of each file, beside those at its start, middle and end
+RANDOM_FLIPS = int(os.environ.get("DS_CORRUPTIONS", "2"))
 OLDER, NEWER = "global_step1", "global_step2"
 
 
@@ -41,10 +44,20 @@ class Case(NamedTuple):
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 6}}
 CASES = {
     "stage 0": Case(lambda seed: runs.start(runs.config(), seed), runs.train),
-    "ZeRO-1 bf16": Case(lambda seed: runs.start(runs.config(**BF16, zero_optimization={"stage": 1}), seed), runs.train),
-    "ZeRO-2 fp16": Case(lambda seed: runs.start(runs.config(**FP16, zero_optimization={"stage": 2}), seed), runs.train),
-    "pipeline": Case(lambda seed: pipeline.make(2, seed, **BF16, zero_optimization={"stage": 1}), pipeline.train),
-    "experts": Case(lambda seed: test_experts.make(2, seed, zero_optimization={"stage": 2}), test_experts.train),
+    "ZeRO-1 bf16": Case(
+        lambda seed: runs.start(runs.config(**BF16, zero_optimization={"stage": 1}), seed),
+        runs.train,
+    ),
+    "ZeRO-2 fp16": Case(
+        lambda seed: runs.start(runs.config(**FP16, zero_optimization={"stage": 2}), seed),
+        runs.train,
+    ),
+    "pipeline": Case(
+        lambda seed: pipeline.make(2, seed, **BF16, zero_optimization={"stage": 1}), pipeline.train
+    ),
+    "experts": Case(
+        lambda seed: test_experts.make(2, seed, zero_optimization={"stage": 2}), test_experts.train
+    ),
     "experts, stage 0": Case(lambda seed: test_experts.make(2, seed), test_experts.train),
 }
 
@@ -64,7 +77,9 @@ def flipped(content: bytes, position: int, bit: int) -> bytes:
 
 
 def damages(folder: Path, strangers: dict[str, Path], draw: random.Random) -> Iterator[Damage]:
-    """All damages of all files in a folder; `strangers` are folders with files of the same names, of other tags and other runs."""
+    """All damages of all files in a folder; `strangers` are folders with files of the same names,
+    of other tags and other runs.
+    """
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     for number, (name, whole) in enumerate(files.items()):
         yield Damage("removed", name, None)
@@ -74,7 +89,9 @@ def damages(folder: Path, strangers: dict[str, Path], draw: random.Random) -> It
         # A zip's directory, which says where its tensors are, stands before its end.
         places = [0, len(whole) // 3, len(whole) // 2, len(whole) - 60, len(whole) - 1]
         for position in [*places, *(draw.randrange(len(whole)) for _ in range(RANDOM_FLIPS))]:
-            yield Damage(f"flipped at {position}", name, flipped(whole, position, draw.randrange(8)))
+            yield Damage(
+                f"flipped at {position}", name, flipped(whole, position, draw.randrange(8))
+            )
         swapped = {f"replaced by that of {what}": other / name for what, other in strangers.items()}
         neighbour = list(files)[(number + 1) % len(files)]
         swapped[f"replaced by {neighbour}"] = folder / neighbour
@@ -84,7 +101,11 @@ def damages(folder: Path, strangers: dict[str, Path], draw: random.Random) -> It
                 yield Damage(what, name, path.read_bytes())
     stranger = next(path for path in strangers.values())
     source = next(path for path in sorted(stranger.iterdir()) if path.suffix == ".pt")
-    for name in ("bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt", "mp_rank_09_model_states.pt", "layer_99-model_states.pt"):
+    for name in (
+        "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt",
+        "mp_rank_09_model_states.pt",
+        "layer_99-model_states.pt",
+    ):
         yield Damage("added", name, source.read_bytes())
 
 
@@ -94,9 +115,17 @@ def snapshot(engine: Any) -> dict[str, Any]:
     host: Any = numpy.random.get_state()
     return {
         "weights": {name: value.clone() for name, value in engine.module.state_dict().items()},
-        "optimizer": {key: vars(value) if hasattr(value, "cur_scale") else value for key, value in state.items()},
+        "optimizer": {
+            key: vars(value) if hasattr(value, "cur_scale") else value
+            for key, value in state.items()
+        },
         "schedule": None if engine.lr_scheduler is None else dict(engine.lr_scheduler.state_dict()),
-        "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps),
+        "counters": (
+            engine.global_steps,
+            engine.global_samples,
+            engine.skipped_steps,
+            engine.micro_steps,
+        ),
         "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
     }
 
@@ -169,7 +198,11 @@ def forget_fragment(folder: str) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None
     for rank, part in manifest.parts.items():
-        files = {name: record for name, record in manifest.files.items() if manifest.writers[name] == rank}
+        files = {
+            name: record
+            for name, record in manifest.files.items()
+            if manifest.writers[name] == rank
+        }
         for content in part["files"].values():
             if rank == 1 and "fragments" in content:
                 content["fragments"].pop()
@@ -188,9 +221,17 @@ class TestLatest(DistributedTest):
         before = snapshot(engine)
         latest = Path(str(tmpdir), "latest")
         whole = latest.read_bytes()
-        contents = [b"", whole[:-1], whole[: len(whole) // 2], b"global_step9", b"../elsewhere", b"."]
+        contents = [
+            b"",
+            whole[:-1],
+            whole[: len(whole) // 2],
+            b"global_step9",
+            b"../elsewhere",
+            b".",
+        ]
         contents += [flipped(whole, place, bit) for place in range(len(whole)) for bit in (0, 7)]
-        named_by_chance = OLDER.encode()  # a tag that is there is as good as the one that was written
+        # a tag that is there is as good as the one that was written
+        named_by_chance = OLDER.encode()
         dist.barrier()
         for content in contents:
             if content == named_by_chance:
@@ -212,7 +253,10 @@ class TestLatest(DistributedTest):
             damaged = Path(str(tmpdir), tag, "host_state_rank_1.pt")
             content = flipped(damaged.read_bytes(), 5, 1)
             on_rank_0(lambda damaged=damaged, content=content: put(damaged, content))
-        with pytest.raises(CheckpointError, match=rf"third/host_state_rank_1.*was written.*as it was written has tag='{OLDER}'"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"third/host_state_rank_1.*was written.*as it was written has tag='{OLDER}'",
+        ):
             engine.load_checkpoint(str(tmpdir))
         assert engine.load_checkpoint(str(tmpdir), tag=OLDER)[1]["seed"] == 1
 
@@ -221,7 +265,10 @@ class TestLatest(DistributedTest):
         engine = TestEveryFile.saved("ZeRO-1 bf16", 1, Path(str(tmpdir)))
         before = snapshot(engine)
         on_rank_0(lambda: forget_fragment(str(Path(str(tmpdir), NEWER))))
-        with pytest.raises(CheckpointError, match=r"optimizer state of \w+\.\w+: elements \d+ to \d+ are in no file"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"optimizer state of \w+\.\w+: elements \d+ to \d+ are in no file",
+        ):
             engine.load_checkpoint(str(tmpdir))
         assert differences(before, snapshot(engine)) == []
 

@@ -21,16 +21,24 @@ KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 class TestFailedSaves(DistributedTest):
-    """Kills: writing in place, updating `latest` before the files are there, one rank going on alone."""
+    """Kills: writing in place, updating `latest` before the files are there, one rank going on
+    alone.
+    """
 
     world_size = 2
 
     @pytest.mark.parametrize("tag", ["good", "next"])
-    def test_a_full_disk_on_one_rank(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    def test_a_full_disk_on_one_rank(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch, tag: str
+    ) -> None:
         engine = start(config(**KEYS))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="good")
@@ -46,15 +54,20 @@ class TestFailedSaves(DistributedTest):
             return record
 
         monkeypatch.setattr(torch_checkpoint_engine, "write_file", full)
-        with pytest.raises(CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"):
+        with pytest.raises(
+            CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"
+        ):
             engine.save_checkpoint(str(tmpdir), tag=tag)
         dist.barrier()
-        assert contents(Path(str(tmpdir))) == before  # `latest`, the older checkpoint of that tag, and nothing half-written
+        # `latest`, the older checkpoint of that tag, and nothing half-written
+        assert contents(Path(str(tmpdir))) == before
         monkeypatch.undo()
         engine.save_checkpoint(str(tmpdir), tag=tag)
         assert Path(str(tmpdir), "latest").read_text() == tag
 
-    def test_a_kill_between_the_two_renames(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_kill_between_the_two_renames(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine = start(config(**KEYS))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="same")
@@ -127,7 +140,8 @@ class TestBadFiles(DistributedTest):
     world_size = 2
 
     def saved(self, folder: Any) -> Any:
-        engine = start(config(**KEYS, checkpoint={"verify": "off"}))  # what is found without a manifest, as of upstream's folders
+        # what is found without a manifest, as of upstream's folders
+        engine = start(config(**KEYS, checkpoint={"verify": "off"}))
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="good")
         return engine
@@ -136,10 +150,18 @@ class TestBadFiles(DistributedTest):
         engine = self.saved(tmpdir)
         train(engine, 1)
         before = look(engine)
-        for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        for name in (
+            "mp_rank_00_model_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ):
             path = Path(str(tmpdir), "good", name)
             whole = path.read_bytes()
-            damages = {"truncated": whole[: len(whole) // 2], "empty": b"", "noise": b"x" * 999, "missing": None}
+            damages = {
+                "truncated": whole[: len(whole) // 2],
+                "empty": b"",
+                "noise": b"x" * 999,
+                "missing": None,
+            }
             for damage, left in damages.items():
                 self.replace(path, left)
                 reason = "does not exist" if left is None else "cannot be read.*truncated, damaged"
@@ -166,7 +188,10 @@ class TestBadFiles(DistributedTest):
             engine.load_checkpoint(str(tmpdir), tag="bad")
         marker = Path(str(tmpdir), "ran")
         if dist.get_rank() == 0:
-            torch.save({"module": Evil(str(marker))}, Path(str(tmpdir), "good", "mp_rank_00_model_states.pt"))
+            torch.save(
+                {"module": Evil(str(marker))},
+                Path(str(tmpdir), "good", "mp_rank_00_model_states.pt"),
+            )
         dist.barrier()
         with pytest.raises(CheckpointError, match="cannot be read"):
             engine.load_checkpoint(str(tmpdir))
@@ -174,15 +199,23 @@ class TestBadFiles(DistributedTest):
 
     def test_another_model_and_shards_without_their_files(self, tmpdir: Any) -> None:
         engine = self.saved(tmpdir)
-        path = Path(str(tmpdir), "good", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt")
+        path = Path(
+            str(tmpdir), "good", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"
+        )
         content = torch.load(path, weights_only=False)
         content["optimizer_state_dict"]["partition_count"] = [4, 4]
         torch.save(content, path)
         dist.barrier()
-        with pytest.raises(CheckpointError, match=r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2",
+        ):
             engine.load_checkpoint(str(tmpdir))
         engine.module.last = torch.nn.Linear(7, 4).bfloat16()
-        with pytest.raises(CheckpointError, match=r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)",
+        ):
             engine.load_checkpoint(str(tmpdir), load_module_only=True)
 
 

@@ -1,4 +1,6 @@
-"""A full disk and a read-only one, for real: a small file system mounted where only the test sees it."""
+"""A full disk and a read-only one, for real: a small file system mounted where only the test sees
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def unshared(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_full_and_read_only_disks(tmp_path: Path) -> None:
-    """Kills: a rank that goes on alone, an older checkpoint or `latest` that is changed, state that a failed save changes."""
+    """Kills: a rank that goes on alone, an older checkpoint or `latest` that is changed, state that
+    a failed save changes.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
@@ -32,9 +36,13 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
     if not possible:
         pytest.skip("nothing can be mounted here: it takes unshare, and to be root")
     ranks = " ".join(
-        f"RANK={rank} LOCAL_RANK={rank} {sys.executable} {Path(__file__).with_name('disk_run.py')} {folder} & pid{rank}=$!;"
+        f"RANK={rank} LOCAL_RANK={rank} {sys.executable} {Path(__file__).with_name('disk_run.py')} "
+        f"{folder} & pid{rank}=$!;"
         for rank in range(2)
     )
-    run = f"export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={get_master_port()}; {ranks} wait $pid0; wait $pid1"
+    run = (
+        f"export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={get_master_port()}; {ranks} wait "
+        "$pid0; wait $pid1"
+    )
     done = unshared(f"{MOUNT.format(folder=folder)}; {run}")
     assert (done.returncode, done.stdout.count("all held")) == (0, 2), done.stdout + done.stderr

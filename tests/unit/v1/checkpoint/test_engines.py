@@ -1,4 +1,6 @@
-"""Checkpoint engines: what each writes is the same checkpoint, and a client's own is used for every file."""
+"""Checkpoint engines: what each writes is the same checkpoint, and a client's own is used for every
+file.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ from unit.common import DistributedTest
 from .runs import config, differences, start, train
 
 CONTENT = {
-    "module": {"a": torch.arange(30_000).float().view(100, 300), "b": torch.ones(3).bfloat16(), "empty": torch.empty(0, 2)},
+    "module": {
+        "a": torch.arange(30_000).float().view(100, 300),
+        "b": torch.ones(3).bfloat16(),
+        "empty": torch.empty(0, 2),
+    },
     "list": [torch.tensor(3), ("x", 1.5, None)],
     "set": {1, 2},
 }
@@ -52,7 +58,11 @@ class Pickled(CheckpointEngine):
         assert self.get_commit_info() == info
 
     def save(self, state_dict: Any, path: str) -> None:
-        assert all(t.untyped_storage().nbytes() == t.nbytes for t in state_dict.values() if isinstance(t, torch.Tensor))
+        assert all(
+            t.untyped_storage().nbytes() == t.nbytes
+            for t in state_dict.values()
+            if isinstance(t, torch.Tensor)
+        )
         self.calls.append(os.path.basename(path))
         Path(path).write_bytes(b"mine" + pickle.dumps(state_dict))
 
@@ -75,7 +85,9 @@ class TestSaving(DistributedTest):
     }
 
     def test_every_writer_and_a_clients_engine_save_the_same(self, tmpdir: Any) -> None:
-        """Kills: a file or tensor that a writer leaves out, one that is read by no loader, a file without its checksum."""
+        """Kills: a file or tensor that a writer leaves out, one that is read by no loader, a file
+        without its checksum.
+        """
         for stage in (0, 1):
             self.save_and_load(Path(str(tmpdir), f"stage{stage}"), stage)
 
@@ -90,7 +102,10 @@ class TestSaving(DistributedTest):
                 engine.checkpoint_engine = Pickled()
             engine.save_checkpoint(str(folder), tag=name)
         if dist.get_rank() == 0:
-            assert engine.checkpoint_engine.calls[0] == "create client" and engine.checkpoint_engine.calls[-1] == "commit"
+            assert (
+                engine.checkpoint_engine.calls[0] == "create client"
+                and engine.checkpoint_engine.calls[-1] == "commit"
+            )
             assert "mp_rank_00_model_states.pt" in engine.checkpoint_engine.calls
         unbroken = train(engine, 1)
         for name in (*self.writers, "client"):
@@ -111,11 +126,16 @@ class TestSaving(DistributedTest):
 
         engine = start(config())
         engine.checkpoint_engine = Torn()
-        with pytest.raises(CheckpointError, match=r"rank 1: CheckpointError: Torn\.commit\(\) says that .* is not complete"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank 1: CheckpointError: Torn\.commit\(\) says that .* is not complete",
+        ):
             engine.save_checkpoint(str(tmpdir), tag="t")
         dist.barrier()
         assert os.listdir(str(tmpdir)) == []
-        with pytest.raises(TypeError, match="checkpoint_engine: dict is no .*CheckpointEngine; derive it from that"):
+        with pytest.raises(
+            TypeError, match="checkpoint_engine: dict is no .*CheckpointEngine; derive it from that"
+        ):
             engine.checkpoint_engine = {}
 
 
@@ -133,13 +153,23 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_file_and_what_is_known_of_it(tmp_path: Path, options: WriteOptions) -> None:
-    """Kills: a checksum of other bytes or in another order, a tail or a buffer that is not written, whole buffers of views."""
+    """Kills: a checksum of other bytes or in another order, a tail or a buffer that is not written,
+    whole buffers of views.
+    """
     path = str(tmp_path / "x.pt")
     flat = torch.arange(100_000).float()
     large = torch.arange(600_000).float()  # of those that are written from where they are
-    content = {**CONTENT, "large": large, "view": flat[17:20_017], "again": flat[17:20_017], "odd": flat.view(100, -1).t()}
+    content = {
+        **CONTENT,
+        "large": large,
+        "view": flat[17:20_017],
+        "again": flat[17:20_017],
+        "odd": flat.view(100, -1).t(),
+    }
     crc = torch.serialization.get_crc32_options()
-    assert write_file(path, content, options) == FileRecord(os.path.getsize(path), file_checksum(path))
+    assert write_file(path, content, options) == FileRecord(
+        os.path.getsize(path), file_checksum(path)
+    )
     assert torch.serialization.get_crc32_options() == crc
     loaded = torch.load(path, weights_only=True)
     assert differences(content, loaded) == []
@@ -158,9 +188,15 @@ def test_a_full_device_is_told_as_such(options: WriteOptions) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
 @pytest.mark.parametrize("refused", ["", "open", "write"])
-@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE - 1, 2 * mmap.PAGESIZE, 5 * mmap.PAGESIZE + 1])
-def test_a_file_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str) -> None:
-    """Kills: a tail that no device takes, a file system that cannot, a file that ends with what was in the buffer before."""
+@pytest.mark.parametrize(
+    "size", [0, 1, mmap.PAGESIZE - 1, 2 * mmap.PAGESIZE, 5 * mmap.PAGESIZE + 1]
+)
+def test_a_file_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str
+) -> None:
+    """Kills: a tail that no device takes, a file system that cannot, a file that ends with what was
+    in the buffer before.
+    """
     opened, written, system_open, system_write = [], [], os.open, os.write
 
     def is_direct(file: int) -> bool:
@@ -182,7 +218,9 @@ def test_a_file_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for last in (b"b" * 3 * mmap.PAGESIZE, content[:size]):  # the second has the first's buffer
         monkeypatch.setattr(os, "open", seen_open)
         monkeypatch.setattr(os, "write", seen_write)
-        with FileWriter(str(tmp_path / "x"), WriteOptions(2 * mmap.PAGESIZE, num_buffers=1, direct=True)) as file:
+        with FileWriter(
+            str(tmp_path / "x"), WriteOptions(2 * mmap.PAGESIZE, num_buffers=1, direct=True)
+        ) as file:
             half = len(last) // 2
             file.write(last[:half])
             file.write(last[half:])
@@ -191,7 +229,9 @@ def test_a_file_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (tmp_path / "x").read_bytes() == last
         assert record == FileRecord(len(last), file_checksum(str(tmp_path / "x")))
     assert opened[0]
-    assert refused == "write" or all(count % mmap.PAGESIZE == 0 for count, direct in written if direct)
+    assert refused == "write" or all(
+        count % mmap.PAGESIZE == 0 for count, direct in written if direct
+    )
 
 
 def test_files_past_the_page_cache_share_no_buffer_while_they_are_written(tmp_path: Path) -> None:
@@ -217,7 +257,9 @@ def test_files_past_the_page_cache_share_no_buffer_while_they_are_written(tmp_pa
         last.finish()
     os.close(wait)
     os.close(go)
-    assert [(tmp_path / name).read_bytes() for name in "abd"] == [letter * 100 for letter in (b"a", b"b", b"d")]
+    assert [(tmp_path / name).read_bytes() for name in "abd"] == [
+        letter * 100 for letter in (b"a", b"b", b"d")
+    ]
 
 
 def test_the_writer_flushes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +283,15 @@ def test_the_configuration_chooses() -> None:
         assert type(make_checkpoint_engine(CheckpointConfig(writer={"type": name}))) is kind
     assert type(make_checkpoint_engine(CheckpointConfig())) is TorchCheckpointEngine
     assert type(make_checkpoint_engine(CheckpointConfig(writer={}))) is FastCheckpointEngine
-    decoupled = make_checkpoint_engine(CheckpointConfig(writer={"decoupled": True, "io_buffer_size": 1e6}))
-    assert isinstance(decoupled, DecoupledCheckpointEngine) and isinstance(decoupled.inner, FastCheckpointEngine)
-    assert decoupled.inner.options == WriteOptions(1_000_000, num_buffers=1, direct=True, crc32=False)
+    decoupled = make_checkpoint_engine(
+        CheckpointConfig(writer={"decoupled": True, "io_buffer_size": 1e6})
+    )
+    assert isinstance(decoupled, DecoupledCheckpointEngine) and isinstance(
+        decoupled.inner, FastCheckpointEngine
+    )
+    assert decoupled.inner.options == WriteOptions(
+        1_000_000, num_buffers=1, direct=True, crc32=False
+    )
     old = make_checkpoint_engine(CheckpointConfig(checkpoint_serialization=False))
     assert isinstance(old, TorchCheckpointEngine) and not old.options.zip_format
 
@@ -252,7 +300,11 @@ def test_the_interface_is_upstreams(tmp_path: Path) -> None:
     """What upstream 0.19.6's TorchCheckpointEngine answers."""
     engine, info = TorchCheckpointEngine(), CheckpointCommitInfo("t", str(tmp_path), True)
     engine.makedirs(str(tmp_path), exist_ok=True)
-    assert (engine.get_commit_info(), engine.is_decoupled(), engine.preserves_storage_sharing()) == (None, False, True)
+    assert (
+        engine.get_commit_info(),
+        engine.is_decoupled(),
+        engine.preserves_storage_sharing(),
+    ) == (None, False, True)
     assert (engine.is_data_parallel_writer(0), engine.is_data_parallel_writer(1)) == (True, False)
     engine.create(info)
     engine.save({"a": 1}, str(tmp_path / "x.pt"))
@@ -265,8 +317,15 @@ def test_tensors_are_readable_by_dcp_and_tied_ones_stay_tied(tmp_path: Path) -> 
     tied = torch.randn(2, 3)
     content = {**CONTENT, "tied": [tied, tied]}
     records = dcp_files.write_dcp(path, content)
-    assert {os.path.relpath(name, tmp_path) for name in records} == {"x.pt", "x.dcp/.metadata", "x.dcp/__0_0.distcp"}
-    assert all(record == FileRecord(os.path.getsize(name), file_checksum(name)) for name, record in records.items())
+    assert {os.path.relpath(name, tmp_path) for name in records} == {
+        "x.pt",
+        "x.dcp/.metadata",
+        "x.dcp/__0_0.distcp",
+    }
+    assert all(
+        record == FileRecord(os.path.getsize(name), file_checksum(name))
+        for name, record in records.items()
+    )
     loaded = read_file(path)
     assert differences(content, loaded) == []
     assert loaded["tied"][0] is loaded["tied"][1]
@@ -284,16 +343,22 @@ class Evil:
 
 
 def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:
-    """Kills: an unpickler without a list, bytes in the place of a tensor, which DCP would unpickle."""
+    """Kills: an unpickler without a list, bytes in the place of a tensor, which DCP would
+    unpickle.
+    """
     path, ran = tmp_path / "x.pt", tmp_path / "ran"
     dcp_files.write_dcp(str(path), CONTENT)
     metadata = tmp_path / "x.dcp" / ".metadata"
     good = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(Evil(ran)))
-    with pytest.raises(CheckpointError, match=r"x\.pt .*cannot be read: _?io\.open is no class of DCP's metadata"):
+    with pytest.raises(
+        CheckpointError, match=r"x\.pt .*cannot be read: _?io\.open is no class of DCP's metadata"
+    ):
         read_file(str(path))
     known = pickle.loads(good)
-    known.state_dict_metadata["['module']['a']"] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    known.state_dict_metadata["['module']['a']"] = (
+        torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    )
     metadata.write_bytes(pickle.dumps(known))
     part = tmp_path / "x.dcp" / "__0_0.distcp"
     part.write_bytes(pickle.dumps(Evil(ran)))

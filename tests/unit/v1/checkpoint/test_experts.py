@@ -1,4 +1,6 @@
-"""Checkpoints of models with experts: files per expert, and other numbers of ranks that share them."""
+"""Checkpoints of models with experts: files per expert, and other numbers of ranks that share
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,16 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32-0": {},
     "fp32-2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
     "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-    "accumulate-1": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+    "accumulate-1": {
+        **BF16,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    },
     "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
-    "fp32-2-data-first": {"zero_optimization": {"stage": 2}, "use_data_before_expert_parallelism": True},
+    "fp32-2-data-first": {
+        "zero_optimization": {"stage": 2},
+        "use_data_before_expert_parallelism": True,
+    },
     "fp32-0-data-first": {"use_data_before_expert_parallelism": True},
 }
 
@@ -42,7 +51,14 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.some = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size, drop_tokens=False)
-        self.more = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, min(2, ep_size), drop_tokens=False, use_residual=True)
+        self.more = MoE(
+            WIDTH,
+            nn.Linear(WIDTH, WIDTH),
+            EXPERTS,
+            min(2, ep_size),
+            drop_tokens=False,
+            use_residual=True,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.some, self.more):
@@ -51,7 +67,9 @@ class Net(nn.Module):
 
 
 def cases() -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Number, name and keys; process groups are forgotten where neighbouring ranks come to hold the same experts."""
+    """Number, name and keys; process groups are forgotten where neighbouring ranks come to hold the
+    same experts.
+    """
     for number, (case, keys) in enumerate(CASES.items()):
         if case == "fp32-2-data-first":
             groups.reset()
@@ -66,7 +84,10 @@ def make(ep_size: int, seed: int, **keys: Any) -> Any:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         **keys,
     }
     return deepspeed.initialize(model=model, config=configuration)[0]
@@ -109,7 +130,9 @@ class SavedExperts(DistributedFixture):
 
 
 class TestOtherExpertGroups(DistributedTest):
-    """Kills: a rank's own numbers of experts taken for all ranks', an expert's shards put together in the order of dense ones."""
+    """Kills: a rank's own numbers of experts taken for all ranks', an expert's shards put together
+    in the order of dense ones.
+    """
 
     world_size = [2, 4]
     exec_timeout = 120
@@ -123,7 +146,12 @@ class TestOtherExpertGroups(DistributedTest):
                         engine = make(own_size, 2, **keys)
                         engine.load_checkpoint(name)
                         wanted = torch.load(f"{name}.pt", weights_only=False)
-                        assert differences(wanted, whole(engine)) == [], (case, world, ep_size, own_size)
+                        assert differences(wanted, whole(engine)) == [], (
+                            case,
+                            world,
+                            ep_size,
+                            own_size,
+                        )
                         train(engine, 1)
 
 
@@ -139,14 +167,23 @@ class TestFiles(DistributedTest):
             engine.save_checkpoint(str(tmpdir), tag=case)
             dist.barrier()
             folder = Path(str(tmpdir), case)
-            weights = [f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for layer in (0, 1) for expert in range(EXPERTS)]
+            weights = [
+                f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                for layer in (0, 1)
+                for expert in range(EXPERTS)
+            ]
             prefix = "expp_rank" if case == "fp32-0" else "bf16_zero_pp_rank"
             states = [f"{prefix}_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
             hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
             names = sorted(path.name for path in folder.iterdir())
-            assert names == sorted(["manifest.json", "mp_rank_00_model_states.pt", *weights, *states, *hosts])
+            assert names == sorted(
+                ["manifest.json", "mp_rank_00_model_states.pt", *weights, *states, *hosts]
+            )
             experts = "some.deepspeed_moe.experts.deepspeed_experts"
-            assert list(torch.load(folder / weights[3], weights_only=True)) == [f"{experts}.3.weight", f"{experts}.3.bias"]
+            assert list(torch.load(folder / weights[3], weights_only=True)) == [
+                f"{experts}.3.weight",
+                f"{experts}.3.bias",
+            ]
             model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
             assert not [name for name in model["module"] if "deepspeed_experts" in name]
             assert model["num_experts"] == [EXPERTS, EXPERTS]

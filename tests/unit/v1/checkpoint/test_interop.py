@@ -1,7 +1,9 @@
-"""Checkpoints that upstream wrote go on here as recorded, with any number of ranks; ours go on in upstream, where it is installed.
+"""Checkpoints that upstream wrote go on here as recorded, with any number of ranks; ours go on in
+upstream, where it is installed.
 
-The recordings lie beside the repository (see `COMPAT`). `DS_UPSTREAM_PYTHON` names an interpreter with upstream's deepspeed;
-without it the second half is skipped (`tests/interop/compare.py` is the same comparison as a command).
+The recordings lie beside the repository (see `COMPAT`). `DS_UPSTREAM_PYTHON` names an interpreter
+with upstream's deepspeed; without it the second half is skipped (`tests/interop/compare.py` is the
+same comparison as a command).
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoint
 UPSTREAM = os.environ.get("DS_UPSTREAM_PYTHON", "")
 WIDTH, ROWS = 16, 4
 MICRO_BATCHES = 2  # per rank of the recorded runs
-# Those that the recorded runs are comparable by: fp32 up to the order of sums; bf16 rounds to 2**-9.
+# Those that the recorded runs are comparable by: fp32 up to the order of sums; bf16 rounds to
+# 2**-9.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
 
-recordings = pytest.mark.skipif(not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository")
+recordings = pytest.mark.skipif(
+    not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository"
+)
 
 
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -38,7 +43,9 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.float() - targets.float()).pow(2).mean()
 
 
-def recorded_batches(step: int, world: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def recorded_batches(
+    step: int, world: int, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """All micro-batches of a step of all recorded ranks."""
     for rank in range(world):
         generator = torch.Generator().manual_seed(1000 + step * world + rank)
@@ -52,7 +59,10 @@ def check(recorded: dict[str, Any], step: int, loss: float, norm: float) -> None
     tolerance = TOLERANCES["bf16" if "bf16" in recorded["config"] else "fp32"]
     assert loss == pytest.approx(recorded["losses"][step], rel=tolerance), (recorded["case"], step)
     if recorded["grad_norms"][step]:
-        assert norm == pytest.approx(recorded["grad_norms"][step], rel=tolerance), (recorded["case"], step)
+        assert norm == pytest.approx(recorded["grad_norms"][step], rel=tolerance), (
+            recorded["case"],
+            step,
+        )
 
 
 def train_step(engine: Any, step: int, recorded_world: int) -> tuple[float, float]:
@@ -73,7 +83,9 @@ def train_step(engine: Any, step: int, recorded_world: int) -> tuple[float, floa
 
 @recordings
 class TestRecorded(DistributedTest):
-    """Kills: keys or names that only our own files have; counters, schedule or moments that start anew."""
+    """Kills: keys or names that only our own files have; counters, schedule or moments that start
+    anew.
+    """
 
     world_size = [1, 2, 4]
 
@@ -83,7 +95,9 @@ class TestRecorded(DistributedTest):
             steps = recorded["world"] * MICRO_BATCHES // dist.get_world_size()
             torch.manual_seed(8)
             model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-            engine = deepspeed.initialize(model=model, config={**recorded["config"], "gradient_accumulation_steps": steps})[0]
+            engine = deepspeed.initialize(
+                model=model, config={**recorded["config"], "gradient_accumulation_steps": steps}
+            )[0]
             engine.load_checkpoint(str(COMPAT / case))
             assert engine.global_steps == recorded["saved_after_step"]
             for step in range(engine.global_steps, len(recorded["losses"])):
@@ -93,7 +107,9 @@ class TestRecorded(DistributedTest):
         # Kills: placeholders of zero elements taken for weights.
         recorded = json.loads((COMPAT / "zero3_bf16_w2.json").read_text())
         model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-        engine = deepspeed.initialize(model=model, config={**recorded["config"], "zero_optimization": {"stage": 2}})[0]
+        engine = deepspeed.initialize(
+            model=model, config={**recorded["config"], "zero_optimization": {"stage": 2}}
+        )[0]
         before = [param.clone() for param in model.parameters()]
         with pytest.raises(CheckpointError, match="ZeRO stage 3"):
             engine.load_checkpoint(str(COMPAT / "zero3_bf16_w2"))
@@ -108,7 +124,11 @@ class TestRecordedPipeline(DistributedTest):
 
     def test_goes_on(self) -> None:
         recorded = json.loads((COMPAT / "pipe2_zero1_bf16_w2.json").read_text())
-        layers = [LayerSpec(nn.Linear, WIDTH, 32), LayerSpec(nn.GELU), LayerSpec(nn.Linear, 32, WIDTH)]
+        layers = [
+            LayerSpec(nn.Linear, WIDTH, 32),
+            LayerSpec(nn.GELU),
+            LayerSpec(nn.Linear, 32, WIDTH),
+        ]
         module = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=squares)
         engine = deepspeed.initialize(model=module, config=recorded["config"])[0]
         engine.load_checkpoint(str(COMPAT / "pipe2_zero1_bf16_w2"))
@@ -119,7 +139,9 @@ class TestRecordedPipeline(DistributedTest):
 
 
 class TestStaticScale(DistributedTest):
-    """Kills: state of a static scale without the keys that upstream's loader asks for (bf16 at stage 0 could not be loaded)."""
+    """Kills: state of a static scale without the keys that upstream's loader asks for (bf16 at
+    stage 0 could not be loaded).
+    """
 
     world_size = 1
 
@@ -131,21 +153,34 @@ class TestStaticScale(DistributedTest):
         }
         engine = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
         engine.save_checkpoint(str(tmpdir), tag="t")
-        state = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=True)["optimizer"]
-        assert {"dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups"} <= state.keys()
+        state = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=True)[
+            "optimizer"
+        ]
+        assert {
+            "dynamic_loss_scale",
+            "cur_scale",
+            "cur_iter",
+            "optimizer_state_dict",
+            "fp32_groups",
+        } <= state.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not UPSTREAM, reason="DS_UPSTREAM_PYTHON names no interpreter with upstream's deepspeed")
+@pytest.mark.skipif(
+    not UPSTREAM, reason="DS_UPSTREAM_PYTHON names no interpreter with upstream's deepspeed"
+)
 def test_both_ways(tmp_path: Path) -> None:
-    """Kills: files that upstream cannot read, or reads as something else; its files read as something else here."""
+    """Kills: files that upstream cannot read, or reads as something else; its files read as
+    something else here.
+    """
     outcomes, _ = measure(UPSTREAM, NAMES, tmp_path)
     for outcome in outcomes:
         assert not outcome.problem, outcome
         assert outcome.equal_state == outcome.all_state > 0, outcome
         tolerance = 1e-5 if "fp32" in outcome.case.replace("fp32acc", "") else 2e-3
         if outcome.case == "zero0_fp16":
-            tolerance = 5e-2  # upstream's arithmetic there is off from its own fp32 run (docs/interoperation.md)
+            # upstream's arithmetic there is off from its own fp32 run (docs/interoperation.md)
+            tolerance = 5e-2
         # Without a figure (not a number): upstream reports no norm at stage 0.
         assert not outcome.loss > tolerance, outcome
         assert not outcome.norm > tolerance, outcome

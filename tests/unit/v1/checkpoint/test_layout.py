@@ -1,4 +1,6 @@
-"""File names, keys and types in checkpoint files equal upstream's, and no file holds more than it needs."""
+"""File names, keys and types in checkpoint files equal upstream's, and no file holds more than it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "steps_per_print": 1000000,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
+    },
 }
 ADAM_GROUP = [
     "lr float",
@@ -72,7 +80,12 @@ SHARD = [
     "ds_version str",
     "param_slice_mappings list",
 ]
-SCALED = ["loss_scaler LossScaler", "dynamic_loss_scale bool", "overflow bool", "zero_stage ZeroStageEnum"]
+SCALED = [
+    "loss_scaler LossScaler",
+    "dynamic_loss_scale bool",
+    "overflow bool",
+    "zero_stage ZeroStageEnum",
+]
 
 
 def keys_of(value: dict[str, Any]) -> list[str]:
@@ -91,7 +104,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def save(folder: str, **keys: Any) -> dict[str, Any]:
-    """A step of the model that the golden lists were read off; returns the files' contents by name."""
+    """A step of the model that the golden lists were read off; returns the files' contents by
+    name.
+    """
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     engine = deepspeed.initialize(model=model, config={**CONFIG, **keys})[0]
@@ -101,7 +116,10 @@ def save(folder: str, **keys: Any) -> dict[str, Any]:
         engine.step()
     engine.save_checkpoint(folder, tag="step1", client_state={"note": "ours"})
     assert Path(folder, "latest").read_text() == "step1"
-    read = {path.name: torch.load(path, weights_only=False) for path in Path(folder, "step1").glob("*.pt")}
+    read = {
+        path.name: torch.load(path, weights_only=False)
+        for path in Path(folder, "step1").glob("*.pt")
+    }
     dist.barrier()
     return read
 
@@ -117,10 +135,15 @@ def check_shard(state: dict[str, Any]) -> None:
         "exp_avg_sq": ((536,), torch.float32),
     }
     assert sorted(keys_of(base["param_groups"][0])) == sorted(ADAM_GROUP)
-    assert [(tuple(t.shape), t.dtype) for t in state["single_partition_of_fp32_groups"]] == [((536,), torch.float32)]
+    assert [(tuple(t.shape), t.dtype) for t in state["single_partition_of_fp32_groups"]] == [
+        ((536,), torch.float32)
+    ]
     assert (state["group_paddings"], state["partition_count"]) == ([0], [2])
     mapping = state["param_slice_mappings"][0]
-    assert {name: (a.numel, a.start) for name, a in mapping.items()} == {"0.weight": (512, 0), "0.bias": (24, 512)}
+    assert {name: (a.numel, a.start) for name, a in mapping.items()} == {
+        "0.weight": (512, 0),
+        "0.bias": (24, 512),
+    }
     assert f"{type(mapping['0.bias']).__module__}.{type(mapping['0.bias']).__name__}" == (
         "deepspeed.utils.tensor_fragment.fragment_address"
     )
@@ -132,11 +155,19 @@ class TestLayout(DistributedTest):
     world_size = 2
 
     def check_model(self, model: dict[str, Any], dtype: torch.dtype, **types: str) -> None:
-        expected = [f"{key} {types.get(key, kind)}" for key, kind in (entry.split() for entry in MODEL_FILE)]
+        expected = [
+            f"{key} {types.get(key, kind)}" for key, kind in (entry.split() for entry in MODEL_FILE)
+        ]
         assert sorted(keys_of(model)) == sorted(expected)
         assert {name: tuple(t.shape) for name, t in model["module"].items()} == WEIGHTS
         assert {t.dtype for t in model["module"].values()} == {dtype}
-        counts = ("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
+        counts = (
+            "skipped_steps",
+            "global_steps",
+            "global_samples",
+            "dp_world_size",
+            "mp_world_size",
+        )
         assert [model[key] for key in counts] == [0, 1, 16, 2, 1]
         assert model["lr_scheduler"] == {"last_batch_iteration": 0}
         assert model["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": 1}
@@ -149,12 +180,17 @@ class TestLayout(DistributedTest):
         assert sorted(files) == sorted(["mp_rank_00_model_states.pt", *shards, *hosts])
         model, shard = files["mp_rank_00_model_states.pt"], files[shards[0]]
         self.check_model(model, torch.float32)
-        assert [dict(group) for group in model["param_shapes"]] == [{name: torch.Size(s) for name, s in WEIGHTS.items()}]
+        assert [dict(group) for group in model["param_shapes"]] == [
+            {name: torch.Size(s) for name, s in WEIGHTS.items()}
+        ]
         assert keys_of(shard) == ["optimizer_state_dict dict", "ds_config dict", "ds_version str"]
         state = shard["optimizer_state_dict"]
         assert sorted(keys_of(state)) == sorted(SHARD + SCALED)
         assert type(state["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
-        assert (state["zero_stage"], type(state["zero_stage"]).__module__) == (2, "deepspeed.runtime.zero.config")
+        assert (state["zero_stage"], type(state["zero_stage"]).__module__) == (
+            2,
+            "deepspeed.runtime.zero.config",
+        )
         check_shard(state)
 
     def test_zero1_bf16_with_fp32_accumulation(self, tmpdir: Any) -> None:
@@ -168,29 +204,46 @@ class TestLayout(DistributedTest):
 
     def test_zero0_fp32(self, tmpdir: Any) -> None:
         files = save(str(tmpdir))
-        assert sorted(files) == ["host_state_rank_0.pt", "host_state_rank_1.pt", "mp_rank_00_model_states.pt"]
+        assert sorted(files) == [
+            "host_state_rank_0.pt",
+            "host_state_rank_1.pt",
+            "mp_rank_00_model_states.pt",
+        ]
         model = files["mp_rank_00_model_states.pt"]
         absent = ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
-        self.check_model(model, torch.float32, optimizer="dict", **dict.fromkeys(absent, "NoneType"))
+        self.check_model(
+            model, torch.float32, optimizer="dict", **dict.fromkeys(absent, "NoneType")
+        )
         assert list(model["optimizer"]["state"]) == [0, 1, 2, 3]
-        assert [tuple(s["exp_avg"].shape) for s in model["optimizer"]["state"].values()] == list(WEIGHTS.values())
+        assert [tuple(s["exp_avg"].shape) for s in model["optimizer"]["state"].values()] == list(
+            WEIGHTS.values()
+        )
         assert sorted(keys_of(model["optimizer"]["param_groups"][0])) == sorted(ADAM_GROUP)
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_files_hold_no_more_than_they_need(self, tmpdir: Any, stage: int) -> None:
-        precision = {"fp16": {"enabled": True, "initial_scale_power": 4}} if stage == 0 else {"bf16": {"enabled": True}}
+        precision = (
+            {"fp16": {"enabled": True, "initial_scale_power": 4}}
+            if stage == 0
+            else {"bf16": {"enabled": True}}
+        )
         engine = start(config(zero_optimization={"stage": stage}, **precision))
         train(engine, 2)
         engine.save_checkpoint(str(tmpdir), tag="t")
         for path in Path(str(tmpdir), "t").glob("*.pt"):
             found = list(tensors(torch.load(path, weights_only=False)))
-            assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found), path.name
-            # Tied weights once, and a stage-2 file only this rank's part: a whole buffer per view would be many times this.
+            assert all(
+                t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found
+            ), path.name
+            # Tied weights once, and a stage-2 file only this rank's part: a whole buffer per view
+            # would be many times this.
             once = {t.data_ptr(): t.numel() * t.element_size() for t in found if t.numel()}
             assert path.stat().st_size < sum(once.values()) + 400 * len(found) + 25000, path.name
         dist.barrier()
         model = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=False)
-        assert model["module"]["tied.weight"].data_ptr() == model["module"]["again.weight"].data_ptr()
+        assert (
+            model["module"]["tied.weight"].data_ptr() == model["module"]["again.weight"].data_ptr()
+        )
         if stage:
             assert model["shared_params"] == {"again.weight": "tied.weight"}
             assert set(model["frozen_param_shapes"]) == {"frozen.weight", "frozen.bias"}

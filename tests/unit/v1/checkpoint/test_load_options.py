@@ -1,4 +1,6 @@
-"""Loading some of a checkpoint: names that differ, adapters beside frozen weights, parameters frozen or thawed since, tied ones."""
+"""Loading some of a checkpoint: names that differ, adapters beside frozen weights, parameters
+frozen or thawed since, tied ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ BF16 = {"bf16": {"enabled": True}}
 ZERO: dict[str, dict[str, Any]] = {
     "stage0": {},
     "stage0-bf16": BF16,
-    "stage1-accumulate": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+    "stage1-accumulate": {
+        **BF16,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    },
     "stage2": {**BF16, "zero_optimization": {"stage": 2}},
 }
 
@@ -46,7 +52,9 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 def start_with(model: nn.Module, keys: dict[str, Any]) -> Any:
     """An engine over `model`, with one group of what it trains."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    engine = deepspeed.initialize(model=model, model_parameters=trained, config=config(**keys), training_data=samples())[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=trained, config=config(**keys), training_data=samples()
+    )[0]
     engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
     return engine
 
@@ -81,7 +89,9 @@ class TestNames(DistributedTest):
 
     @in_all_cases
     def test_names_that_differ(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: missing or further names ignored where they must match, masters that do not follow what was loaded."""
+        """Kills: missing or further names ignored where they must match, masters that do not follow
+        what was loaded.
+        """
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -95,14 +105,24 @@ class TestNames(DistributedTest):
         other = start_with(model, keys)
         train(other, 1)
         before = look(other)
-        with pytest.raises(CheckpointError, match=r"head.weight is missing; head.bias is missing; last.weight is not in"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"head.weight is missing; head.bias is missing; last.weight is not in",
+        ):
             other.load_checkpoint(str(tmpdir), load_module_only=True)
         assert differences(before, look(other)) == []
         other.load_checkpoint(str(tmpdir), load_module_only=True, load_module_strict=False)
         now = weights(other)
-        expected = {name: before[f"module.{name}"] if name.startswith("head") else saved[name] for name in now}
+        expected = {
+            name: before[f"module.{name}"] if name.startswith("head") else saved[name]
+            for name in now
+        }
         assert differences(expected, now) == []
-        masters = {name[7:]: value for name, value in by_name(other).items() if name.startswith("master.") and value is not None}
+        masters = {
+            name[7:]: value
+            for name, value in by_name(other).items()
+            if name.startswith("master.") and value is not None
+        }
         assert differences({name: now[name].float() for name in masters}, masters) == []
 
     @in_all_cases
@@ -115,21 +135,32 @@ class TestNames(DistributedTest):
         model.last = nn.Linear(7, 4)
         other = start_with(model, keys)
         before = weights(other)
-        with pytest.raises(CheckpointError, match=r"last.weight has shape \(3, 7\), this model's \(4, 7\)"):
+        with pytest.raises(
+            CheckpointError, match=r"last.weight has shape \(3, 7\), this model's \(4, 7\)"
+        ):
             other.load_checkpoint(str(tmpdir), load_module_only=True)
-        with pytest.raises(CheckpointError, match=r"last.weight has shape .* custom_load_fn may load"):
+        with pytest.raises(
+            CheckpointError, match=r"last.weight has shape .* custom_load_fn may load"
+        ):
             other.load_checkpoint(str(tmpdir), load_module_only=True, load_module_strict=False)
         assert differences(before, weights(other)) == []
 
         def cut(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-            dst.load_state_dict({**src, "last.weight": dst.get_parameter("last.weight"), "last.bias": torch.ones(4)})
+            dst.load_state_dict(
+                {**src, "last.weight": dst.get_parameter("last.weight"), "last.bias": torch.ones(4)}
+            )
 
         other.load_checkpoint(str(tmpdir), load_module_only=True, custom_load_fn=cut)
-        own = {"last.weight": before["last.weight"], "last.bias": torch.ones(4).to(before["last.bias"])}
+        own = {
+            "last.weight": before["last.weight"],
+            "last.bias": torch.ones(4).to(before["last.bias"]),
+        }
         assert differences({**weights(engine), **own}, weights(other)) == []
 
     def test_own_function_for_some_names(self, tmpdir: Any) -> None:
-        """Kills: masters of before the function; names checked although the function knows better."""
+        """Kills: masters of before the function; names checked although the function knows
+        better.
+        """
         engine = start(config(**ZERO["stage2"]))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -137,7 +168,9 @@ class TestNames(DistributedTest):
         first = weights(other)["first.weight"]
 
         def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-            dst.load_state_dict({name: value for name, value in src.items() if name != "first.weight"}, strict=False)
+            dst.load_state_dict(
+                {name: value for name, value in src.items() if name != "first.weight"}, strict=False
+            )
 
         other.load_checkpoint(str(tmpdir), load_module_only=True, custom_load_fn=load)
         expected = {**weights(engine), "first.weight": first}
@@ -151,20 +184,28 @@ class TestFrozen(DistributedTest):
 
     @in_all_cases
     def test_adapters(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: base weights in the file, adapters that start again, moments of frozen parameters asked for."""
+        """Kills: base weights in the file, adapters that start again, moments of frozen parameters
+        asked for.
+        """
         engine = start_with(adapted_net(1), keys)
         train(engine, 2)
         engine.save_checkpoint(str(tmpdir), exclude_frozen_parameters=True)
         held = by_name(engine)
         went_on = train(engine, 2)
-        adapters = sorted(name for name, param in engine.module.named_parameters() if param.requires_grad)
+        adapters = sorted(
+            name for name, param in engine.module.named_parameters() if param.requires_grad
+        )
         dist.barrier()
-        file = torch.load(Path(str(tmpdir), "global_step2", "mp_rank_00_model_states.pt"), weights_only=False)
+        file = torch.load(
+            Path(str(tmpdir), "global_step2", "mp_rank_00_model_states.pt"), weights_only=False
+        )
         assert sorted(file["module"]) == adapters
         exported = get_fp32_state_dict_from_zero_checkpoint(str(tmpdir))
         assert sorted(exported) == adapters
         wanted = {name: held[f"master.{name}"] for name in adapters}
-        assert all(value is None for value in wanted.values()) or differences(wanted, exported) == []
+        assert (
+            all(value is None for value in wanted.values()) or differences(wanted, exported) == []
+        )
         engine.save_16bit_model(str(tmpdir), "adapters.bin", exclude_frozen_parameters=True)
         dist.barrier()
         assert sorted(torch.load(str(tmpdir.join("adapters.bin")), weights_only=True)) == adapters
@@ -177,7 +218,9 @@ class TestFrozen(DistributedTest):
 
     @in_all_cases
     def test_thawed_since(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """A parameter that the checkpoint has no state of: an error that names it, or its weights alone."""
+        """A parameter that the checkpoint has no state of: an error that names it, or its weights
+        alone.
+        """
         engine = start_with(adapted_net(1), keys)
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -219,7 +262,9 @@ class TestFrozen(DistributedTest):
             engine.save_checkpoint(folder, tag="t", exclude_frozen_parameters=True)
             dist.barrier()
             file = torch.load(Path(folder, "t", "mp_rank_00_model_states.pt"), weights_only=False)
-            assert {"tied.weight", "again.weight"} & set(file["module"]) == (set() if frozen else {"tied.weight", "again.weight"})
+            assert {"tied.weight", "again.weight"} & set(file["module"]) == (
+                set() if frozen else {"tied.weight", "again.weight"}
+            )
             engine.load_checkpoint(folder, load_module_strict=False)
             assert engine.module.again.weight is engine.module.tied.weight
             dist.barrier()

@@ -1,4 +1,6 @@
-"""The manifest: its own integrity, that it describes what is in the files, shares of readers, coverage, and checking offline."""
+"""The manifest: its own integrity, that it describes what is in the files, shares of readers,
+coverage, and checking offline.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class TestFile:
         folder = two_ranks(tmp_path / "tag")
         manifest = read_manifest(str(folder))
         assert manifest is not None
-        assert manifest.files["b.pt"] == FileRecord(12, f"xxh3_128:{xxhash.xxh3_128(b'b.pt' * 3).hexdigest()}")
+        assert manifest.files["b.pt"] == FileRecord(
+            12, f"xxh3_128:{xxhash.xxh3_128(b'b.pt' * 3).hexdigest()}"
+        )
         assert manifest.writers == {"a.pt": 0, "c.bin": 0, "b.pt": 1}
         # What a rank says of files that it did not write is another's to say.
         assert manifest.parts == {
@@ -82,16 +86,22 @@ class TestFile:
             1: description("b.pt") | {"files": {"b.pt": {"loss_scale": 1.0}}},
         }
         assert sorted(os.listdir(folder)) == ["a.pt", "b.pt", "c.bin", "manifest.json"]
-        assert json.loads((folder / "manifest.json").read_text())["head"]["tag"] == "tag"  # for other readers it is JSON
+        # for other readers it is JSON
+        assert json.loads((folder / "manifest.json").read_text())["head"]["tag"] == "tag"
         assert check_folder(str(folder), manifest) == []
         assert read_manifest(str(tmp_path)) is None
 
     def test_every_flip_and_every_truncation_shows(self, tmp_path: Path) -> None:
-        """Kills: a checksum of parsed content, which does not see blanks; one that is not compared."""
+        """Kills: a checksum of parsed content, which does not see blanks; one that is not
+        compared.
+        """
         path = two_ranks(tmp_path / "tag") / "manifest.json"
         whole = path.read_bytes()
         damaged = [whole[:size] for size in range(len(whole))] + [whole + b"\n"]
-        damaged += [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+        damaged += [
+            whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
+            for at in range(len(whole))
+        ]
         for content in damaged:
             path.write_bytes(content)
             with pytest.raises(CheckpointError, match=r"manifest\.json .* is damaged"):
@@ -100,7 +110,9 @@ class TestFile:
     def test_a_missing_part_and_a_file_of_two_ranks(self, tmp_path: Path) -> None:
         record = FileRecord(1, "xxh3_128:0")
         write_part(str(tmp_path), 0, {"a.pt": record}, {})
-        with pytest.raises(CheckpointError, match=r"part_1\.json is missing: rank 1 has not finished its files"):
+        with pytest.raises(
+            CheckpointError, match=r"part_1\.json is missing: rank 1 has not finished its files"
+        ):
             merge_parts(str(tmp_path), range(2), {})
         write_part(str(tmp_path), 1, {"a.pt": record}, {})
         with pytest.raises(CheckpointError, match=r"a\.pt was written by rank 0 and by rank 1"):
@@ -110,15 +122,23 @@ class TestFile:
 
 class TestReaders:
     @pytest.mark.parametrize("readers", range(1, 6))
-    def test_every_file_is_read_by_exactly_one(self, readers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_every_file_is_read_by_exactly_one(
+        self, readers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         """Kills: shares that leave a file out, or read one twice."""
         names = [f"{number}.pt" for number in range(7)]
         for name in names:
             (tmp_path / name).touch()
         read: list[str] = []
-        monkeypatch.setattr(verification, "file_checksum", lambda path: read.append(os.path.basename(path)) or "x")
-        manifest = Manifest({"tag": tmp_path.name}, dict.fromkeys(names, FileRecord(0, "x")), {}, {})
-        assert [check_folder(str(tmp_path), manifest, (reader, readers)) for reader in range(readers)] == [[]] * readers
+        monkeypatch.setattr(
+            verification, "file_checksum", lambda path: read.append(os.path.basename(path)) or "x"
+        )
+        manifest = Manifest(
+            {"tag": tmp_path.name}, dict.fromkeys(names, FileRecord(0, "x")), {}, {}
+        )
+        assert [
+            check_folder(str(tmp_path), manifest, (reader, readers)) for reader in range(readers)
+        ] == [[]] * readers
         assert sorted(read) == names
 
     def test_names_tags_and_foreign_files(self, tmp_path: Path) -> None:
@@ -135,32 +155,46 @@ class TestReaders:
             "inner/0_0.distcp is not of this checkpoint",
         ]
         renamed = folder.rename(tmp_path / "other")
-        assert "is that of tag 'tag', the folder's name is 'other'" in check_folder(str(renamed), manifest)[0]
+        assert (
+            "is that of tag 'tag', the folder's name is 'other'"
+            in check_folder(str(renamed), manifest)[0]
+        )
 
 
 def part_of(cuts: list[tuple[str, int, int]], numels: dict[str, int], **more: Any) -> Description:
-    """A part of a model whose parameters' states are cut so: file, first element, elements; all of `a`."""
+    """A part of a model whose parameters' states are cut so: file, first element, elements; all of
+    `a`.
+    """
     weights = {name: [[numel], "float32", "trained"] for name, numel in numels.items()}
     files: dict[str, Any] = {"model.pt": {"weights": weights}}
     for file, start, numel in cuts:
-        content = files.setdefault(file, {"slots": [{"fp32": "float32"}], "fragments": [], "whole": False, **more})
+        content = files.setdefault(
+            file, {"slots": [{"fp32": "float32"}], "fragments": [], "whole": False, **more}
+        )
         content["fragments"].append(["a", start, numel, 0])
     return {"part": 0, "files": files}
 
 
 class TestCoverage:
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-    def test_any_cut_is_fine_and_any_change_of_one_is_not(self, lengths: list[int], data: st.DataObject) -> None:
+    def test_any_cut_is_fine_and_any_change_of_one_is_not(
+        self, lengths: list[int], data: st.DataObject
+    ) -> None:
         """Kills: gaps, overlaps, or the end not looked at."""
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
-        cuts = [(f"{index}.pt", start, length) for index, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+        cuts = [
+            (f"{index}.pt", start, length)
+            for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        ]
         numels = {"a": sum(lengths)}
         assert check_coverage([part_of(data.draw(st.permutations(cuts)), numels)]) == []
         index = data.draw(st.integers(0, len(cuts) - 1))
         file, start, length = cuts[index]
         longer, shorter = (file, start, length + 1), (file, start, length - 1)
         for changed in ([longer], [shorter], [], [cuts[index], (file, start, length)]):
-            problems = check_coverage([part_of([*cuts[:index], *changed, *cuts[index + 1 :]], numels)])
+            problems = check_coverage(
+                [part_of([*cuts[:index], *changed, *cuts[index + 1 :]], numels)]
+            )
             assert len(problems) == 1
             assert "optimizer state of a: " in problems[0]
 
@@ -179,25 +213,40 @@ class TestCoverage:
         """Kills: moments that only some shards have."""
         part = part_of([("x", 0, 3), ("y", 3, 4)], {"a": 7})
         part["files"]["x"]["slots"] = [{"fp32": "float32", "exp_avg": "float32"}]
-        assert check_coverage([part]) == ["optimizer state of a (exp_avg): elements 3 to 7 are in no file"]
+        assert check_coverage([part]) == [
+            "optimizer state of a (exp_avg): elements 3 to 7 are in no file"
+        ]
 
     def test_copies_parts_and_what_is_not_trained(self) -> None:
-        """Kills: dense weights of other expert ranks, or the same names on other tensor-parallel ranks, taken for overlaps."""
+        """Kills: dense weights of other expert ranks, or the same names on other tensor-parallel
+        ranks, taken for overlaps.
+        """
         copies = part_of([("x", 0, 7), ("y", 0, 7)], {"a": 7}, whole=True)
         assert check_coverage([copies, {**copies, "part": 1}]) == []
-        weights = {"b": [[2], "float32", "frozen"], "c": [[2], "float32", "buffer"], "d": [[7], "float32", "trained", "a"]}
+        weights = {
+            "b": [[2], "float32", "frozen"],
+            "c": [[2], "float32", "buffer"],
+            "d": [[7], "float32", "trained", "a"],
+        }
         copies["files"]["model.pt"]["weights"].update(weights)
         assert check_coverage([copies]) == []
-        nodes = [part_of([("x", 0, 7)], {"a": 7}) for _ in range(2)]  # each with a folder of its own
+        # each with a folder of its own
+        nodes = [part_of([("x", 0, 7)], {"a": 7}) for _ in range(2)]
         assert check_coverage(nodes) == []
 
     def test_ten_thousand_parameters_take_little(self) -> None:
         """Kills: a search through all for each."""
-        weights = {f"layer.{index}.weight": [[8, 8], "float32", "trained"] for index in range(10_000)}
+        weights = {
+            f"layer.{index}.weight": [[8, 8], "float32", "trained"] for index in range(10_000)
+        }
         fragments = [[name, start, 16, 0] for name in weights for start in range(0, 64, 16)]
         files: dict[str, Any] = {"model.pt": {"weights": weights}}
         for rank in range(4):
-            files[f"{rank}.pt"] = {"slots": [{"fp32": "float32"}], "fragments": fragments[rank::4], "whole": False}
+            files[f"{rank}.pt"] = {
+                "slots": [{"fp32": "float32"}],
+                "fragments": fragments[rank::4],
+                "whole": False,
+            }
         began = time.process_time()
         assert check_coverage([{"part": 0, "files": files}]) == []
         assert time.process_time() - began < 5
@@ -207,12 +256,18 @@ class TestOffline:
     def test_function_and_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = two_ranks(tmp_path / "tag")
         (tmp_path / "latest").write_text("tag")
-        assert verify_checkpoint(str(tmp_path)) == verify_checkpoint(str(tmp_path), "tag", "sizes") == []
+        assert (
+            verify_checkpoint(str(tmp_path))
+            == verify_checkpoint(str(tmp_path), "tag", "sizes")
+            == []
+        )
         assert ds_checkpoint(["verify", str(tmp_path)]) == 0
         assert "as it was written" in capsys.readouterr().out
         (folder / "a.pt").write_bytes(b"A.pt" * 3)
         (folder / "b.pt").unlink()
-        assert [problem.split(f"{folder}/")[1][:15] for problem in verify_checkpoint(str(tmp_path))] == [
+        assert [
+            problem.split(f"{folder}/")[1][:15] for problem in verify_checkpoint(str(tmp_path))
+        ] == [
             "a.pt has checks",
             "b.pt is missing",
         ]
@@ -221,7 +276,10 @@ class TestOffline:
         assert "a.pt has checksum" in capsys.readouterr().out
         (folder / "manifest.json").unlink()
         assert "has no manifest.json" in verify_checkpoint(str(tmp_path))[0]
-        assert "nowhere is not there. Give one of the tags that are there: tag" in verify_checkpoint(str(tmp_path), "nowhere")[0]
+        assert (
+            "nowhere is not there. Give one of the tags that are there: tag"
+            in verify_checkpoint(str(tmp_path), "nowhere")[0]
+        )
         (tmp_path / "latest").unlink()
         assert "has no file 'latest'" in verify_checkpoint(str(tmp_path))[0]
         with pytest.raises(ValueError, match="level: 'all' is not known"):
@@ -236,13 +294,24 @@ def grouped_experts(**keys: Any) -> Callable[[], Any]:
 
 DESCRIBED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any]]] = {
     "stage 0": (lambda: runs.start(runs.config()), runs.train),
-    "fp16, stage 0": (lambda: runs.start(runs.config(fp16={"enabled": True, "initial_scale_power": 6})), runs.train),
-    "ZeRO-1 bf16": (lambda: runs.start(runs.config(**BF16, zero_optimization={"stage": 1})), runs.train),
-    "ZeRO-2 round robin": (
-        lambda: runs.start(runs.config(zero_optimization={"stage": 2, "round_robin_gradients": True})),
+    "fp16, stage 0": (
+        lambda: runs.start(runs.config(fp16={"enabled": True, "initial_scale_power": 6})),
         runs.train,
     ),
-    "pipeline": (lambda: pipeline.make(2, **BF16, grouped=True, zero_optimization={"stage": 1}), pipeline.train),
+    "ZeRO-1 bf16": (
+        lambda: runs.start(runs.config(**BF16, zero_optimization={"stage": 1})),
+        runs.train,
+    ),
+    "ZeRO-2 round robin": (
+        lambda: runs.start(
+            runs.config(zero_optimization={"stage": 2, "round_robin_gradients": True})
+        ),
+        runs.train,
+    ),
+    "pipeline": (
+        lambda: pipeline.make(2, **BF16, grouped=True, zero_optimization={"stage": 1}),
+        pipeline.train,
+    ),
     "experts": (grouped_experts(zero_optimization={"stage": 2}), test_experts.train),
     "experts, stage 0": (grouped_experts(), test_experts.train),
 }
@@ -265,7 +334,9 @@ class TestDescription(DistributedTest):
             folder = Path(str(tmpdir), case)
             manifest = read_manifest(str(folder))
             assert manifest is not None
-            assert sorted(manifest.files) == sorted(path.name for path in folder.iterdir() if path.name != "manifest.json")
+            assert sorted(manifest.files) == sorted(
+                path.name for path in folder.iterdir() if path.name != "manifest.json"
+            )
             assert manifest.head["client_state"] == ["mine"]
             assert manifest.head["global_steps"] == 1
             parts: dict[int, dict[str, Any]] = {}
@@ -294,7 +365,12 @@ def described_state(parts: dict[int, dict[str, Any]]) -> set[Any]:
 def found_state(folder: str) -> set[Any]:
     """The same, read from the files."""
     return {
-        (piece.name, piece.start, piece.numel, tuple(sorted((key, str(value.dtype)[6:]) for key, value in piece.values.items())))
+        (
+            piece.name,
+            piece.start,
+            piece.numel,
+            tuple(sorted((key, str(value.dtype)[6:]) for key, value in piece.values.items())),
+        )
         for piece in SavedOptimizer(folder).pieces()
     }
 

@@ -1,7 +1,8 @@
-"""The reshape matrix: what one division of ranks saved goes on in every other, equal bit for bit by name.
+"""The reshape matrix: what one division of ranks saved goes on in every other, equal bit for bit by
+name.
 
-The suite runs a pairwise share; `make reshape-matrix` runs every combination and prints how many held (`DS_RESHAPE_MATRIX`: the
-file to which it writes them).
+The suite runs a pairwise share; `make reshape-matrix` runs every combination and prints how many
+held (`DS_RESHAPE_MATRIX`: the file to which it writes them).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from .runs import differences
 TABLE = os.environ.get("DS_RESHAPE_MATRIX")
 COMBINATIONS = all_combinations() if TABLE else pairwise(all_combinations())
 STEPS, AFTER = 2, 2
-# Relative, of losses and norms. Other ranks add gradients in another order, in the model's dtype within a micro-batch, and
-# activations of micro-batches of another size may be rounded otherwise: fp32 keeps 2**-24, bf16 2**-9, fp16 2**-12 of a value.
+# Relative, of losses and norms. Other ranks add gradients in another order, in the model's dtype
+# within a micro-batch, and activations of micro-batches of another size may be rounded otherwise:
+# fp32 keeps 2**-24, bf16 2**-9, fp16 2**-12 of a value.
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "accumulate": 1e-2, "fp16": 2e-3}
 
 
@@ -45,7 +47,8 @@ class SavedCuts(DistributedFixture):
 
     def run(self, class_tmpdir: Any) -> None:
         for case, cut, _ in by_cut(COMBINATIONS, "saved", dist.get_world_size()):
-            run = Run(case, cut, seed=1 + CUTS.index(cut))  # weights of its own, so that no other checkpoint is taken for it
+            # weights of its own, so that no other checkpoint is taken for it
+            run = Run(case, cut, seed=1 + CUTS.index(cut))
             run.train(STEPS)
             folder = f"{class_tmpdir}/{case}-{cut}"
             run.engine.save_checkpoint(folder)
@@ -57,8 +60,10 @@ class SavedCuts(DistributedFixture):
 
 
 class TestMatrix(DistributedTest):
-    """Kills: a shard put where another's belongs, an instance's shards taken for all ranks', padding taken for elements, a stage
-    that reads another's state, tied weights taken twice or from nowhere, moments or a loss scale that stay what they were."""
+    """Kills: a shard put where another's belongs, an instance's shards taken for all ranks',
+    padding taken for elements, a stage that reads another's state, tied weights taken twice or from
+    nowhere, moments or a loss scale that stay what they were.
+    """
 
     world_size = WORLDS
     exec_timeout = 1200 if TABLE else 120
@@ -68,14 +73,20 @@ class TestMatrix(DistributedTest):
         for case, cut, combinations in by_cut(COMBINATIONS, "into", dist.get_world_size()):
             run = Run(case, cut, seed=100)
             run.train(1)  # state that loading must replace
-            outcomes += [self.load(run, one, f"{class_tmpdir}/{case}-{one.saved}") for one in combinations]
+            outcomes += [
+                self.load(run, one, f"{class_tmpdir}/{case}-{one.saved}") for one in combinations
+            ]
             run.engine.destroy()
         if dist.get_rank() == 0:
-            Path(f"{class_tmpdir}/outcomes-{dist.get_world_size()}.json").write_text(json.dumps(outcomes))
+            Path(f"{class_tmpdir}/outcomes-{dist.get_world_size()}.json").write_text(
+                json.dumps(outcomes)
+            )
         assert [f"{told}: {problem}" for told, problem, _ in outcomes if problem] == []
 
     def load(self, run: Run, one: Combination, folder: str) -> tuple[str, str, float]:
-        """The combination, what is wrong with it if anything is, and how far losses and norms are from the saver's."""
+        """The combination, what is wrong with it if anything is, and how far losses and norms are
+        from the saver's.
+        """
         told = f"{one.case}: {one.saved} -> {one.into}"
         wanted = torch.load(f"{folder}.pt", weights_only=False)
         try:
@@ -86,21 +97,38 @@ class TestMatrix(DistributedTest):
         went_on = run.train(AFTER)
         off = deviation(went_on, wanted["went_on"])
         if off > TOLERANCES[one.case.partition("-")[0]]:
-            found.append(f"losses or norms are off by {off:.1e}: {went_on} instead of {wanted['went_on']}")
+            found.append(
+                f"losses or norms are off by {off:.1e}: {went_on} instead of {wanted['went_on']}"
+            )
         return told, "; ".join(found[:3]), off
 
     @pytest.mark.world_size(1)
     def test_none_was_left_out(self, class_tmpdir: Any) -> None:
         """Kills: a matrix that is green because it is empty."""
         files = [Path(f"{class_tmpdir}/outcomes-{world}.json") for world in WORLDS]
-        outcomes = [outcome for file in files if file.exists() for outcome in json.loads(file.read_text())]
+        outcomes = [
+            outcome for file in files if file.exists() for outcome in json.loads(file.read_text())
+        ]
         if TABLE:
-            lines = [self._line(case, [one for one in outcomes if one[0].startswith(f"{case}:")]) for case in CASES]
+            lines = [
+                self._line(case, [one for one in outcomes if one[0].startswith(f"{case}:")])
+                for case in CASES
+            ]
             held = sum(not problem for _, problem, _ in outcomes)
-            Path(TABLE).write_text("\n".join([*lines, f"{held} of {len(COMBINATIONS)} combinations"]) + "\n")
-        assert {told for told, *_ in outcomes} == {f"{case}: {saved} -> {into}" for case, saved, into in COMBINATIONS}
+            Path(TABLE).write_text(
+                "\n".join([*lines, f"{held} of {len(COMBINATIONS)} combinations"]) + "\n"
+            )
+        assert {told for told, *_ in outcomes} == {
+            f"{case}: {saved} -> {into}" for case, saved, into in COMBINATIONS
+        }
 
     @staticmethod
     def _line(case: str, outcomes: Sequence[Any]) -> str:
-        held, worst = sum(not problem for _, problem, _ in outcomes), max((off for *_, off in outcomes), default=math.nan)
-        return f"{case}: {held} of {len(outcomes)} held, losses and norms within {worst:.1e} of the saver's"
+        held, worst = (
+            sum(not problem for _, problem, _ in outcomes),
+            max((off for *_, off in outcomes), default=math.nan),
+        )
+        return (
+            f"{case}: {held} of {len(outcomes)} held, losses and norms within {worst:.1e} of the "
+            "saver's"
+        )

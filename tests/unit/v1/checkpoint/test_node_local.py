@@ -1,4 +1,6 @@
-"""`checkpoint.use_node_local_storage`: a folder for each of two nodes of two ranks, told apart here by the launcher's word."""
+"""`checkpoint.use_node_local_storage`: a folder for each of two nodes of two ranks, told apart here
+by the launcher's word.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,18 @@ def hosts() -> list[str]:
 
 
 class TestTwoNodes(DistributedTest):
-    """Kills: a file that only another node has, one that two ranks of a node write, one node that renames for both."""
+    """Kills: a file that only another node has, one that two ranks of a node write, one node that
+    renames for both.
+    """
 
     world_size = 4
 
-    def resumes(self, folder: Path, make: Callable[[int], Any], run: Callable[[Any, int], Any]) -> list[str]:
-        """Save, go on, and go on from what was saved with another engine; returns the files on this node."""
+    def resumes(
+        self, folder: Path, make: Callable[[int], Any], run: Callable[[Any, int], Any]
+    ) -> list[str]:
+        """Save, go on, and go on from what was saved with another engine; returns the files on this
+        node.
+        """
         engine = make(1)
         run(engine, 1)
         engine.save_checkpoint(str(folder), tag="t")
@@ -59,14 +67,24 @@ class TestTwoNodes(DistributedTest):
         first = dist.get_rank() // 2 * 2
         zero = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
         for stage in (0, 2):
-            keys = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "checkpoint": LOCAL}
-            found = self.resumes(folder / f"stage{stage}", lambda seed, keys=keys: start(config(**keys), seed), train)
+            keys = {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": stage},
+                "checkpoint": LOCAL,
+            }
+            found = self.resumes(
+                folder / f"stage{stage}", lambda seed, keys=keys: start(config(**keys), seed), train
+            )
             own = zero[first : first + 2] if stage else []
             assert found == sorted([*own, *hosts(), "mp_rank_00_model_states.pt"])
 
     def test_instances_on_two_nodes(self, tmpdir: Any) -> None:
         folder = place_on_nodes(tmpdir)
-        keys = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "num_optimizer_instances": 2}, "checkpoint": LOCAL}
+        keys = {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "num_optimizer_instances": 2},
+            "checkpoint": LOCAL,
+        }
         found = self.resumes(folder, lambda seed: start(config(**keys), seed), train)
         shards = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
         assert found == sorted([*shards, *hosts(), "mp_rank_00_model_states.pt"])
@@ -74,8 +92,13 @@ class TestTwoNodes(DistributedTest):
     def test_stages_of_a_pipeline_on_two_nodes(self, tmpdir: Any) -> None:
         folder = place_on_nodes(tmpdir)
         stage = dist.get_rank() // 2
-        found = self.resumes(folder, lambda seed: pipeline.make(2, seed, checkpoint=LOCAL), pipeline.train)
-        assert f"mp_rank_0{stage}_model_states.pt" in found and f"mp_rank_0{1 - stage}_model_states.pt" not in found
+        found = self.resumes(
+            folder, lambda seed: pipeline.make(2, seed, checkpoint=LOCAL), pipeline.train
+        )
+        assert (
+            f"mp_rank_0{stage}_model_states.pt" in found
+            and f"mp_rank_0{1 - stage}_model_states.pt" not in found
+        )
 
     def test_experts_on_two_nodes(self, tmpdir: Any) -> None:
         folder = place_on_nodes(tmpdir)
@@ -87,14 +110,24 @@ class TestTwoNodes(DistributedTest):
                 return test_experts.by_name(engine)
 
             # All experts are on both nodes: each node writes all of them.
-            found = self.resumes(folder / str(number), lambda seed, keys=keys: test_experts.make(2, seed, **keys), run)
+            found = self.resumes(
+                folder / str(number),
+                lambda seed, keys=keys: test_experts.make(2, seed, **keys),
+                run,
+            )
             assert sum("_expert_" in name for name in found) == 2 * test_experts.EXPERTS
 
     def test_a_node_that_was_killed_before_it_published(self, tmpdir: Any) -> None:
-        """Kills: nodes that load different checkpoints, half of the ranks going on from a newer one."""
+        """Kills: nodes that load different checkpoints, half of the ranks going on from a newer
+        one.
+        """
         folder = place_on_nodes(tmpdir)
         checkpoint = {**LOCAL, "writer": {"decoupled": True}}
-        keys = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": checkpoint}
+        keys = {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "checkpoint": checkpoint,
+        }
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="old")
@@ -117,7 +150,9 @@ class TestTwoNodes(DistributedTest):
         place_on_nodes(tmpdir)
         os.environ["CROSS_RANK"] = "0"
         engine = start(config(checkpoint=LOCAL))
-        with pytest.raises(ValueError, match=r"use_node_local_storage: ranks of one node have the same local rank"):
+        with pytest.raises(
+            ValueError, match=r"use_node_local_storage: ranks of one node have the same local rank"
+        ):
             engine.save_checkpoint(str(tmpdir))
 
 

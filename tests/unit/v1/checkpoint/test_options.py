@@ -17,7 +17,9 @@ from unit.common import DistributedTest
 from .runs import config, differences, look, start, train
 
 ZERO2 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-STAGES = pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, ZERO2], ids=["stage0", "stage0-bf16", "stage2"])
+STAGES = pytest.mark.parametrize(
+    "keys", [{}, {"bf16": {"enabled": True}}, ZERO2], ids=["stage0", "stage0-bf16", "stage2"]
+)
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -29,7 +31,9 @@ class TestOptions(DistributedTest):
 
     @STAGES
     def test_partial_loads(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: weights loaded without their masters following, a schedule whose rate nobody applies."""
+        """Kills: weights loaded without their masters following, a schedule whose rate nobody
+        applies.
+        """
         engine = start(config(**keys))
         train(engine, 3)
         saved, rates = weights(engine), engine.get_lr()
@@ -41,17 +45,34 @@ class TestOptions(DistributedTest):
         module_only.load_checkpoint(str(tmpdir), load_module_only=True)
         assert differences(saved, weights(module_only)) == []
         after = look(module_only)
-        kept = [key for key in before if key.startswith("state.")] + ["counters", "schedule", "random", "data"]
-        assert differences({key: before[key] for key in kept}, {key: after[key] for key in kept}) == []
+        kept = [key for key in before if key.startswith("state.")] + [
+            "counters",
+            "schedule",
+            "random",
+            "data",
+        ]
+        assert (
+            differences({key: before[key] for key in kept}, {key: after[key] for key in kept}) == []
+        )
         train(module_only, 1)  # steps from the loaded weights: masters followed
-        moved = [name for name in saved if not torch.allclose(weights(module_only)[name], saved[name], atol=0.05)]
+        moved = [
+            name
+            for name in saved
+            if not torch.allclose(weights(module_only)[name], saved[name], atol=0.05)
+        ]
         assert moved in ([], ["calls"])
 
         fresh = start(config(**keys), seed=3)
         moments = {key: value for key, value in look(fresh).items() if key.startswith("state.")}
         fresh.load_checkpoint(str(tmpdir), load_optimizer_states=False)
         assert differences(saved, weights(fresh)) == []
-        assert differences(moments, {key: value for key, value in look(fresh).items() if key.startswith("state.")}) == []
+        assert (
+            differences(
+                moments,
+                {key: value for key, value in look(fresh).items() if key.startswith("state.")},
+            )
+            == []
+        )
         assert (fresh.global_steps, fresh.get_lr()) == (3, rates)
 
         unscheduled = start(config(**keys), seed=4)
@@ -60,7 +81,9 @@ class TestOptions(DistributedTest):
 
     @pytest.mark.parametrize("from_fp32", [True, False])
     def test_load_from_fp32_weights(self, tmpdir: Any, from_fp32: bool) -> None:
-        """Kills: masters always taken from the checkpoint, or always rounded up from the bf16 weights."""
+        """Kills: masters always taken from the checkpoint, or always rounded up from the bf16
+        weights.
+        """
         engine = start(config(**ZERO2))
         train(engine, 3)
         engine.save_checkpoint(str(tmpdir))
@@ -71,7 +94,8 @@ class TestOptions(DistributedTest):
         pairs = list(zip(engine.optimizer.groups, other.optimizer.groups, strict=True))
         for group, loaded in pairs:
             assert torch.equal(loaded.master, group.master if from_fp32 else group.shard.float())
-        assert any(not torch.equal(group.master, group.shard.float()) for group, _ in pairs)  # else both would pass
+        # else both would pass
+        assert any(not torch.equal(group.master, group.shard.float()) for group, _ in pairs)
 
     def test_custom_load_fn(self, tmpdir: Any) -> None:
         engine = start(config(**ZERO2))
@@ -92,22 +116,34 @@ class TestOptions(DistributedTest):
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), exclude_frozen_parameters=True)
-        model = torch.load(next(Path(str(tmpdir)).rglob("mp_rank_00_model_states.pt")), weights_only=False)
+        model = torch.load(
+            next(Path(str(tmpdir)).rglob("mp_rank_00_model_states.pt")), weights_only=False
+        )
         assert not [name for name in model["module"] if name.startswith("frozen")]
         assert not model["frozen_param_shapes"]
         other = start(config(**keys), seed=2)
         before = weights(other)
-        with pytest.raises(CheckpointError, match=r"frozen\.\w+ is missing.*load_module_strict=False"):
+        with pytest.raises(
+            CheckpointError, match=r"frozen\.\w+ is missing.*load_module_strict=False"
+        ):
             other.load_checkpoint(str(tmpdir))
         assert differences(before, weights(other)) == []  # refused before anything was changed
         other.load_checkpoint(str(tmpdir), load_module_strict=False)
-        expected = {name: before[name] if name.startswith("frozen") else value for name, value in weights(engine).items()}
+        expected = {
+            name: before[name] if name.startswith("frozen") else value
+            for name, value in weights(engine).items()
+        }
         assert differences(expected, weights(other)) == []
 
     def test_client_state_and_tags(self, tmpdir: Any) -> None:
         engine = start(config(**ZERO2))
         train(engine, 1)
-        mine = {"epoch": 3, "best": torch.tensor([1.5]), "nested": {"names": ("a", None, True)}, "ds_version": "mine"}
+        mine = {
+            "epoch": 3,
+            "best": torch.tensor([1.5]),
+            "nested": {"names": ("a", None, True)},
+            "ds_version": "mine",
+        }
         engine.save_checkpoint(str(tmpdir), tag="a", client_state=mine)
         engine.save_checkpoint(str(tmpdir), tag="b", save_latest=False)
         assert Path(str(tmpdir), "latest").read_text() == "a"
@@ -118,7 +154,9 @@ class TestOptions(DistributedTest):
         assert path == str(Path(str(tmpdir), "b")) and set(found) == {"ds_version"}
         with pytest.raises(ValueError, match="client_state: module are the engine's own keys"):
             engine.save_checkpoint(str(tmpdir), client_state={"module": 1})
-        with pytest.raises(ValueError, match=r"client_state cannot be loaded back: .*add_safe_globals"):
+        with pytest.raises(
+            ValueError, match=r"client_state cannot be loaded back: .*add_safe_globals"
+        ):
             engine.save_checkpoint(str(tmpdir), client_state={"odd": Fraction(1, 3)})
         endless: list[Any] = []
         endless.append(endless)
@@ -135,12 +173,19 @@ class TestOptions(DistributedTest):
         for mode in ("Warn", "Fail", "Ignore"):
             engine = start(config(**ZERO2, checkpoint={"tag_validation": mode}))
             if mode == "Fail":
-                with pytest.raises(CheckpointError, match=r"tag: ranks save under different tags \['r0', 'r1'\].*\"Fail\""):
+                with pytest.raises(
+                    CheckpointError,
+                    match=r"tag: ranks save under different tags \['r0', 'r1'\].*\"Fail\"",
+                ):
                     engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
             elif mode == "Warn":
                 engine.save_checkpoint(str(tmpdir), tag=f"r{dist.get_rank()}")
                 assert "different tags ['r0', 'r1']; this one uses rank 0's, 'r0'" in "".join(told)
-                names = {path.name for path in Path(str(tmpdir)).iterdir() if not path.name.startswith(".")}
+                names = {
+                    path.name
+                    for path in Path(str(tmpdir)).iterdir()
+                    if not path.name.startswith(".")
+                }
                 assert engine.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("r0"))
             else:  # nothing is compared: the files of the others have no folder
                 with pytest.raises(CheckpointError, match="saving r[01] failed. rank 1: "):

@@ -1,6 +1,8 @@
-"""No file of a checkpoint can run code: every reader refuses a pickle that tries to, and nothing has changed afterwards.
+"""No file of a checkpoint can run code: every reader refuses a pickle that tries to, and nothing
+has changed afterwards.
 
-Each planted file is the real one with one more object in it, or another file in its place. When code runs, a file appears.
+Each planted file is the real one with one more object in it, or another file in its place. When
+code runs, a file appears.
 """
 
 from __future__ import annotations
@@ -67,8 +69,16 @@ def attacks(marker: str) -> dict[str, Any]:
         "state": Stateful(marker),
         # What torch's own files call, given something else to call or to read.
         "storage": Call(torch.storage._load_from_bytes, inner.getvalue()),  # type: ignore[no-untyped-call]
-        "rebuilt type": Call(torch._tensor._rebuild_from_type_v2, os.system, int, (f"touch {marker}",), {}),
-        "rebuilt parameter": Call(torch._utils._rebuild_parameter_with_state, Call(os.system, f"touch {marker}"), False, {}, {}),
+        "rebuilt type": Call(
+            torch._tensor._rebuild_from_type_v2, os.system, int, (f"touch {marker}",), {}
+        ),
+        "rebuilt parameter": Call(
+            torch._utils._rebuild_parameter_with_state,
+            Call(os.system, f"touch {marker}"),
+            False,
+            {},
+            {},
+        ),
         "key": {Call(os.system, f"touch {marker}"): 1},
     }
 
@@ -85,7 +95,9 @@ def save_legacy(content: Any, path: Path) -> None:
 
 
 def save_beside(content: Any, path: Path) -> None:
-    """A harmless archive with a second pickle, under the first one's name and under that of a script."""
+    """A harmless archive with a second pickle, under the first one's name and under that of a
+    script.
+    """
     torch.save({"harmless": torch.ones(1)}, path)
     with zipfile.ZipFile(path, "a") as archive:
         data = pickle.dumps(content)
@@ -106,8 +118,12 @@ READERS: dict[str, Callable[[str], Any]] = {
     "read_file": read_file,
     "read_file mapped": lambda path: read_file(path, mmap=True),
     "zero_to_fp32": lambda path: zero_to_fp32._read(path),
-    "torch": lambda path: pytest.importorskip(f"{ENGINES}.torch_checkpoint_engine").TorchCheckpointEngine().load(path),
-    "fast": lambda path: pytest.importorskip(f"{ENGINES}.fast_checkpoint_engine").FastCheckpointEngine().load(path),
+    "torch": lambda path: (
+        pytest.importorskip(f"{ENGINES}.torch_checkpoint_engine").TorchCheckpointEngine().load(path)
+    ),
+    "fast": lambda path: (
+        pytest.importorskip(f"{ENGINES}.fast_checkpoint_engine").FastCheckpointEngine().load(path)
+    ),
 }
 
 
@@ -123,7 +139,9 @@ def test_an_attack_is_one(tmp_path: Path, attack: str) -> None:
     assert marker.exists()
 
 
-@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript archive")
+@pytest.mark.filterwarnings(
+    "ignore:'torch.load' received a zip file that looks like a TorchScript archive"
+)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("reader", READERS)
 def test_readers(tmp_path: Path, reader: str, form: str) -> None:
@@ -145,8 +163,12 @@ def test_a_class_that_the_client_allows(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def planted(folder: Path, name: str, marker: str, attack: str = "system", form: str = "zip") -> Iterator[None]:
-    """Add an attack to file `name`, and let the folder's manifest say that this is the file; put both back in the end."""
+def planted(
+    folder: Path, name: str, marker: str, attack: str = "system", form: str = "zip"
+) -> Iterator[None]:
+    """Add an attack to file `name`, and let the folder's manifest say that this is the file; put
+    both back in the end.
+    """
     path, listed = folder / name, folder / manifest.MANIFEST
     kept = {file: file.read_bytes() for file in (path, listed) if file.is_file()}
     content = torch.load(path, weights_only=False)
@@ -167,7 +189,14 @@ def planted(folder: Path, name: str, marker: str, attack: str = "system", form: 
             file.write_bytes(real)
 
 
-def refuse(engine: Any, see: Callable[[Any], Any], load_dir: str, tag: str, names: Sequence[str], **options: Any) -> None:
+def refuse(
+    engine: Any,
+    see: Callable[[Any], Any],
+    load_dir: str,
+    tag: str,
+    names: Sequence[str],
+    **options: Any,
+) -> None:
     """With an attack in one of the files no rank loads; with the real ones back, all do.
 
     Args:
@@ -184,7 +213,11 @@ def refuse(engine: Any, see: Callable[[Any], Any], load_dir: str, tag: str, name
             attack = ATTACKS[(2 * number + len(form)) % len(ATTACKS)]
             before = copy.deepcopy(see(engine))
             dist.barrier()
-            with planted(Path(load_dir, tag), name, marker, attack, form) if dist.get_rank() == 0 else contextlib.nullcontext():
+            with (
+                planted(Path(load_dir, tag), name, marker, attack, form)
+                if dist.get_rank() == 0
+                else contextlib.nullcontext()
+            ):
                 dist.barrier()
                 with pytest.raises(CheckpointError, match=f"{Path(name).name}.* cannot be read"):
                     engine.load_checkpoint(load_dir, tag=tag, **options)
@@ -201,7 +234,9 @@ def weights(engine: Any) -> dict[str, Any]:
 
 
 class TestEngines(DistributedTest):
-    """Kills: a kind of file that is read otherwise, and a rank that has loaded before another one refuses."""
+    """Kills: a kind of file that is read otherwise, and a rank that has loaded before another one
+    refuses.
+    """
 
     world_size = 2
     exec_timeout = 120
@@ -210,17 +245,30 @@ class TestEngines(DistributedTest):
         engine = start(config(**BF16, zero_optimization={"stage": 2}))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        model, others = MODEL, ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "host_state_rank_1.pt"]
+        model, others = (
+            MODEL,
+            ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "host_state_rank_1.pt"],
+        )
         refuse(engine, look, str(tmpdir), "t", [model, *others])
         refuse(engine, look, str(tmpdir), "t", [model], load_module_only=True)
-        refuse(engine, look, str(tmpdir), "t", [model, *others], load_module_strict=False, load_optimizer_states=True)
+        refuse(
+            engine,
+            look,
+            str(tmpdir),
+            "t",
+            [model, *others],
+            load_module_strict=False,
+            load_optimizer_states=True,
+        )
 
     def test_layers(self, tmpdir: Any) -> None:
         engine = pipeline.make(2, **BF16, zero_optimization={"stage": 1})
         pipeline.train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
         refuse(engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt", MODEL])
-        refuse(engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt"], load_module_only=True)
+        refuse(
+            engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt"], load_module_only=True
+        )
         dist.barrier()
         if dist.get_rank() == 0:
             folder, marker = Path(str(tmpdir), "t"), str(tmpdir.join("ran"))
@@ -233,7 +281,10 @@ class TestEngines(DistributedTest):
         engine = test_experts.make(2, 1)
         test_experts.train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        names = ["layer_1_expert_3_mp_rank_00_model_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt"]
+        names = [
+            "layer_1_expert_3_mp_rank_00_model_states.pt",
+            "expp_rank_1_mp_rank_00_optim_states.pt",
+        ]
         refuse(engine, weights, str(tmpdir), "t", names)
 
 
@@ -248,7 +299,11 @@ class TestPrograms(DistributedTest):
         engine.save_checkpoint(str(tmpdir), tag="t")
         marker, out = str(tmpdir.join("ran")), str(tmpdir.join("out"))
         dist.barrier()
-        for name in (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt") if dist.get_rank() == 0 else ():
+        for name in (
+            (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+            if dist.get_rank() == 0
+            else ()
+        ):
             with planted(Path(str(tmpdir), "t"), name, marker):
                 with pytest.raises(ValueError, match=f"{name} cannot be read"):
                     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmpdir), out)
@@ -264,8 +319,18 @@ class TestPrograms(DistributedTest):
         engine = start(config(**BF16, zero_optimization={"stage": 2}))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        marker, folder, universal = str(tmpdir.join("ran")), Path(str(tmpdir), "t"), Path(str(tmpdir), "u")
-        options = ["--input_folder", str(folder), "--output_folder", str(universal), "--inject_missing_state"]
+        marker, folder, universal = (
+            str(tmpdir.join("ran")),
+            Path(str(tmpdir), "t"),
+            Path(str(tmpdir), "u"),
+        )
+        options = [
+            "--input_folder",
+            str(folder),
+            "--output_folder",
+            str(universal),
+            "--inject_missing_state",
+        ]
         dist.barrier()
         if dist.get_rank() == 0:
             for name in (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
@@ -274,7 +339,10 @@ class TestPrograms(DistributedTest):
                         main(parse_arguments(options))
                 assert not universal.exists() and not os.path.exists(marker)
             main(parse_arguments(options))
-        loading = start(config(**BF16, zero_optimization={"stage": 1}, checkpoint={"load_universal": True}), seed=2)
+        loading = start(
+            config(**BF16, zero_optimization={"stage": 1}, checkpoint={"load_universal": True}),
+            seed=2,
+        )
         train(loading, 1)
         of_weight = ["zero/first.weight/fp32.pt", "zero/first.weight/exp_avg.pt"]
         refuse(loading, look, str(tmpdir), "u", [*of_weight, "zero/optimizer_state.pt", MODEL])

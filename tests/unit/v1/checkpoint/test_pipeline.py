@@ -1,4 +1,6 @@
-"""Checkpoints of pipelines of four stages go on with fewer, and the other way round (up to two are `test_matrix`'s)."""
+"""Checkpoints of pipelines of four stages go on with fewer, and the other way round (up to two are
+`test_matrix`'s).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ ALL = [(world, stages) for world, several in STAGES.items() for stages in severa
 BF16 = {"bf16": {"enabled": True}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-1": {"zero_optimization": {"stage": 1}, "grouped": True},
-    "accumulate-1": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+    "accumulate-1": {
+        **BF16,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    },
 }
 STEPS = 2
 
 
 class SavedPipelines(DistributedFixture):
-    """All cases, divided in all ways, saved after two steps, with what they held and how they went on."""
+    """All cases, divided in all ways, saved after two steps, with what they held and how they went
+    on.
+    """
 
     world_size = [1, 2, 4]
     exec_timeout = 120
@@ -45,7 +53,9 @@ class SavedPipelines(DistributedFixture):
 
 
 class TestOtherStages(DistributedTest):
-    """Kills: a stage that reads another's state, tied weights taken twice or from nowhere, a layer's file under a local number."""
+    """Kills: a stage that reads another's state, tied weights taken twice or from nowhere, a
+    layer's file under a local number.
+    """
 
     world_size = [1, 2, 4]
     exec_timeout = 120
@@ -63,10 +73,15 @@ class TestOtherStages(DistributedTest):
                     engine.load_checkpoint(name)
                     told = (case, saved_world, saved_stages, dist.get_world_size(), stages)
                     assert differences(wanted["held"], whole(engine)) == [], told
-                    assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * BATCH), told
-                    # Partial sums over ranks and micro-batches are rounded otherwise: in the model's dtype for activations.
+                    assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * BATCH), (
+                        told
+                    )
+                    # Partial sums over ranks and micro-batches are rounded otherwise: in the
+                    # model's dtype for activations.
                     tolerance = 1e-5 if case.startswith("fp32") else 2e-2
-                    assert train(engine, 2) == [pytest.approx(step, rel=tolerance) for step in wanted["went_on"]], told
+                    assert train(engine, 2) == [
+                        pytest.approx(step, rel=tolerance) for step in wanted["went_on"]
+                    ], told
 
 
 class TestFiles(DistributedTest):
@@ -77,12 +92,15 @@ class TestFiles(DistributedTest):
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
         folder = Path(str(tmpdir), "t")
-        # Layer 6 uses layer 0's module on another stage; layer 2 has no parameters, and a file as upstream's.
+        # Layer 6 uses layer 0's module on another stage; layer 2 has no parameters, and a file as
+        # upstream's.
         layers = [f"layer_0{index}-model_states.pt" for index in range(7)]
         parts = [f"mp_rank_0{stage}_model_states.pt" for stage in range(2)]
         shards = [f"bf16_zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt" for stage in range(2)]
         hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
-        assert sorted(path.name for path in folder.iterdir()) == sorted(["manifest.json", *layers, *parts, *shards, *hosts])
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            ["manifest.json", *layers, *parts, *shards, *hosts]
+        )
         model = torch.load(folder / parts[1], weights_only=True)
         assert model["module"] is None
         assert (model["dp_world_size"], model["mp_world_size"]) == (1, 2)
@@ -98,5 +116,6 @@ class TestFiles(DistributedTest):
         dist.barrier()
         with pytest.raises(CheckpointError, match=r"layer_05-model_states\.pt is missing"):
             engine.load_checkpoint(str(tmpdir))
-        assert differences(changed, whole(engine)) == []  # nothing was loaded on the stage that had all its files either
+        # nothing was loaded on the stage that had all its files either
+        assert differences(changed, whole(engine)) == []
         assert differences(before, changed) != []

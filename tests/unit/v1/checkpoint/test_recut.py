@@ -1,4 +1,6 @@
-"""A checkpoint goes on with other ranks, other stages of ZeRO and other parameter groups: what it holds is found by name."""
+"""A checkpoint goes on with other ranks, other stages of ZeRO and other parameter groups: what it
+holds is found by name.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,35 @@ ACROSS = [
 
 def make(case: str, seed: int = 1, **more: Any) -> Any:
     """An engine whose global batch is the same in every world."""
-    keys = {"train_micro_batch_size_per_gpu": 4 // dist.get_world_size(), "gradient_accumulation_steps": 1}
+    keys = {
+        "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
+        "gradient_accumulation_steps": 1,
+    }
     return start({**config(**CASES[case]), **keys}, seed=seed, **more)
 
 
 def expected(engine: Any) -> dict[str, Any]:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    state = {key: value for key, value in vars(scaler).items() if key.startswith("cur_")} if engine.fp16_enabled() else {}
+    state = (
+        {key: value for key, value in vars(scaler).items() if key.startswith("cur_")}
+        if engine.fp16_enabled()
+        else {}
+    )
     counts = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr())
-    return {**by_name(engine), "scaler": state, "counts": counts, "data": engine.training_dataloader.state_dict()}
+    return {
+        **by_name(engine),
+        "scaler": state,
+        "counts": counts,
+        "data": engine.training_dataloader.state_dict(),
+    }
 
 
 def masters_and_moments(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key.startswith(("master", "exp_avg")) or key in ("counts",)}
+    return {
+        key: value
+        for key, value in found.items()
+        if key.startswith(("master", "exp_avg")) or key in ("counts",)
+    }
 
 
 class Saved(DistributedFixture):
@@ -82,11 +100,16 @@ class Saved(DistributedFixture):
             engine = make(case)
             train(engine, STEPS)
             engine.save_checkpoint(folder)
-            torch.save(expected(engine), f"{class_tmpdir}/{case}-{dist.get_world_size()}-{dist.get_rank()}.pt")
+            torch.save(
+                expected(engine),
+                f"{class_tmpdir}/{case}-{dist.get_world_size()}-{dist.get_rank()}.pt",
+            )
 
 
 class TestOtherWorlds(DistributedTest):
-    """Kills: a shard's elements put where another's are, padding taken for elements, state of a whole group given to one shard."""
+    """Kills: a shard's elements put where another's are, padding taken for elements, state of a
+    whole group given to one shard.
+    """
 
     world_size = list(WORLDS)
     exec_timeout = 120

@@ -16,7 +16,9 @@ from unit.common import DistributedFixture, DistributedTest
 from .runs import config, differences, start, train
 
 BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
+}
 ACCUMULATE = {"data_types": {"grad_accum_dtype": "fp32"}}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
@@ -41,7 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
     "stage1-bf16": {**BF16, **zero(1)},
     "stage1-fp16": {**FP16, **zero(1)},
     "stage1-bf16-accumulate": {**BF16, **ACCUMULATE, **zero(1)},
-    "stage1-bf16-immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}, **ACCUMULATE, **zero(1)},
+    "stage1-bf16-immediate": {
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+        **ACCUMULATE,
+        **zero(1),
+    },
     "stage1-bf16-accumulate-offload": {**BF16, **ACCUMULATE, **zero(1, **CPU)},
     "stage1-sgd": {**SGD, **zero(1)},
     "stage2-fp32": zero(2),
@@ -58,14 +64,18 @@ STEPS, SAVED_AT = 6, 3
 
 
 class TestResume(DistributedTest):
-    """Kills: weights, masters, moments, scale, schedule, counters, random states or data position not saved or not loaded."""
+    """Kills: weights, masters, moments, scale, schedule, counters, random states or data position
+    not saved or not loaded.
+    """
 
     world_size = 2
 
     @pytest.mark.parametrize("stage", ["stage0", "stage1", "stage2"])
     def test_bit_equal(self, tmpdir: Any, stage: str) -> None:
         cases = [case for case in CASES if case.startswith(stage)]
-        wrong = {case: found for case in cases if (found := self.resume(Path(str(tmpdir)) / case, case))}
+        wrong = {
+            case: found for case in cases if (found := self.resume(Path(str(tmpdir)) / case, case))
+        }
         assert wrong == {}
 
     def resume(self, folder: Path, case: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""`checkpoint.keep_last`: which checkpoints go, and that a kill while they go leaves no half of one."""
+"""`checkpoint.keep_last`: which checkpoints go, and that a kill while they go leaves no half of
+one.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,14 @@ def test_what_latest_names_and_what_others_wrote_stays(tmp_path: Path) -> None:
     assert visible(tmp_path) == [".hidden", "best", "three", "upstreams"]
 
 
-def test_a_kill_leaves_no_part_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_leaves_no_part_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kills: removing files before renaming, leaving what an earlier kill left."""
     publish(tmp_path, "one", "two")
     with monkeypatch.context() as patch:
-        patch.setattr(retention.shutil, "rmtree", lambda path, ignore_errors: None)  # killed before the first file is removed
+        # killed before the first file is removed
+        patch.setattr(retention.shutil, "rmtree", lambda path, ignore_errors: None)
         remove_oldest(str(tmp_path), 1)
     assert visible(tmp_path) == [".one.removed", "two"]
     remove_oldest(str(tmp_path), 1)
@@ -80,7 +85,12 @@ class TestSaving(DistributedTest):
             engine.save_checkpoint(str(tmpdir))
         for save in background_save.in_flight:
             save.join()
-        assert sorted(os.listdir(str(tmpdir))) == ["global_step2", "global_step3", "latest", "zero_to_fp32.py"]
+        assert sorted(os.listdir(str(tmpdir))) == [
+            "global_step2",
+            "global_step3",
+            "latest",
+            "zero_to_fp32.py",
+        ]
         other = start(config(**keys), seed=2)
         assert other.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("global_step3"))
         assert differences(look(engine), {**look(other), "random": look(engine)["random"]}) == []

@@ -1,4 +1,6 @@
-"""In which order a save flushes and renames: what a crash of the machine leaves follows from it; no test can cause one."""
+"""In which order a save flushes and renames: what a crash of the machine leaves follows from it; no
+test can cause one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 
 
-def test_everything_is_on_disk_before_its_name_and_latest_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: a folder or file that is not flushed before the rename that relies on it, `latest` before the folder."""
+def test_everything_is_on_disk_before_its_name_and_latest_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: a folder or file that is not flushed before the rename that relies on it, `latest`
+    before the folder.
+    """
     seen: list[str] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 

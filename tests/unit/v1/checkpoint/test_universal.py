@@ -1,4 +1,6 @@
-"""Universal checkpoints: what `ds_to_universal` makes goes on in any other division over ranks, bit-equal by name."""
+"""Universal checkpoints: what `ds_to_universal` makes goes on in any other division over ranks,
+bit-equal by name.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,40 @@ def convert(source: str, *options: str, tag: str | None = None) -> None:
     if tag is None:
         with open(os.path.join(source, "latest")) as file:
             tag = file.read()
-    folders = ["--input_folder", os.path.join(source, tag), "--output_folder", os.path.join(source, TAG)]
+    folders = [
+        "--input_folder",
+        os.path.join(source, tag),
+        "--output_folder",
+        os.path.join(source, TAG),
+    ]
     main(parse_arguments([*folders, "--inject_missing_state", *options]))
 
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # Saved as the first, loaded as the second.
-ACROSS = [("fp32-2-dealt", "fp32-1"), ("fp32-0", "fp32-2"), ("bf16-0", "bf16-0"), ("bf16-2", "accumulate-1")]
-ACROSS += [("fp16-2", "fp16-2"), ("fp16-2", "fp16-0"), ("fp16-0-whole", "fp16-2"), ("fp32-2-elastic", "fp32-0")]
+ACROSS = [
+    ("fp32-2-dealt", "fp32-1"),
+    ("fp32-0", "fp32-2"),
+    ("bf16-0", "bf16-0"),
+    ("bf16-2", "accumulate-1"),
+]
+ACROSS += [
+    ("fp16-2", "fp16-2"),
+    ("fp16-2", "fp16-0"),
+    ("fp16-0-whole", "fp16-2"),
+    ("fp32-2-elastic", "fp32-0"),
+]
 STAGE_1, STAGE_2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
 PIPELINES: dict[str, dict[str, Any]] = {
     "fp32-1": {**STAGE_1, "grouped": True},
     "fp32-0": {},
     "bf16-1": {"bf16": {"enabled": True}, **STAGE_1},
 }
-EXPERTS: dict[str, dict[str, Any]] = {"fp32-0": {}, "fp32-2": STAGE_2, "bf16-1": {"bf16": {"enabled": True}, **STAGE_1}}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "fp32-0": {},
+    "fp32-2": STAGE_2,
+    "bf16-1": {"bf16": {"enabled": True}, **STAGE_1},
+}
 
 
 class SavedByTwo(DistributedFixture):
@@ -83,8 +104,10 @@ def load(engine: Any, folder: str) -> Any:
 
 
 class TestOtherDivisions(DistributedTest):
-    """Kills: a parameter's elements in the order of files instead of ranks; padding kept; a group's options given to another's
-    parameters; the step, the scale or the position in the data lost; a frozen, tied or expert's weight forgotten."""
+    """Kills: a parameter's elements in the order of files instead of ranks; padding kept; a group's
+    options given to another's parameters; the step, the scale or the position in the data lost; a
+    frozen, tied or expert's weight forgotten.
+    """
 
     world_size = [1, 3]
     exec_timeout = 120
@@ -125,12 +148,17 @@ class TestOtherDivisions(DistributedTest):
 
 
 class TestIncomplete(DistributedTest):
-    """Of a folder as upstream makes it, without a manifest. Kills: what is missing taken for zeros or left as it was."""
+    """Of a folder as upstream makes it, without a manifest. Kills: what is missing taken for zeros
+    or left as it was.
+    """
 
     world_size = 1
 
     def test_refused_and_nothing_changed(self, tmpdir: Any) -> None:
-        CASES["universal"] = {**CASES["fp32-2"], "checkpoint": {"load_universal": True, "verify": "off"}}
+        CASES["universal"] = {
+            **CASES["fp32-2"],
+            "checkpoint": {"load_universal": True, "verify": "off"},
+        }
         engine = make("universal")
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
@@ -139,15 +167,36 @@ class TestIncomplete(DistributedTest):
         before = expected(engine)
         good = Path(str(tmpdir), TAG, UNIVERSAL_FOLDER)
         for damage, message in (
-            (lambda zero: shutil.rmtree(zero / "last.weight"), r"of the \d+ elements .* of first\.weight"),
-            (lambda zero: (zero / "first.bias" / "exp_avg.pt").unlink(), "only some of .* have optimizer state 'exp_avg'"),
-            (lambda zero: os.truncate(zero / "first.bias" / "exp_avg_sq.pt", 700), r"exp_avg_sq\.pt .* cannot be read"),
-            (lambda zero: shutil.copytree(zero / "last.bias", zero / "more.bias"), "more.bias is not in this model"),
-            (lambda zero: shutil.copy(zero / "last.bias" / "fp32.pt", zero / "first.bias"), r"first\.bias has shape \(3,\)"),
-            (lambda zero: (zero / "optimizer_state.pt").unlink(), r"optimizer_state\.pt does not exist"),
+            (
+                lambda zero: shutil.rmtree(zero / "last.weight"),
+                r"of the \d+ elements .* of first\.weight",
+            ),
+            (
+                lambda zero: (zero / "first.bias" / "exp_avg.pt").unlink(),
+                "only some of .* have optimizer state 'exp_avg'",
+            ),
+            (
+                lambda zero: os.truncate(zero / "first.bias" / "exp_avg_sq.pt", 700),
+                r"exp_avg_sq\.pt .* cannot be read",
+            ),
+            (
+                lambda zero: shutil.copytree(zero / "last.bias", zero / "more.bias"),
+                "more.bias is not in this model",
+            ),
+            (
+                lambda zero: shutil.copy(zero / "last.bias" / "fp32.pt", zero / "first.bias"),
+                r"first\.bias has shape \(3,\)",
+            ),
+            (
+                lambda zero: (zero / "optimizer_state.pt").unlink(),
+                r"optimizer_state\.pt does not exist",
+            ),
             (shutil.rmtree, "is no universal checkpoint.*ds_to_universal"),
         ):
-            zero = Path(shutil.copytree(good.parent, Path(str(tmpdir), "bad"), dirs_exist_ok=True)) / UNIVERSAL_FOLDER
+            zero = (
+                Path(shutil.copytree(good.parent, Path(str(tmpdir), "bad"), dirs_exist_ok=True))
+                / UNIVERSAL_FOLDER
+            )
             damage(zero)
             with pytest.raises(CheckpointError, match=message):
                 engine.load_checkpoint(str(tmpdir), tag="bad")

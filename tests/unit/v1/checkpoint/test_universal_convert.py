@@ -1,4 +1,6 @@
-"""`ds_to_universal` in one process: what its files hold for every kind of slice, what it refuses, and what it leaves then."""
+"""`ds_to_universal` in one process: what its files hold for every kind of slice, what it refuses,
+and what it leaves then.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,15 @@ INFO: dict[str, Any] = {
     "parameter_with_sub_params": [STACKED],
 }
 # Shapes of the slices of two tensor-parallel ranks.
-SHAPES = {"col.w": (4, 3), "row.w": (3, 4), "norm.w": (3,), "avg.w": (3,), "vocab.w": (5, 3), "gate.w": (4, 3), "qkv.w": (8, 3)}
+SHAPES = {
+    "col.w": (4, 3),
+    "row.w": (3, 4),
+    "norm.w": (3,),
+    "avg.w": (3,),
+    "vocab.w": (5, 3),
+    "gate.w": (4, 3),
+    "qkv.w": (8, 3),
+}
 SHARDS = 2
 
 
@@ -45,7 +55,9 @@ def values(rank: int) -> dict[str, torch.Tensor]:
     found = {}
     for index, (name, shape) in enumerate(SHAPES.items()):
         start = 1000 * index + (0 if name == "norm.w" else 100 * rank)
-        found[name] = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        found[name] = torch.arange(
+            start, start + torch.Size(shape).numel(), dtype=torch.float32
+        ).view(shape)
     return found
 
 
@@ -82,7 +94,9 @@ def write_shards(folder: Path, rank: int, slices: dict[str, torch.Tensor]) -> No
             at += part.numel()
         state = {
             "base_optimizer_state": {
-                "state": {0: {"step": torch.tensor(4.0), "exp_avg": own / 2, "exp_avg_sq": own / 4}},
+                "state": {
+                    0: {"step": torch.tensor(4.0), "exp_avg": own / 2, "exp_avg_sq": own / 4}
+                },
                 "param_groups": [{"lr": 0.01, "betas": (0.9, 0.95), "params": [0]}],
             },
             "single_partition_of_fp32_groups": [own],
@@ -91,7 +105,9 @@ def write_shards(folder: Path, rank: int, slices: dict[str, torch.Tensor]) -> No
             "partition_count": [SHARDS],
             "clip_grad": 1.0,
         }
-        torch.save({"optimizer_state_dict": state}, folder / keys.optimizer_file(shard, rank, bf16=False))
+        torch.save(
+            {"optimizer_state_dict": state}, folder / keys.optimizer_file(shard, rank, bf16=False)
+        )
 
 
 def convert(source: Path, *options: str) -> Path:
@@ -110,7 +126,11 @@ def expected() -> dict[str, dict[str, Any]]:
         "row.w": {"cat_dim": 1, "param": torch.cat([a["row.w"], b["row.w"]], 1)},
         "norm.w": {"param": a["norm.w"]},
         "avg.w": {"param": a["avg.w"] + 50},
-        "vocab.w": {"cat_dim": 0, "vocab_tensor": True, "param": torch.cat([a["vocab.w"], b["vocab.w"][:4]])},
+        "vocab.w": {
+            "cat_dim": 0,
+            "vocab_tensor": True,
+            "param": torch.cat([a["vocab.w"], b["vocab.w"][:4]]),
+        },
         "gate.w": {
             "cat_dim": 0,
             "param_n_sub_params": 2,
@@ -124,12 +144,16 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 class TestFiles:
-    """Kills: the wrong dimension; averaged slices summed; padding of the vocabulary kept; stacked parameters in order of ranks."""
+    """Kills: the wrong dimension; averaged slices summed; padding of the vocabulary kept; stacked
+    parameters in order of ranks.
+    """
 
     def test_layout(self, tmp_path: Path) -> None:
         output = convert(write(tmp_path / "t"))
         wanted = expected()
-        assert sorted(path.name for path in (output / "zero").iterdir()) == sorted([*wanted, "optimizer_state.pt"])
+        assert sorted(path.name for path in (output / "zero").iterdir()) == sorted(
+            [*wanted, "optimizer_state.pt"]
+        )
         for name, content in wanted.items():
             assert sorted(path.name for path in (output / "zero" / name).iterdir()) == [
                 "exp_avg.pt",
@@ -150,7 +174,8 @@ class TestFiles:
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
     def test_any_number_of_slices(self, tmp_path: Path) -> None:
-        # Kills: a slice of the stack instead of one of each stacked parameter; a vocabulary that is not padded for its ranks.
+        # Kills: a slice of the stack instead of one of each stacked parameter; a vocabulary that is
+        # not padded for its ranks.
         state = UniversalState(str(convert(write(tmp_path / "t"))))
         patterns = SlicePatterns(INFO)
         for name, content in expected().items():
@@ -171,7 +196,14 @@ class TestFiles:
                 assert torch.equal(patterns.merged(name, by_four)["param"], content["param"]), name
 
     def test_slices_are_kept_if_asked(self, tmp_path: Path) -> None:
-        output = convert(write(tmp_path / "t"), "--keep_temp_folder", "--num_extract_workers", "1", "--num_merge_workers", "1")
+        output = convert(
+            write(tmp_path / "t"),
+            "--keep_temp_folder",
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        )
         kept = read_file(str(output / "tmp" / "row.w" / "1" / "fp32.00"))
         assert torch.equal(kept, values(1)["row.w"].flatten())
 
@@ -180,15 +212,25 @@ class TestFiles:
         assert (found.tp_degree, found.pp_degree, found.dp_degree) == (2, 1, 2)
         assert found.get_checkpoint_info("universal_checkpoint_info") == INFO
         assert not found.is_change_tp_degree()
-        assert [Path(path).name for path in found.get_2d_parallel_files(1, 0)] == ["mp_rank_01_model_states.pt"]
-        assert [Path(path).name for path in found.get_zero_files(0, 1, 1)] == ["zero_pp_rank_1_mp_rank_01_optim_states.pt"]
+        assert [Path(path).name for path in found.get_2d_parallel_files(1, 0)] == [
+            "mp_rank_01_model_states.pt"
+        ]
+        assert [Path(path).name for path in found.get_zero_files(0, 1, 1)] == [
+            "zero_pp_rank_1_mp_rank_01_optim_states.pt"
+        ]
         found.validate_files()
         assert DeepSpeedCheckpoint(str(tmp_path / "t"), tp_degree=1).is_change_tp_degree()
 
-    @pytest.mark.skipif(not SHARED.is_dir(), reason="folders that upstream wrote are not beside this checkout")
-    @pytest.mark.parametrize("case", ["zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "pipe2_zero1_bf16_w2"])
+    @pytest.mark.skipif(
+        not SHARED.is_dir(), reason="folders that upstream wrote are not beside this checkout"
+    )
+    @pytest.mark.parametrize(
+        "case", ["zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "pipe2_zero1_bf16_w2"]
+    )
     def test_folders_of_upstream(self, tmp_path: Path, case: str) -> None:
-        source = shutil.copytree(SHARED / case / "step4", tmp_path / "step4", copy_function=shutil.copyfile)
+        source = shutil.copytree(
+            SHARED / case / "step4", tmp_path / "step4", copy_function=shutil.copyfile
+        )
         os.chmod(source, 0o755)
         state = UniversalState(str(convert(Path(source), "--inject_missing_state")))
         assert state.names() == ["0.bias", "0.weight", "2.bias", "2.weight"]
@@ -234,7 +276,8 @@ def forget(content: dict[str, Any]) -> None:
 
 
 def forget_tail(content: dict[str, Any]) -> None:
-    del content["optimizer_state_dict"]["param_slice_mappings"][0]["vocab.w"]  # its first elements are in the shard before
+    # its first elements are in the shard before
+    del content["optimizer_state_dict"]["param_slice_mappings"][0]["vocab.w"]
 
 
 def differ(content: dict[str, Any]) -> None:
@@ -270,7 +313,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 class TestRefusals:
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_damaged_input(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    def test_damaged_input(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    ) -> None:
         # Kills: elements taken for zeros, a shard forgotten, code in a file run.
         monkeypatch.setenv("EVIL_MARK", str(tmp_path / "ran"))
         source = write(tmp_path / "t")
@@ -278,10 +323,16 @@ class TestRefusals:
         apply(source)
         with pytest.raises(CheckpointError, match=message):
             convert(source)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]  # no output, nothing half done, nothing run
+        # no output, nothing half done, nothing run
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
 
-    def test_patterns_and_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        mistyped = write(tmp_path / "mistyped", {**INFO, "tp_replicated_parameter_patterns": [r"norm\.", r"nrm\."]})
+    def test_patterns_and_options(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        mistyped = write(
+            tmp_path / "mistyped",
+            {**INFO, "tp_replicated_parameter_patterns": [r"norm\.", r"nrm\."]},
+        )
         with pytest.raises(CheckpointError, match=r"no parameter matches nrm"):
             convert(mistyped)
         convert(mistyped, "--no_strict")
@@ -291,10 +342,17 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="only the client knows"):
             convert(silent, "--inject_missing_state")
         with pytest.raises(CheckpointError, match="original_vocab_size"):
-            convert(write(tmp_path / "words", {key: value for key, value in INFO.items() if key != "original_vocab_size"}))
+            convert(
+                write(
+                    tmp_path / "words",
+                    {key: value for key, value in INFO.items() if key != "original_vocab_size"},
+                )
+            )
         with pytest.raises(ValueError, match="num_merge_workers"):
             convert(silent, "--num_merge_workers", "0")
-        monkeypatch.setattr("sys.argv", ["x", "--input_folder", str(silent), "--output_folder", str(tmp_path / "o")])
+        monkeypatch.setattr(
+            "sys.argv", ["x", "--input_folder", str(silent), "--output_folder", str(tmp_path / "o")]
+        )
         with pytest.raises(SystemExit, match="give --inject_missing_state"):
             command()
 

@@ -1,4 +1,6 @@
-"""Another number of tensor-parallel ranks: slices are put together and cut by the client's patterns, directly or universally."""
+"""Another number of tensor-parallel ranks: slices are put together and cut by the client's
+patterns, directly or universally.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def make(size: int, frozen: bool = False, **keys: Any) -> Any:
         **keys,
     }
     trained: list[nn.Parameter] = [param for param in model.parameters() if param.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=configuration, mpu=mpu)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=trained, config=configuration, mpu=mpu
+    )[0]
 
 
 def train(engine: Any, steps: int) -> list[float]:
@@ -93,8 +97,9 @@ class SavedSlices(DistributedFixture):
 
 
 class TestOtherTensorRanks(DistributedTest):
-    """Kills: the wrong dimension of a row-parallel weight; a replicated weight concatenated; rank 0's slice given to all; a frozen
-    slice left as the model was built."""
+    """Kills: the wrong dimension of a row-parallel weight; a replicated weight concatenated; rank
+    0's slice given to all; a frozen slice left as the model was built.
+    """
 
     world_size = 2
 
@@ -103,8 +108,16 @@ class TestOtherTensorRanks(DistributedTest):
             self.goes_on(str(class_tmpdir), case)
 
     def goes_on(self, folder: str, case: str) -> None:
-        for size, saved, universal in ((1, 2, True), (2, 1, True), (1, 2, False), (2, 1, False), (2, 2, True)):
-            engine = make(size, frozen=case == "fp32-2", **CASES[case], **(UNIVERSAL if universal else {}))
+        for size, saved, universal in (
+            (1, 2, True),
+            (2, 1, True),
+            (1, 2, False),
+            (2, 1, False),
+            (2, 2, True),
+        ):
+            engine = make(
+                size, frozen=case == "fp32-2", **CASES[case], **(UNIVERSAL if universal else {})
+            )
             with torch.no_grad():
                 for param in engine.module.parameters():
                     param.zero_()  # the frozen one, too, must be loaded
@@ -113,7 +126,8 @@ class TestOtherTensorRanks(DistributedTest):
             assert client_state[UNIVERSAL_CHECKPOINT_INFO] == INFO
             wanted = torch.load(f"{folder}/{case}-{saved}.pt", weights_only=False)
             assert differences(wanted["held"], whole(engine)) == [], (size, saved, universal)
-            tolerance = 1e-5 if case.startswith("fp32") else 2e-2  # sums over ranks are rounded otherwise
+            # sums over ranks are rounded otherwise
+            tolerance = 1e-5 if case.startswith("fp32") else 2e-2
             assert train(engine, 2) == pytest.approx(wanted["went_on"], rel=tolerance)
 
     def test_refusals(self, tmpdir: Any) -> None:
@@ -122,16 +136,25 @@ class TestOtherTensorRanks(DistributedTest):
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="silent")
         wrong = {**INFO, "parameter_with_row_parallelism_patterns": []}
-        engine.save_checkpoint(str(tmpdir), tag="wrong", client_state={UNIVERSAL_CHECKPOINT_INFO: wrong})
+        engine.save_checkpoint(
+            str(tmpdir), tag="wrong", client_state={UNIVERSAL_CHECKPOINT_INFO: wrong}
+        )
         engine = make(1)
         train(engine, 1)
         before = whole(engine)
-        with pytest.raises(CheckpointError, match="this run has 1: only the model knows.*universal_checkpoint_info"):
+        with pytest.raises(
+            CheckpointError, match="this run has 1: only the model knows.*universal_checkpoint_info"
+        ):
             engine.load_checkpoint(str(tmpdir), tag="silent")
-        with pytest.raises(CheckpointError, match=r"row\.weight has shape \(12, 4\).*does not say how row\.weight is cut"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"row\.weight has shape \(12, 4\).*does not say how row\.weight is cut",
+        ):
             engine.load_checkpoint(str(tmpdir), tag="wrong")
         assert differences(before, whole(engine)) == []
         if dist.get_rank() == 0:
-            with pytest.raises(CheckpointError, match="only the client knows how the parameters are sliced"):
+            with pytest.raises(
+                CheckpointError, match="only the client knows how the parameters are sliced"
+            ):
                 convert(Path(str(tmpdir), "silent").parent.as_posix(), tag="silent")
         dist.barrier()

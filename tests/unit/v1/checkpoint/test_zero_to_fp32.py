@@ -1,4 +1,6 @@
-"""`zero_to_fp32`: the fp32 weights of every kind of folder, without the run that wrote it, and what it writes itself."""
+"""`zero_to_fp32`: the fp32 weights of every kind of folder, without the run that wrote it, and what
+it writes itself.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,22 @@ COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoint
 def expected_of(held: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Masters where there are any, else weights, of what `by_name` returns."""
     masters = {
-        name.removeprefix("master."): value for name, value in held.items() if name.startswith("master.") and value is not None
+        name.removeprefix("master."): value
+        for name, value in held.items()
+        if name.startswith("master.") and value is not None
     }
-    weights = {name.removeprefix("weight."): value.float() for name, value in held.items() if name.startswith("weight.")}
+    weights = {
+        name.removeprefix("weight."): value.float()
+        for name, value in held.items()
+        if name.startswith("weight.")
+    }
     return {**weights, **masters}
 
 
 class TestDense(DistributedTest):
-    """Kills: padding taken for elements, masters of one rank only, weights rounded to 16 bits, groups in another order."""
+    """Kills: padding taken for elements, masters of one rank only, weights rounded to 16 bits,
+    groups in another order.
+    """
 
     world_size = [2, 3]
     exec_timeout = 120
@@ -59,9 +69,14 @@ class TestDense(DistributedTest):
             "bf16-0": BF16,
             "fp16-0": FP16,
             "bf16-1-accumulate": {**BF16, **FP32_SUMS, "zero_optimization": {"stage": 1}},
-            "fp16-1-elastic": {**FP16, "zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+            "fp16-1-elastic": {
+                **FP16,
+                "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
+            },
             "bf16-2": {**BF16, "zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
-            "fp32-2-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+            "fp32-2-round-robin": {
+                "zero_optimization": {"stage": 2, "round_robin_gradients": True}
+            },
         }
         # With padding on more than one rank some of the cases will do.
         for case, keys in list(cases.items())[:: 1 if dist.get_world_size() == 2 else 3]:
@@ -75,14 +90,20 @@ class TestDense(DistributedTest):
             found = get_fp32_state_dict_from_zero_checkpoint(folder)
             assert differences(wanted, dict(found)) == [], case
             assert found["again.weight"].data_ptr() == found["tied.weight"].data_ptr()
-            trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+            trained = get_fp32_state_dict_from_zero_checkpoint(
+                folder, exclude_frozen_parameters=True
+            )
             assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
-            engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True, save_latest=False)
+            engine.save_checkpoint(
+                folder, tag="trained", exclude_frozen_parameters=True, save_latest=False
+            )
             again = get_fp32_state_dict_from_zero_checkpoint(folder, tag="trained")
             assert differences(dict(trained), dict(again)) == [], case
 
     def test_empty_groups_and_several_instances(self, tmpdir: Any) -> None:
-        """Kills: groups counted without the empty ones, shards looked for under the ranks of all instances."""
+        """Kills: groups counted without the empty ones, shards looked for under the ranks of all
+        instances.
+        """
         torch.manual_seed(1)
         model = Net()
         groups = [
@@ -96,7 +117,9 @@ class TestDense(DistributedTest):
             keys["zero_optimization"]["num_optimizer_instances"] = 2
         for name in ("tied", "again", "frozen"):
             getattr(model, name).requires_grad_(False)
-        engine = deepspeed.initialize(model=model, model_parameters=groups, config=config(**keys), training_data=samples())[0]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=groups, config=config(**keys), training_data=samples()
+        )[0]
         engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -106,7 +129,9 @@ class TestDense(DistributedTest):
 
 
 class TestDivided(DistributedTest):
-    """Kills: layers named by the stage's own number, tied modules under a layer's, one stage only, experts numbered by rank."""
+    """Kills: layers named by the stage's own number, tied modules under a layer's, one stage only,
+    experts numbered by rank.
+    """
 
     world_size = 4
     exec_timeout = 120
@@ -115,7 +140,12 @@ class TestDivided(DistributedTest):
         cases: dict[str, dict[str, Any]] = {
             "fp32-0": {"grouped": True},
             "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-            "accumulate-1": {**BF16, **FP32_SUMS, "zero_optimization": {"stage": 1}, "grouped": True},
+            "accumulate-1": {
+                **BF16,
+                **FP32_SUMS,
+                "zero_optimization": {"stage": 1},
+                "grouped": True,
+            },
             "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 8}},
         }
         for number, (case, keys) in enumerate(cases.items()):
@@ -125,7 +155,9 @@ class TestDivided(DistributedTest):
             pipeline.train(engine, 1)
             engine.save_checkpoint(folder)
             wanted = expected_of(pipeline.whole(engine))
-            assert differences(wanted, dict(get_fp32_state_dict_from_zero_checkpoint(folder))) == [], (case, stages)
+            assert (
+                differences(wanted, dict(get_fp32_state_dict_from_zero_checkpoint(folder))) == []
+            ), (case, stages)
 
     def test_experts(self, tmpdir: Any) -> None:
         for number, case, keys in test_experts.cases():
@@ -136,7 +168,10 @@ class TestDivided(DistributedTest):
             engine.save_checkpoint(folder)
             wanted = expected_of(test_experts.whole(engine))
             found = get_fp32_state_dict_from_zero_checkpoint(folder)
-            assert differences(wanted, {name: found[name] for name in wanted}) == [], (case, ep_size)
+            assert differences(wanted, {name: found[name] for name in wanted}) == [], (
+                case,
+                ep_size,
+            )
 
 
 class TestBeside(DistributedTest):
@@ -157,7 +192,13 @@ class TestBeside(DistributedTest):
         wanted = expected_of(by_name(engine))
         if dist.get_rank() == 0:
             path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-            done = subprocess.run([copy, folder, out], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=50)
+            done = subprocess.run(
+                [copy, folder, out],
+                env={**os.environ, "PATH": path},
+                capture_output=True,
+                text=True,
+                timeout=50,
+            )
             assert done.returncode == 0, done.stderr
             found = torch.load(Path(out, "pytorch_model.bin"), weights_only=True)
             assert differences(wanted, {name: found[name] for name in wanted}) == []
@@ -166,7 +207,9 @@ class TestBeside(DistributedTest):
 # Folders made by hand
 
 
-def make_folder(folder: Path, weights: dict[str, torch.Tensor], ranks: int = 2, mapped: bool = True, **more: Any) -> dict[str, Any]:
+def make_folder(
+    folder: Path, weights: dict[str, torch.Tensor], ranks: int = 2, mapped: bool = True, **more: Any
+) -> dict[str, Any]:
     """A ZeRO-1 folder of fp32 `weights`, one group, padded; returns the model file's content."""
     step = folder / "step"
     step.mkdir(parents=True)
@@ -188,7 +231,10 @@ def make_folder(folder: Path, weights: dict[str, torch.Tensor], ranks: int = 2, 
             "group_paddings": [padding if rank == ranks - 1 else 0],
             **({"param_slice_mappings": [mapping]} if mapped else {}),
         }
-        torch.save({"optimizer_state_dict": state}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": state},
+            step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
     model = {
         "module": OrderedDict((name, value.bfloat16()) for name, value in weights.items()),
         "buffer_names": [],
@@ -218,16 +264,26 @@ def test_padded_shards(tmp_path: Path, ranks: int, mapped: bool) -> None:
     assert differences(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))) == []
 
 
-# SHA-256 over names and values, of what upstream 0.19.6's tool returned for the folders that it can read: run as a program.
+# SHA-256 over names and values, of what upstream 0.19.6's tool returned for the folders that it can
+# read: run as a program.
 UPSTREAM = {
     "zero2_fp32_w2": "ecba7c26c3ac27da07a6f821e92bae0dac64478e50eb0e13f7732be71ecbec16",
     "zero3_bf16_w2": "f15f00f8d2ae34de98d1bffbde7f6d45efb2295c9027ef2b66c04df6aba589bf",
 }
 
 
-@pytest.mark.skipif(not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository")
+@pytest.mark.skipif(
+    not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository"
+)
 @pytest.mark.parametrize(
-    "case", ["zero0_fp32_w2", "zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "zero3_bf16_w2", "pipe2_zero1_bf16_w2"]
+    "case",
+    [
+        "zero0_fp32_w2",
+        "zero1_bf16_fp32acc_w2",
+        "zero2_fp32_w2",
+        "zero3_bf16_w2",
+        "pipe2_zero1_bf16_w2",
+    ],
 )
 def test_upstreams_folders(case: str) -> None:
     found = get_fp32_state_dict_from_zero_checkpoint(str(COMPAT / case))
@@ -244,16 +300,24 @@ def test_upstreams_folders(case: str) -> None:
         saved = {
             f"{layer}.{name}": value
             for layer in (0, 2)
-            for name, value in torch.load(folder / f"layer_0{layer}-model_states.pt", weights_only=True).items()
+            for name, value in torch.load(
+                folder / f"layer_0{layer}-model_states.pt", weights_only=True
+            ).items()
         }
     elif "zero3" not in case:
         saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     else:
         return
     # The model's own weights are the masters, rounded.
-    assert differences(dict(saved), {name: found[name].to(value.dtype) for name, value in saved.items()}) == []
+    assert (
+        differences(
+            dict(saved), {name: found[name].to(value.dtype) for name, value in saved.items()}
+        )
+        == []
+    )
     if "bf16" in case:
-        assert any(not torch.equal(value.float(), found[name]) for name, value in saved.items())  # else they are the rounded ones
+        # else they are the rounded ones
+        assert any(not torch.equal(value.float(), found[name]) for name, value in saved.items())
 
 
 def test_stage3_parts() -> None:
@@ -269,7 +333,10 @@ def test_stage3_parts() -> None:
 def test_stage3_of_eleven_ranks(tmp_path: Path) -> None:
     """Kills: rank 10's files read before rank 2's, of trained parameters or of frozen ones."""
     whole = {"trained": torch.arange(25.0), "frozen": torch.arange(100.0, 130.0)}
-    parts = {name: torch.nn.functional.pad(value, (0, 33 - len(value))).split(3) for name, value in whole.items()}
+    parts = {
+        name: torch.nn.functional.pad(value, (0, 33 - len(value))).split(3)
+        for name, value in whole.items()
+    }
     shapes = {name: OrderedDict({name: value.shape}) for name, value in whole.items()}
     for rank in range(11):
         model = {
@@ -280,9 +347,21 @@ def test_stage3_of_eleven_ranks(tmp_path: Path) -> None:
             "frozen_param_fragments": {"frozen": parts["frozen"][rank].half()},
         }
         torch.save(model, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        state = {"zero_stage": 3, "partition_count": 11, "fp32_flat_groups": [parts["trained"][rank].clone()]}
-        torch.save({"optimizer_state_dict": state}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    assert differences(whole, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path.parent), tag=tmp_path.name)) == []
+        state = {
+            "zero_stage": 3,
+            "partition_count": 11,
+            "fp32_flat_groups": [parts["trained"][rank].clone()],
+        }
+        torch.save(
+            {"optimizer_state_dict": state},
+            tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+    assert (
+        differences(
+            whole, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path.parent), tag=tmp_path.name)
+        )
+        == []
+    )
 
 
 def test_lazily(tmp_path: Path) -> None:
@@ -290,7 +369,13 @@ def test_lazily(tmp_path: Path) -> None:
     make_folder(tmp_path, weights, shared_params={"also": "a"})
     lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), lazy_mode=True)
     assert isinstance(lazy, OrderedDict) and lazy["also"] is lazy["a"]
-    assert differences({**weights, "also": weights["a"]}, {name: value.contiguous() for name, value in lazy.items()}) == []
+    assert (
+        differences(
+            {**weights, "also": weights["a"]},
+            {name: value.contiguous() for name, value in lazy.items()},
+        )
+        == []
+    )
     tensors = to_torch_tensor(lazy)
     assert tensors["also"] is tensors["a"]
 
@@ -298,18 +383,27 @@ def test_lazily(tmp_path: Path) -> None:
 def test_dtypes(tmp_path: Path) -> None:
     """Kills: counters made floats, double precision rounded."""
     model = make_folder(tmp_path, some_weights())
-    buffers = {"count": torch.tensor(2**40 + 1), "table": torch.tensor([1 / 3], dtype=torch.float64), "half": torch.ones(2).half()}
+    buffers = {
+        "count": torch.tensor(2**40 + 1),
+        "table": torch.tensor([1 / 3], dtype=torch.float64),
+        "half": torch.ones(2).half(),
+    }
     model["module"].update(buffers)
     model["buffer_names"] = list(buffers)
     torch.save(model, tmp_path / "step" / "mp_rank_00_model_states.pt")
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert differences({**buffers, "half": torch.ones(2)}, {name: found[name] for name in buffers}) == []
+    assert (
+        differences({**buffers, "half": torch.ones(2)}, {name: found[name] for name in buffers})
+        == []
+    )
 
 
 def test_load_into_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(2)
     source, model = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    make_folder(tmp_path, {f"0.{name}": value.detach() for name, value in source.named_parameters()})
+    make_folder(
+        tmp_path, {f"0.{name}": value.detach() for name, value in source.named_parameters()}
+    )
     assert load_state_dict_from_zero_checkpoint(model, str(tmp_path)) is model
     assert differences(dict(source.state_dict()), dict(model[0].state_dict())) == []
     assert "4 names are not in the checkpoint: 1.weight" in caplog.text
@@ -333,14 +427,25 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "no tag": (lambda f: (f / "latest").write_text("other"), "other' doesn't exist"),
     "no model": (lambda f: removed(f, MODEL), r"can't find mp_rank_\*_model_states.pt"),
     "a shard too few": (lambda f: removed(f, SHARD_1), "is one of 2 shards, the folder has 1"),
-    "no shards": (lambda f: [removed(f, SHARD_1), removed(f, SHARD_1.replace("1", "0", 1))], r"holds no \*_optim_states.pt"),
+    "no shards": (
+        lambda f: [removed(f, SHARD_1), removed(f, SHARD_1.replace("1", "0", 1))],
+        r"holds no \*_optim_states.pt",
+    ),
     "cut off": (lambda f: os.truncate(f / "step" / SHARD_1, 1000), f"{SHARD_1} cannot be read"),
     "elements missing": (
-        lambda f: changed(f, SHARD_1, lambda c: c["optimizer_state_dict"]["param_slice_mappings"][0].popitem()),
+        lambda f: changed(
+            f, SHARD_1, lambda c: c["optimizer_state_dict"]["param_slice_mappings"][0].popitem()
+        ),
         "holds none of the fp32 elements of c",
     ),
     "part of a parameter": (
-        lambda f: changed(f, SHARD_1, lambda c: vars(c["optimizer_state_dict"]["param_slice_mappings"][0]["b"]).update(numel=7)),
+        lambda f: changed(
+            f,
+            SHARD_1,
+            lambda c: vars(c["optimizer_state_dict"]["param_slice_mappings"][0]["b"]).update(
+                numel=7
+            ),
+        ),
         r"holds \d+ of the 100 fp32 elements of b",
     ),
     "twice": (
@@ -348,19 +453,31 @@ FAULTS: dict[str, tuple[Any, str]] = {
         "holds none of the fp32 elements of c",
     ),
     "sliced": (
-        lambda f: changed(f, MODEL, lambda c: c.update(checkpoint_parallel_dimensions={"tp_degree": 2})),
+        lambda f: changed(
+            f, MODEL, lambda c: c.update(checkpoint_parallel_dimensions={"tp_degree": 2})
+        ),
         "tensor parallelism.*ds_to_universal",
     ),
     "dcp": (
-        lambda f: changed(f, SHARD_1, lambda c: c.update({"torch.distributed.checkpoint folder": "x.dcp"})),
+        lambda f: changed(
+            f, SHARD_1, lambda c: c.update({"torch.distributed.checkpoint folder": "x.dcp"})
+        ),
         "keeps its tensors in x.dcp.*checkpoint.writer",
     ),
-    "a part missing": (lambda f: changed(f, MODEL, lambda c: c.update(mp_world_size=2)), "by 2 model-parallel ranks"),
+    "a part missing": (
+        lambda f: changed(f, MODEL, lambda c: c.update(mp_world_size=2)),
+        "by 2 model-parallel ranks",
+    ),
     "manifest": (
-        lambda f: (f / "step" / "manifest.json").write_text(json.dumps({"files": {SHARD_1: [5, "xxh3_128:0", 1]}})),
+        lambda f: (f / "step" / "manifest.json").write_text(
+            json.dumps({"files": {SHARD_1: [5, "xxh3_128:0", 1]}})
+        ),
         f"{SHARD_1} is not the file that was saved",
     ),
-    "bad manifest": (lambda f: (f / "step" / "manifest.json").write_text('{"files": [1]}'), "manifest.json is damaged"),
+    "bad manifest": (
+        lambda f: (f / "step" / "manifest.json").write_text('{"files": [1]}'),
+        "manifest.json is damaged",
+    ),
 }
 
 
@@ -379,11 +496,19 @@ def test_weights_without_masters(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     """A 16-bit run without ZeRO that upstream saved: its masters have no names."""
     (tmp_path / "t").mkdir()
     module = {"a": torch.ones(2).half()}
-    torch.save({"module": module, "optimizer": {"state": {}}, "param_shapes": None}, tmp_path / "t" / MODEL)
-    assert get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")["a"].dtype == torch.float32
+    torch.save(
+        {"module": module, "optimizer": {"state": {}}, "param_shapes": None}, tmp_path / "t" / MODEL
+    )
+    assert (
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")["a"].dtype == torch.float32
+    )
     assert "no fp32 weights by name" in caplog.text
-    with pytest.raises(ValueError, match="exclude_frozen_parameters: .* does not say what is trained"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t", exclude_frozen_parameters=True)
+    with pytest.raises(
+        ValueError, match="exclude_frozen_parameters: .* does not say what is trained"
+    ):
+        get_fp32_state_dict_from_zero_checkpoint(
+            str(tmp_path), tag="t", exclude_frozen_parameters=True
+        )
 
 
 # What is written
@@ -391,15 +516,25 @@ def test_weights_without_masters(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def read_output(folder: Path, safe: bool) -> dict[str, torch.Tensor]:
     if not safe:
-        return {name: value for path in folder.glob("*.bin") for name, value in torch.load(path, weights_only=True).items()}
+        return {
+            name: value
+            for path in folder.glob("*.bin")
+            for name, value in torch.load(path, weights_only=True).items()
+        }
     from safetensors.torch import load_file
 
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_one_file_or_several(tmp_path: Path, safe: bool) -> None:
-    """Kills: a limit that is passed, an index that names a file wrongly, an index of an earlier conversion left behind."""
+    """Kills: a limit that is passed, an index that names a file wrongly, an index of an earlier
+    conversion left behind.
+    """
     if safe:
         pytest.importorskip("safetensors")
     weights = some_weights()
@@ -468,11 +603,22 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "saved", some_weights())
     for size in ("5 parsecs", "", "-1GB", 0, True, "1.5GB"):
         with pytest.raises(ValueError, match=r"max_shard_size: .* is no size; give bytes"):
-            convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"), size)
-    assert [zero_to_fp32._parse_size(size) for size in ("5GB", "2 MiB", "7", 8)] == [5e9, 2 * 2**20, 7, 8]
+            convert_zero_checkpoint_to_fp32_state_dict(
+                str(tmp_path / "saved"), str(tmp_path / "out"), size
+            )
+    assert [zero_to_fp32._parse_size(size) for size in ("5GB", "2 MiB", "7", 8)] == [
+        5e9,
+        2 * 2**20,
+        7,
+        8,
+    ]
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match="safe_serialization needs the package safetensors: pip install"):
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"), safe_serialization=True)
+    with pytest.raises(
+        ImportError, match="safe_serialization needs the package safetensors: pip install"
+    ):
+        convert_zero_checkpoint_to_fp32_state_dict(
+            str(tmp_path / "saved"), str(tmp_path / "out"), safe_serialization=True
+        )
 
 
 # As a program of its own
@@ -494,12 +640,19 @@ def test_the_file_works_alone(tmp_path: Path) -> None:
     weights = some_weights()
     make_folder(tmp_path, weights)
     command = [sys.executable, "-I", "-c", ALONE, str(copied(tmp_path)), str(tmp_path)]
-    done = subprocess.run([*command, str(tmp_path / "out"), "--max_shard_size", "430B"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, str(tmp_path / "out"), "--max_shard_size", "430B"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert differences(weights, read_output(tmp_path / "out", False)) == []
 
 
-def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_folder(tmp_path, some_weights())
     with pytest.raises(SystemExit, match="1"):
         zero_to_fp32.main([str(tmp_path), str(tmp_path / "out"), "-t", "missing"])
@@ -543,12 +696,21 @@ def test_memory_is_one_output_file(tmp_path: Path) -> None:
 
     Mapped pages of the shards do not count: they are the system's to drop.
     """
-    make_folder(tmp_path, {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)})  # 160 MiB
+    # 160 MiB
+    make_folder(
+        tmp_path, {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)}
+    )
     copied(tmp_path)
-    done = subprocess.run([sys.executable, "-I", "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", MEASURED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.bin"))) == 10
-    assert float(done.stdout) < 16 + 4 + 12  # one file of 16 MiB, one parameter, and what the allocator keeps
+    # one file of 16 MiB, one parameter, and what the allocator keeps
+    assert float(done.stdout) < 16 + 4 + 12
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -557,6 +719,8 @@ def test_values_are_not_rounded_on_the_way(tmp_path: Path, safe: bool) -> None:
         pytest.importorskip("safetensors")
     weights = {"w": torch.tensor([1 + 2.0**-23, float("inf"), -0.0, 2.0**-149])}
     make_folder(tmp_path, weights)
-    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"), safe_serialization=safe)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        str(tmp_path), str(tmp_path / "out"), safe_serialization=safe
+    )
     found = read_output(tmp_path / "out", safe)["w"]
     assert torch.equal(found.view(torch.int32), weights["w"].view(torch.int32))

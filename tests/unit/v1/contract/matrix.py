@@ -1,4 +1,5 @@
-"""The configurations of the contract suite: the whole product of the factors, and a subset that covers all pairs of values.
+"""The configurations of the contract suite: the whole product of the factors, and a subset that
+covers all pairs of values.
 
 Pure: knows nothing of torch or of how a configuration is run.
 """
@@ -26,9 +27,11 @@ class Case:
         overlap: `overlap_comm`.
         reduce_scatter: `reduce_scatter`.
         offload: Optimizer state on the host.
-        bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one to the last element), "huge".
+        bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one to the last
+            element), "huge".
         world: Data-parallel ranks.
-        optimizer: "sgd" (an error in a gradient shows in the parameters in proportion) or "adamw" (it has state).
+        optimizer: "sgd" (an error in a gradient shows in the parameters in proportion) or "adamw"
+            (it has state).
         instances: `num_optimizer_instances`.
     """
 
@@ -47,7 +50,9 @@ class Case:
     @property
     def name(self) -> str:
         """Short name for failure reports."""
-        switches = [word for word in ("clip", "overlap", "reduce_scatter", "offload") if getattr(self, word)]
+        switches = [
+            word for word in ("clip", "overlap", "reduce_scatter", "offload") if getattr(self, word)
+        ]
         words = (
             f"world{self.world}",
             f"stage{self.stage}",
@@ -73,7 +78,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "world": (1, 2, 3),
 }
 
-# Several optimizer instances: the same factors where state is sharded, and how many ranks are split into how many instances.
+# Several optimizer instances: the same factors where state is sharded, and how many ranks are split
+# into how many instances.
 INSTANCE_FACTORS: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in FACTORS.items() if name not in ("stage", "world")},
     "stage": (1, 2),
@@ -84,23 +90,35 @@ INSTANCE_FACTORS: dict[str, tuple[Any, ...]] = {
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     """Every pair of values of two different factors."""
     values = {name: [(name, value) for value in options] for name, options in factors.items()}
-    return {pair for a, b in itertools.combinations(values, 2) for pair in itertools.product(values[a], values[b])}
+    return {
+        pair
+        for a, b in itertools.combinations(values, 2)
+        for pair in itertools.product(values[a], values[b])
+    }
 
 
-def pairs_of(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def pairs_of(
+    row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]
+) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     """The pairs that one row covers, named as `all_pairs` names them."""
-    return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations([name for name in factors if name in row], 2)}
+    return {
+        ((a, row[a]), (b, row[b]))
+        for a, b in itertools.combinations([name for name in factors if name in row], 2)
+    }
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Few rows that together cover all pairs of values; greedy, deterministic.
 
-    Each row starts from the first pair that is still uncovered and takes, factor by factor, the value that covers most of what is
-    left. Values that cover equally much take turns, so that no value is left out of the free places.
+    Each row starts from the first pair that is still uncovered and takes, factor by factor, the
+    value that covers most of what is left. Values that cover equally much take turns, so that no
+    value is left out of the free places.
     """
     left = all_pairs(factors)
     order = {pair: i for i, pair in enumerate(sorted(left, key=repr))}
-    used: dict[tuple[str, Any], int] = dict.fromkeys(((n, v) for n, options in factors.items() for v in options), 0)
+    used: dict[tuple[str, Any], int] = dict.fromkeys(
+        ((n, v) for n, options in factors.items() for v in options), 0
+    )
     rows = []
     while left:
         row: dict[str, Any] = dict(min(left, key=order.__getitem__))
@@ -117,7 +135,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def pairwise_cases() -> list[Case]:
-    """All pairs of values, and one run with a stateful optimizer per precision and sharded stage."""
+    """All pairs of values, and one run with a stateful optimizer per precision and sharded
+    stage.
+    """
     cases = [Case(**row) for row in pairwise(FACTORS)]
     with_state = [
         Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
@@ -127,10 +147,15 @@ def pairwise_cases() -> list[Case]:
 
 
 def instance_cases() -> list[Case]:
-    """All pairs of values with several instances, and one run with a stateful optimizer per stage and kind of optimizer."""
+    """All pairs of values with several instances, and one run with a stateful optimizer per stage
+    and kind of optimizer.
+    """
     rows = [dict(row) for row in pairwise(INSTANCE_FACTORS)]
     splits = [row.pop("split") for row in rows]
-    cases = [Case(**row, world=world, instances=count) for row, (world, count) in zip(rows, splits, strict=True)]
+    cases = [
+        Case(**row, world=world, instances=count)
+        for row, (world, count) in zip(rows, splits, strict=True)
+    ]
     with_state = [
         Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 4, "adamw", 2)
         for stage, precision in ((1, "fp32"), (1, "bf16+fp32"), (2, "bf16"))
@@ -149,5 +174,7 @@ def of_world(cases: Sequence[Case], world: int) -> list[Case]:
 
 
 def chunk(cases: Sequence[Case], index: int) -> list[Case]:
-    """Share `index` of `CHUNKS_PER_WORLD`; consecutive cases go to different shares, which makes them equally long."""
+    """Share `index` of `CHUNKS_PER_WORLD`; consecutive cases go to different shares, which makes
+    them equally long.
+    """
     return list(cases[index::CHUNKS_PER_WORLD])

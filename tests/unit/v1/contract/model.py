@@ -1,4 +1,6 @@
-"""The model and the data of the contract suite: small, with every kind of parameter that synchronization can get wrong."""
+"""The model and the data of the contract suite: small, with every kind of parameter that
+synchronization can get wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import nn
 
 VOCABULARY = 13
 ROWS = 3  # samples in a micro-batch of one rank
-# back.weight and wide.weight, which are neighbours in their group, fill a bucket of this size to the last element.
+# back.weight and wide.weight, which are neighbours in their group, fill a bucket of this size to
+# the last element.
 EXACT_BUCKET = 7 * 31 + 31 * 9
 BUCKETS = {"tiny": 16, "exact": EXACT_BUCKET, "huge": 500_000_000}
 
@@ -24,7 +27,9 @@ class Batch(NamedTuple):
 
 
 class ContractModel(nn.Module):
-    """Tied, frozen, twice used, sometimes and never used, oversized, zero-size and scalar parameters, all sizes odd."""
+    """Tied, frozen, twice used, sometimes and never used, oversized, zero-size and scalar
+    parameters, all sizes odd.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +46,9 @@ class ContractModel(nn.Module):
         self.empty_unused = nn.Parameter(torch.empty(3, 0))
         self.frozen.requires_grad_(False)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, branch: torch.Tensor
+    ) -> torch.Tensor:
         """Mean loss over rows; `sometimes` takes part only if a row wants it to."""
         hidden = self.lift(self.embed(tokens)).tanh()
         hidden = self.twice(self.twice(hidden).tanh()).tanh()
@@ -61,7 +68,9 @@ def make_model(seed: int = 0) -> ContractModel:
 
 
 def parameter_groups(model: ContractModel) -> list[dict[str, object]]:
-    """Matrices with weight decay, the rest without; frozen ones are handed over too, as scripts do."""
+    """Matrices with weight decay, the rest without; frozen ones are handed over too, as scripts
+    do.
+    """
     named = list(model.named_parameters())
     return [
         {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
@@ -84,7 +93,11 @@ def micro_batch(step: int, rank: int, micro: int, world: int) -> Batch:
 
 def global_batch(step: int, world: int, accumulation: int) -> list[Batch]:
     """All micro-batches of all ranks of a step."""
-    return [micro_batch(step, rank, micro, world) for rank in range(world) for micro in range(accumulation)]
+    return [
+        micro_batch(step, rank, micro, world)
+        for rank in range(world)
+        for micro in range(accumulation)
+    ]
 
 
 def concatenated(batches: list[Batch]) -> Batch:

@@ -1,19 +1,23 @@
 """The single-process reference of the contract suite: plain torch, no process group, no deepspeed.
 
-fp32: trains on the concatenated global batch from the first step to the last. Gradients, norm and parameters agree within 1e-6,
-gradients relative to M = mean_i |g[i]|, the size of the micro-batches' gradients that are averaged: where they cancel (a scalar
-parameter's can nearly vanish) the reference itself is no better than that.
+fp32: trains on the concatenated global batch from the first step to the last. Gradients, norm and
+parameters agree within 1e-6, gradients relative to M = mean_i |g[i]|, the size of the
+micro-batches' gradients that are averaged: where they cancel (a scalar parameter's can nearly
+vanish) the reference itself is no better than that.
 
-Half precision: starts each step from the system's own masters (the first from the initial weights), rounds the model as the system
-does and takes the gradient g[i] of every micro-batch of every rank as that rank's autograd rounds it; what is left is how the sum
-of the g[i] is rounded. `[Note: bound]` The system makes at most A - 1 additions over micro-batches, N - 1 over ranks and two
-scalings, each with a relative error of at most u (half a unit in the last place) of a partial sum, and no partial sum exceeds M.
-One more for a vector kernel that rounds otherwise on other alignments, so per tensor, in the 2-norm,
+Half precision: starts each step from the system's own masters (the first from the initial weights),
+rounds the model as the system does and takes the gradient g[i] of every micro-batch of every rank
+as that rank's autograd rounds it; what is left is how the sum of the g[i] is rounded. `[Note:
+bound]` The system makes at most A - 1 additions over micro-batches, N - 1 over ranks and two
+scalings, each with a relative error of at most u (half a unit in the last place) of a partial sum,
+and no partial sum exceeds M. One more for a vector kernel that rounds otherwise on other
+alignments, so per tensor, in the 2-norm,
 
     |system - reference| <= (A + N + 1) * u * M + tiny,
 
-with u of the narrowest dtype that sums pass through, and `tiny` for fp16's smallest subnormal, loss scale removed.
-SGD is linear: parameters differ by the learning rate times that. Clipping adds the relative error of the norm.
+with u of the narrowest dtype that sums pass through, and `tiny` for fp16's smallest subnormal, loss
+scale removed. SGD is linear: parameters differ by the learning rate times that. Clipping adds the
+relative error of the norm.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ from unit.v1.contract.model import (
     parameter_groups,
 )
 
-# Small enough that a step doesn't throw the model about: a rounding error of one step would grow in the next ones' gradients.
+# Small enough that a step doesn't throw the model about: a rounding error of one step would grow in
+# the next ones' gradients.
 LEARNING_RATE = 0.1
 CLIP = 0.05
 LOSS_SCALE = 128.0
@@ -52,7 +57,8 @@ class Expected:
     """What one step must give.
 
     Attributes:
-        grads: Averaged gradient of each trainable parameter, zero where it took no part, before clipping.
+        grads: Averaged gradient of each trainable parameter, zero where it took no part, before
+            clipping.
         norm: Global norm of them.
         params: fp32 parameters after the step.
         grad_bounds: Allowed 2-norm of the difference, per parameter.
@@ -78,7 +84,10 @@ def gradients(model: ContractModel, batch: Batch, loss_factor: float) -> Tensors
     model.zero_grad(set_to_none=True)
     (model(*batch) * loss_factor).backward()
     params = trainable(model)
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in params.items()
+    }
 
 
 def global_norm(grads: Tensors) -> float:
@@ -132,17 +141,22 @@ def fp32_run(steps: int, accumulation: int, clip: bool, world: int) -> list[Expe
 
 @functools.cache
 def half_template(precision: str) -> ContractModel:
-    """A model of that dtype whose weights the caller overwrites; frozen weights are the initial ones."""
+    """A model of that dtype whose weights the caller overwrites; frozen weights are the initial
+    ones.
+    """
     return make_model().to(DTYPES[precision])
 
 
 _half_gradients: dict[tuple[object, ...], tuple[Tensors, dict[str, float]]] = {}
 
 
-def half_gradients(masters: Tensors, precision: str, step: int, accumulation: int, world: int) -> tuple[Tensors, dict[str, float]]:
+def half_gradients(
+    masters: Tensors, precision: str, step: int, accumulation: int, world: int
+) -> tuple[Tensors, dict[str, float]]:
     """Mean of all micro-batches' gradients, summed in double precision, and M of `[Note: bound]`.
 
-    Configurations that ought to be equal bit for bit (overlapped or not, say) ask the same question; it is answered once.
+    Configurations that ought to be equal bit for bit (overlapped or not, say) ask the same
+    question; it is answered once.
     """
     fingerprint = hash(b"".join(master.numpy().tobytes() for master in masters.values()))
     key = (fingerprint, precision, step, accumulation, world)
@@ -152,7 +166,9 @@ def half_gradients(masters: Tensors, precision: str, step: int, accumulation: in
         with torch.no_grad():
             for name, param in trainable(model).items():
                 param.copy_(masters[name])
-        total = {name: torch.zeros_like(master, dtype=torch.float64) for name, master in masters.items()}
+        total = {
+            name: torch.zeros_like(master, dtype=torch.float64) for name, master in masters.items()
+        }
         magnitude = dict.fromkeys(masters, 0.0)
         for batch in global_batch(step, world, accumulation):
             for name, grad in gradients(model, batch, scale / accumulation).items():
@@ -167,19 +183,27 @@ def half_step(
     masters: Tensors, weight_decay: dict[str, float], precision: str, sums_in: torch.dtype, step: int, accumulation: int,
     clip: bool, world: int,
 ) -> Expected:  # fmt: skip
-    """What one SGD step from `masters` must give in half precision; `sums_in` is the narrowest dtype sums pass through."""
+    """What one SGD step from `masters` must give in half precision; `sums_in` is the narrowest
+    dtype sums pass through.
+    """
     grads, magnitude = half_gradients(masters, precision, step, accumulation, world)
-    return rounded_step(masters, weight_decay, grads, magnitude, precision, sums_in, accumulation + world + 1, clip)
+    return rounded_step(
+        masters, weight_decay, grads, magnitude, precision, sums_in, accumulation + world + 1, clip
+    )
 
 
 def rounded_step(
     masters: Tensors, weight_decay: dict[str, float], grads: Tensors, magnitude: dict[str, float], precision: str,
     sums_in: torch.dtype, roundings: int, clip: bool,
 ) -> Expected:  # fmt: skip
-    """One SGD step with gradients whose sums the system rounds `roundings` times; `magnitude` is M of `[Note: bound]`."""
+    """One SGD step with gradients whose sums the system rounds `roundings` times; `magnitude` is M
+    of `[Note: bound]`.
+    """
     relative = max(roundings * ROUNDOFF[sums_in], FP32_TOLERANCE)
     tiny = roundings * FP16_SMALLEST / LOSS_SCALE if precision == "fp16" else 0.0
-    grad_bounds = {n: relative * magnitude[n] + tiny * math.sqrt(g.numel()) for n, g in grads.items()}
+    grad_bounds = {
+        n: relative * magnitude[n] + tiny * math.sqrt(g.numel()) for n, g in grads.items()
+    }
     norm = global_norm(grads)
     norm_bound = math.sqrt(sum(bound**2 for bound in grad_bounds.values())) + FP32_TOLERANCE * norm
     factor = clip_factor(norm, clip)

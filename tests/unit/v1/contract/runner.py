@@ -1,4 +1,6 @@
-"""Runs one configuration of the contract suite on this rank and compares it with the reference. Collective."""
+"""Runs one configuration of the contract suite on this rank and compares it with the reference.
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def config_of(case: Case) -> dict[str, Any]:
 def sums_dtype(case: Case) -> torch.dtype:
     """The narrowest dtype that a sum over micro-batches or ranks passes through.
 
-    With fp32 accumulation stages 0 and 1 send the fp32 accumulator of a bf16 model; every other half-precision path sends halves.
+    With fp32 accumulation stages 0 and 1 send the fp32 accumulator of a bf16 model; every other
+    half-precision path sends halves.
     """
     if case.precision == "fp32":
         return torch.float32
@@ -64,7 +67,9 @@ def sums_dtype(case: Case) -> torch.dtype:
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Leaves a simulated device: references and comparisons only use copies of their own, and are none of its business."""
+    """Leaves a simulated device: references and comparisons only use copies of their own, and are
+    none of its business.
+    """
     accelerator = get_accelerator()
     return accelerator.on_host() if isinstance(accelerator, Sim_Accelerator) else nullcontext()
 
@@ -85,7 +90,11 @@ class Checks:
         self.rank = dist.get_rank()
         self.dtype = reference.DTYPES[case.precision.partition("+")[0]]
         self.model = model
-        self.frozen = {n: p.detach().to(self.dtype).clone() for n, p in model.named_parameters() if not p.requires_grad}
+        self.frozen = {
+            n: p.detach().to(self.dtype).clone()
+            for n, p in model.named_parameters()
+            if not p.requires_grad
+        }
         self.params = trainable(model)
 
     def run(self) -> list[str]:
@@ -111,18 +120,30 @@ class Checks:
     def gradients(self) -> Tensors:
         """What the coming step will use; nothing if the system says that there is none."""
         if self.is_plain:
-            return {name: param.grad.clone() for name, param in self.params.items() if param.grad is not None}
+            return {
+                name: param.grad.clone()
+                for name, param in self.params.items()
+                if param.grad is not None
+            }
         values = safe_get_full_grads(list(self.params.values()))
-        return {} if values is None else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        return (
+            {}
+            if values is None
+            else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        )
 
     def compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
         """Gradients and their norm."""
         self.compare_tensors(step, "gradient", grads, expected.grads, expected.grad_bounds)
         norm = float(self.engine.get_global_grad_norm())
         if not abs(norm - expected.norm) <= expected.norm_bound:
-            self.fail(step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}")
+            self.fail(
+                step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}"
+            )
 
-    def compare_tensors(self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]) -> None:
+    def compare_tensors(
+        self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]
+    ) -> None:
         """Every wanted tensor is found, and as close as it must be."""
         for name, value in wanted.items():
             if name not in found:
@@ -131,7 +152,11 @@ class Checks:
             error = (found[name].double() - value.double()).norm().item()
             if found[name].shape != value.shape or not error <= bounds[name]:
                 size = value.norm().item()
-                self.fail(step, f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm {size:.3e})")
+                self.fail(
+                    step,
+                    f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm "
+                    f"{size:.3e})",
+                )
 
 
 class CaseRun(Checks):
@@ -142,7 +167,9 @@ class CaseRun(Checks):
         groups = parameter_groups(self.model)  # type: ignore[arg-type]  # the contract's model
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
         self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
-        self.engine, _, _, _ = deepspeed.initialize(model=self.model, optimizer=self._optimizer(groups), config=config_of(case))
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=self._optimizer(groups), config=config_of(case)
+        )
 
     def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
         if self.case.optimizer == "adamw":
@@ -164,7 +191,9 @@ class CaseRun(Checks):
                     expected = self._expected(step, start)
                     self.compare_gradients(step, grads, expected)
                     if twin is None:
-                        self.compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
+                        self.compare_tensors(
+                            step, "parameter", masters, expected.params, expected.param_bounds
+                        )
                     else:
                         twin.compare(step, grads, masters)
                 self._check_replicas(step, masters)
@@ -183,10 +212,19 @@ class CaseRun(Checks):
     def _expected(self, step: int, start: Tensors) -> Expected:
         case = self.case
         if case.precision == "fp32" and case.optimizer == "sgd":
-            return reference.fp32_run(steps_of(case), case.accumulation, case.clip, case.world)[step]
+            return reference.fp32_run(steps_of(case), case.accumulation, case.clip, case.world)[
+                step
+            ]
         precision = case.precision.partition("+")[0]
         return reference.half_step(
-            start, self.weight_decay, precision, sums_dtype(case), step, case.accumulation, case.clip, case.world
+            start,
+            self.weight_decay,
+            precision,
+            sums_dtype(case),
+            step,
+            case.accumulation,
+            case.clip,
+            case.world,
         )
 
     def _check_replicas(self, step: int, masters: Tensors) -> None:
@@ -212,7 +250,9 @@ class CaseRun(Checks):
                 tails |= {"masters": group.master[-padding:], "gradients": group.grad[-padding:]}
             for what, tail in tails.items():
                 if tail.count_nonzero():
-                    self.fail(step, f"padding of group {index}'s {what} is not zero: {tail.tolist()}")
+                    self.fail(
+                        step, f"padding of group {index}'s {what} is not zero: {tail.tolist()}"
+                    )
 
 
 class AdamTwin:
@@ -221,8 +261,13 @@ class AdamTwin:
     def __init__(self, run: CaseRun, masters: Tensors) -> None:
         self.run = run
         with on_host():
-            self.params = {name: torch.nn.Parameter(value.clone()) for name, value in masters.items()}
-        groups = [{"params": [param], "weight_decay": run.weight_decay[name]} for name, param in self.params.items()]
+            self.params = {
+                name: torch.nn.Parameter(value.clone()) for name, value in masters.items()
+            }
+        groups = [
+            {"params": [param], "weight_decay": run.weight_decay[name]}
+            for name, param in self.params.items()
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
 
     def compare(self, step: int, grads: Tensors, masters: Tensors) -> None:
@@ -233,7 +278,10 @@ class AdamTwin:
             param.grad = grads[name] * factor
         self.optimizer.step()
         wanted = {name: param.detach() for name, param in self.params.items()}
-        bounds = {name: reference.FP32_TOLERANCE * max(1.0, value.norm().item()) for name, value in wanted.items()}
+        bounds = {
+            name: reference.FP32_TOLERANCE * max(1.0, value.norm().item())
+            for name, value in wanted.items()
+        }
         self.run.compare_tensors(step, "parameter", masters, wanted, bounds)
 
 
@@ -248,11 +296,16 @@ def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> 
         try:
             failures += run(case).run()
         except Exception as error:
-            raise AssertionError(f"{case.name}: {type(error).__name__}: {error}; before: {failures[:5]}") from error
+            raise AssertionError(
+                f"{case.name}: {type(error).__name__}: {error}; before: {failures[:5]}"
+            ) from error
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, failures)
     found = [failure for rank_failures in everywhere for failure in rank_failures]
     broken = {failure.split(":")[0] for failure in found}
     if found:
         shown = "\n".join(found[:40])
-        raise AssertionError(f"{len(broken)} of {len(cases)} configurations deviate ({len(found)} findings):\n{shown}")
+        raise AssertionError(
+            f"{len(broken)} of {len(cases)} configurations deviate ({len(found)} "
+            f"findings):\n{shown}"
+        )

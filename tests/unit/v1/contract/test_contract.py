@@ -1,7 +1,9 @@
-"""The contract: gradients, norm and parameters of every configuration equal those of one process with the whole batch.
+"""The contract: gradients, norm and parameters of every configuration equal those of one process
+with the whole batch.
 
-`make test` runs a subset in which every pair of values occurs; `pytest -m contract tests/unit/v1/contract` runs the whole product.
-The bounds, and why they are what they are, stand in `reference`.
+`make test` runs a subset in which every pair of values occurs; `pytest -m contract
+tests/unit/v1/contract` runs the whole product. The bounds, and why they are what they are, stand in
+`reference`.
 
 Mutations that these tests were seen to catch are in `test_contract_bites`.
 """
@@ -35,18 +37,21 @@ class TestPairs(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_world_2(self) -> None:
-        # Kills: a contribution that is lost, doubled, scaled by a wrong factor, or that lands in another place.
+        # Kills: a contribution that is lost, doubled, scaled by a wrong factor, or that lands in
+        # another place.
         run_cases(of_world(pairwise_cases() + instance_cases(), 2))
 
     @pytest.mark.world_size(3)
     def test_world_3(self) -> None:
-        # Kills: whatever is right for powers of two only (divisions, shard borders inside parameters, padding).
+        # Kills: whatever is right for powers of two only (divisions, shard borders inside
+        # parameters, padding).
         run_cases(of_world(pairwise_cases(), 3))
 
     @pytest.mark.world_size(4)
     def test_world_4(self) -> None:
-        # Kills: what is right only if an instance is one rank or all of them (gradients summed over the wrong ranks, state cut or
-        # gathered over the wrong ranks, elements counted once per instance in the norm, instances that drift apart).
+        # Kills: what is right only if an instance is one rank or all of them (gradients summed over
+        # the wrong ranks, state cut or gathered over the wrong ranks, elements counted once per
+        # instance in the norm, instances that drift apart).
         run_cases(of_world(instance_cases(), 4))
 
 

@@ -1,4 +1,6 @@
-"""The contract suite finds what it is there for: the library is broken on purpose, and the suite has to say so."""
+"""The contract suite finds what it is there for: the library is broken on purpose, and the suite
+has to say so.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def keep_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """Every write into the shard replaces."""
     original = sink.DeviceSink._accumulate
 
-    def accumulate(self: Any, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
+    def accumulate(
+        self: Any, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool
+    ) -> None:
         original(self, target, parts, factor, True)
 
     patch.setattr(sink.DeviceSink, "_accumulate", accumulate)
@@ -85,7 +89,9 @@ def keep_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
 def add_to_the_last_step(patch: pytest.MonkeyPatch) -> None:
     """No write into the shard replaces."""
 
-    def accumulate(self: Any, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool) -> None:
+    def accumulate(
+        self: Any, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool
+    ) -> None:
         for part in parts:
             target.add_(part, alpha=factor)
 
@@ -96,7 +102,9 @@ def lose_own_part(patch: pytest.MonkeyPatch) -> None:
     """The owner forgets its own contribution."""
     original = sink.DeviceSink.add
 
-    def add(self: Any, bucket: int, group: Any, segments: Any, pieces: list[torch.Tensor], factor: float) -> None:
+    def add(
+        self: Any, bucket: int, group: Any, segments: Any, pieces: list[torch.Tensor], factor: float
+    ) -> None:
         original(self, bucket, group, segments, pieces[1:] or pieces, factor)
 
     patch.setattr(sink.DeviceSink, "add", add)
@@ -195,7 +203,9 @@ def count_every_instance_in_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 def average_the_accumulator_inside(patch: pytest.MonkeyPatch) -> None:
     """BF16_Optimizer all-reduces over its instance (here: one rank) instead of all ranks."""
-    patch.setattr(bf16_optimizer, "all_reduce_flat", lambda flats, numel, factors, group, dtype: None)
+    patch.setattr(
+        bf16_optimizer, "all_reduce_flat", lambda flats, numel, factors, group, dtype: None
+    )
 
 
 MUTATIONS = [
@@ -233,7 +243,9 @@ class TestContractBites(DistributedTest):
 
     def test_unbroken_cases_pass(self) -> None:
         # Kills: cases below that fail for another reason than their mutation.
-        run_cases(sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name))
+        run_cases(
+            sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name)
+        )
 
     def test_every_mutation_is_found(self) -> None:
         # Kills: a comparison that lets a wrong gradient, norm or parameter through.

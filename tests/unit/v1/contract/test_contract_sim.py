@@ -1,7 +1,9 @@
-"""The contract on the simulated device: same bounds, with every race and early reuse of memory an error.
+"""The contract on the simulated device: same bounds, with every race and early reuse of memory an
+error.
 
-The host runs work at once, so the suite on the host says nothing about streams. Here all work is late, gradients are accumulated on
-two side streams, and the stream checker listens: zero false alarms, and no race, over every configuration.
+The host runs work at once, so the suite on the host says nothing about streams. Here all work is
+late, gradients are accumulated on two side streams, and the stream checker listens: zero false
+alarms, and no race, over every configuration.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class TestPairs(DistributedTest):
     exec_timeout = 400
 
     def test(self) -> None:
-        # Kills: a missing wait for a collective, a bucket or gathered parameters used early, memory let go while it is sent; and a
-        # checker that cries wolf.
+        # Kills: a missing wait for a collective, a bucket or gathered parameters used early, memory
+        # let go while it is sent; and a checker that cries wolf.
         from deepspeed import comm as dist
 
         run_simulated(of_world(pairwise_cases() + instance_cases(), dist.get_world_size()))

@@ -1,4 +1,6 @@
-"""The suite's own parts: the choice of configurations, and a reference that is what it claims to be."""
+"""The suite's own parts: the choice of configurations, and a reference that is what it claims to
+be.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,19 @@ def test_every_pair_of_values_is_covered():
     # Kills: a generator that stops early; counts the pairs independently of it.
     rows = pairwise(FACTORS)
     covered = set().union(*(pairs_of(row, FACTORS) for row in rows))
-    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x, y in itertools.product(FACTORS[a], FACTORS[b])}
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(FACTORS, 2)
+        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+    }
     assert covered == wanted == all_pairs(FACTORS)
     assert all(set(row) == set(FACTORS) for row in rows)
 
 
-@pytest.mark.parametrize("factors", [{"a": (1,), "b": (2,)}, {"a": (1, 2, 3), "b": (1, 2), "c": (1, 2, 3, 4), "d": (0, 1)}])
+@pytest.mark.parametrize(
+    "factors",
+    [{"a": (1,), "b": (2,)}, {"a": (1, 2, 3), "b": (1, 2), "c": (1, 2, 3, 4), "d": (0, 1)}],
+)
 def test_the_generator_on_other_factors(factors):
     # Kills: a generator fitted to one table.
     rows = pairwise(factors)
@@ -53,17 +62,24 @@ def test_the_generator_on_other_factors(factors):
 def test_instances_are_covered_like_the_rest():
     # Kills: a split that meets no stage, precision or bucket size; worlds that no test launches.
     cases = instance_cases()
-    met = {(case.stage, case.precision, case.bucket, (case.world, case.instances)) for case in cases}
+    met = {
+        (case.stage, case.precision, case.bucket, (case.world, case.instances)) for case in cases
+    }
     splits = INSTANCE_FACTORS["split"]
     assert {(stage, split) for stage, _, _, split in met} == set(itertools.product((1, 2), splits))
-    assert {(precision, split) for _, precision, _, split in met} == set(itertools.product(FACTORS["precision"], splits))
-    assert {(bucket, split) for _, _, bucket, split in met} == set(itertools.product(FACTORS["bucket"], splits))
+    assert {(precision, split) for _, precision, _, split in met} == set(
+        itertools.product(FACTORS["precision"], splits)
+    )
+    assert {(bucket, split) for _, _, bucket, split in met} == set(
+        itertools.product(FACTORS["bucket"], splits)
+    )
     assert all(case.instances > 1 and case.world in (2, 4) for case in cases)
     assert len(cases) <= 24
 
 
 def test_the_subset_is_small_and_the_same_every_time():
-    # Kills: a subset that depends on hashing (failures could not be repeated) or degenerates into the product.
+    # Kills: a subset that depends on hashing (failures could not be repeated) or degenerates into
+    # the product.
     assert pairwise(FACTORS) == pairwise(FACTORS)
     assert len(pairwise(FACTORS)) <= 32
 
@@ -73,9 +89,17 @@ def test_shares_make_up_the_product(record_property):
     product = product_cases()
     record_property("configurations", len(product))
     record_property("pairwise_configurations", len(pairwise_cases()))
-    print(f"contract suite: {len(product)} configurations, {len(pairwise_cases())} in the pairwise subset")
+    print(
+        f"contract suite: {len(product)} configurations, {len(pairwise_cases())} in the pairwise "
+        "subset"
+    )
     assert len(product) == math.prod(len(values) for values in FACTORS.values()) == 4320
-    shares = [case for world in FACTORS["world"] for i in range(CHUNKS_PER_WORLD) for case in chunk(of_world(product, world), i)]
+    shares = [
+        case
+        for world in FACTORS["world"]
+        for i in range(CHUNKS_PER_WORLD)
+        for case in chunk(of_world(product, world), i)
+    ]
     assert sorted(case.name for case in shares) == sorted(case.name for case in product)
     assert len({case.name for case in product}) == len(product)
 
@@ -87,7 +111,10 @@ def test_the_model_has_what_the_suite_is_about():
     assert 0 in sizes.values() and 1 in sizes.values()
     assert sum(size > BUCKETS["tiny"] for size in sizes.values()) >= 5
     assert sizes["back.weight"] + sizes["wide.weight"] == BUCKETS["exact"]
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["frozen.weight", "frozen.bias"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        "frozen.weight",
+        "frozen.bias",
+    ]
     for group in parameter_groups(model):
         total = sum(p.numel() for p in group["params"] if p.requires_grad)
         assert any(total % world for world in (2, 3)), "no padding anywhere"
@@ -97,7 +124,9 @@ def test_the_model_has_what_the_suite_is_about():
 def test_the_branch_is_taken_by_one_rank_by_none_and_by_all(world, accumulation):
     # Kills: data in which "sometimes unused" never happens on one rank only.
     kinds = set()
-    for step, micro in itertools.product(range(STEPS_OF_ACCUMULATION[accumulation]), range(accumulation)):
+    for step, micro in itertools.product(
+        range(STEPS_OF_ACCUMULATION[accumulation]), range(accumulation)
+    ):
         kinds.add(sum(takes_branch(step, rank, micro, world) for rank in range(world)))
     assert kinds == {0, 1, world}
 
@@ -114,7 +143,8 @@ def test_the_mean_over_micro_batches_is_the_whole_batch(world, accumulation):
 
 
 def test_clipping_clips():
-    # Kills: a limit above the norms, with which clipping on and off would be the same configuration.
+    # Kills: a limit above the norms, with which clipping on and off would be the same
+    # configuration.
     for world, accumulation in itertools.product((1, 2, 3), (1, 3)):
         run = reference.fp32_run(STEPS_OF_ACCUMULATION[accumulation], accumulation, True, world)
         assert all(expected.norm > 4 * reference.CLIP for expected in run)

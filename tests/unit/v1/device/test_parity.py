@@ -1,6 +1,8 @@
-"""Training on a device equals plain torch on the same device, with small buckets, real streams and page-locked offload.
+"""Training on a device equals plain torch on the same device, with small buckets, real streams and
+page-locked offload.
 
-The contract suite holds the arithmetic on the host; this holds what only a device has: side streams and asynchronous copies.
+The contract suite holds the arithmetic on the host; this holds what only a device has: side streams
+and asynchronous copies.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ACCUMULATION = 2
 
 
 class Streamed(nn.Module):
-    """Every other layer runs on a side stream, so gradients of one bucket are produced on two streams."""
+    """Every other layer runs on a side stream, so gradients of one bucket are produced on two
+    streams.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +62,11 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def config(stage: int, precision: str, overlap: bool, offload: bool) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1)}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": overlap,
+        "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1),
+    }
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
@@ -71,7 +79,9 @@ def config(stage: int, precision: str, overlap: bool, offload: bool) -> dict[str
     }
 
 
-def reference_step(masters: list[torch.Tensor], model: Streamed, step: int, dtype: torch.dtype, device: Any) -> None:
+def reference_step(
+    masters: list[torch.Tensor], model: Streamed, step: int, dtype: torch.dtype, device: Any
+) -> None:
     """One step of a single process with the whole batch: gradients in `dtype`, masters in fp32."""
     world = dist.get_world_size()
     totals = [torch.zeros_like(master) for master in masters]
@@ -92,20 +102,29 @@ def reference_step(masters: list[torch.Tensor], model: Streamed, step: int, dtyp
 def train_and_compare(stage: int, precision: str, overlap: bool, offload: bool) -> None:
     model = make_model()
     plain = copy.deepcopy(model)
-    engine, *_ = deepspeed.initialize(model=model, config=config(stage, precision, overlap, offload))
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config(stage, precision, overlap, offload)
+    )
     device, dtype = engine.device, engine.model_dtype
     model.side = get_accelerator().Stream() if device.type != "cpu" else None
     masters = [param.detach().clone().to(device) for param in plain.parameters()]
     if dtype != torch.float32:
-        masters = [master.to(dtype).float() for master in masters]  # masters start from the rounded weights
+        # masters start from the rounded weights
+        masters = [master.to(dtype).float() for master in masters]
     plain = plain.to(device, dtype)
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
-            engine.backward(engine(batch(step, micro, dist.get_rank()).to(device, dtype)).float().square().mean())
+            engine.backward(
+                engine(batch(step, micro, dist.get_rank()).to(device, dtype))
+                .float()
+                .square()
+                .mean()
+            )
             engine.step()
         reference_step(masters, plain, step, dtype, device)
     found = safe_get_full_fp32_params(list(model.parameters()))
-    # fp32: another order of the same sums. bf16: micro-batch gradients are rounded to 8 bits, on other sums at stage 1.
+    # fp32: another order of the same sums. bf16: micro-batch gradients are rounded to 8 bits, on
+    # other sums at stage 1.
     bound = 1e-5 if precision == "fp32" else 2e-3
     for value, master in zip(found, masters, strict=True):
         assert (value.to(device) - master).norm() <= bound * master.norm()
@@ -113,7 +132,13 @@ def train_and_compare(stage: int, precision: str, overlap: bool, offload: bool) 
 
 
 MATRIX = [
-    pytest.param(stage, precision, overlap, offload, id=f"zero{stage}-{precision}-overlap{overlap:d}-offload{offload:d}")
+    pytest.param(
+        stage,
+        precision,
+        overlap,
+        offload,
+        id=f"zero{stage}-{precision}-overlap{overlap:d}-offload{offload:d}",
+    )
     for stage in (1, 2)
     for precision in ("fp32", "bf16")
     for overlap in (False, True)
@@ -124,7 +149,8 @@ MATRIX = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage, precision, overlap, offload", MATRIX)
 class TestOneDevice(DistributedTest):
-    # Kills, on a device: a reduction that does not wait for all producer streams, a step before its copies to the host are there.
+    # Kills, on a device: a reduction that does not wait for all producer streams, a step before its
+    # copies to the host are there.
     world_size = 1
     requires_cuda_env = True
 

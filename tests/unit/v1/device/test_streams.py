@@ -1,7 +1,9 @@
-"""Stream order on real devices: races forced by slow kernels, hooks with a stream of their own, and the checker that finds both.
+"""Stream order on real devices: races forced by slow kernels, hooks with a stream of their own, and
+the checker that finds both.
 
-A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every time instead of once a week. Where there is no
-device the same situations run on the simulated one, which keeps the tests themselves right.
+A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every time instead of once
+a week. Where there is no device the same situations run on the simulated one, which keeps the tests
+themselves right.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1), **zero},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1),
+            **zero,
+        },
     }
 
 
@@ -55,7 +62,8 @@ def sleep() -> None:
 
 
 def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A gradient hook: the gradient is NaN in memory for a long time before it is written, on `side`.
+    """A gradient hook: the gradient is NaN in memory for a long time before it is written, on
+    `side`.
 
     Args:
         side: The slow stream.
@@ -81,10 +89,14 @@ def expected() -> list[torch.Tensor]:
     model = make_model()
     for rank in range(dist.get_world_size()):
         (model(batch(rank)).square().mean() / dist.get_world_size()).backward()
-    return [(param - LR * param.grad).detach() for param in model.parameters() if param.grad is not None]
+    return [
+        (param - LR * param.grad).detach() for param in model.parameters() if param.grad is not None
+    ]
 
 
-def one_step(settings: dict[str, Any], late: Callable[[int], bool], under_side: bool = False) -> list[torch.Tensor]:
+def one_step(
+    settings: dict[str, Any], late: Callable[[int], bool], under_side: bool = False
+) -> list[torch.Tensor]:
     """Parameters after one step, on the host.
 
     Args:
@@ -99,7 +111,9 @@ def one_step(settings: dict[str, Any], late: Callable[[int], bool], under_side: 
     with accelerator.stream(side) if under_side else nullcontext():
         engine, *_ = deepspeed.initialize(model=model, config=settings)
     side.wait_stream(accelerator.current_stream())
-    slow = [param for index, layer in enumerate(model) if late(index) for param in layer.parameters()]
+    slow = [
+        param for index, layer in enumerate(model) if late(index) for param in layer.parameters()
+    ]
     with accelerator.stream(side):
         # Whoever makes an accumulation node decides on which stream it, and its hooks, run.
         nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in slow]
@@ -117,11 +131,16 @@ def one_step(settings: dict[str, Any], late: Callable[[int], bool], under_side: 
 
 
 def deviates(found: list[torch.Tensor]) -> bool:
-    return any(not torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected(), strict=True))
+    return any(
+        not torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        for a, b in zip(found, expected(), strict=True)
+    )
 
 
 def first_in_its_bucket(layer: int) -> bool:
-    """Buckets fill from the model's end: the other layer of the bucket completes it, on the default stream."""
+    """Buckets fill from the model's end: the other layer of the bucket completes it, on the default
+    stream.
+    """
     return layer % 2 == 1
 
 
@@ -131,11 +150,15 @@ def every_layer(layer: int) -> bool:
 
 def undo_fix_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for = CommContext.wait_for
-    monkeypatch.setattr(CommContext, "wait_for", lambda self, producers: wait_for(self, {self.current_stream()}))
+    monkeypatch.setattr(
+        CommContext, "wait_for", lambda self, producers: wait_for(self, {self.current_stream()})
+    )
 
 
 def undo_fix_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CommContext, "current_stream", lambda self: get_accelerator().default_stream())
+    monkeypatch.setattr(
+        CommContext, "current_stream", lambda self: get_accelerator().default_stream()
+    )
 
 
 UNDONE = [
@@ -155,7 +178,9 @@ class TestSlowProducer(DistributedTest):
     def test_right(self, stage: int, undo: Any, late: Any, under_side: bool) -> None:
         assert not deviates(one_step(config(stage), late, under_side))
 
-    def test_wrong_without(self, stage: int, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_without(
+        self, stage: int, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         undo(monkeypatch)
         assert deviates(one_step(config(stage), late, under_side))
 
@@ -168,16 +193,21 @@ class TestSlowProducerTwoDevices(TestSlowProducer):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [1, 2])
 class TestTwoInstances(DistributedTest):
-    # Kills, on devices: the situation of Megatron-LM issue 3670 (wrapper built under a side stream, overlap, two instances).
+    # Kills, on devices: the situation of Megatron-LM issue 3670 (wrapper built under a side stream,
+    # overlap, two instances).
     world_size = 2
     requires_cuda_env = True
 
     def test_right(self, stage: int) -> None:
-        assert not deviates(one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True))
+        assert not deviates(
+            one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True)
+        )
 
     def test_wrong_without(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
         undo_fix_2(monkeypatch)
-        assert deviates(one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True))
+        assert deviates(
+            one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True)
+        )
 
 
 @pytest.mark.gpu
@@ -203,7 +233,8 @@ class TestHookAffinity:
         assert ran == torch.cuda.default_stream() != side
 
     def test_where_its_node_was_made_does(self) -> None:
-        # Kills: waiting for the default stream. Fails where a torch has changed the rule, and fix 2 with it.
+        # Kills: waiting for the default stream. Fails where a torch has changed the rule, and fix 2
+        # with it.
         ran, side = self.hook_streams(node_under_side=True)
         assert ran == side
 
@@ -211,9 +242,13 @@ class TestHookAffinity:
 @pytest.mark.gpu
 @no_device
 class TestCheckerOnRealStreams:
-    # Kills: callbacks of torch's GPU trace that do not arrive, or arrive with other handles than those of the streams.
+    # Kills: callbacks of torch's GPU trace that do not arrive, or arrive with other handles than
+    # those of the streams.
     def test_a_missing_wait(self) -> None:
-        with pytest.raises(StreamRaceError, match=r"<default stream> never waits for <stream \d+>, which wrote bytes 0\.\.4000"):
+        with pytest.raises(
+            StreamRaceError,
+            match=r"<default stream> never waits for <stream \d+>, which wrote bytes 0\.\.4000",
+        ):
             with check_streams():
                 side, value = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
                 side.wait_stream(torch.cuda.current_stream())
@@ -224,7 +259,11 @@ class TestCheckerOnRealStreams:
     @pytest.mark.parametrize("wait", ["stream", "event", "synchronize", "query", "item"])
     def test_every_way_to_wait(self, wait: str) -> None:
         with check_streams():
-            side, event, value = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1000, device="cuda")
+            side, event, value = (
+                torch.cuda.Stream(),
+                torch.cuda.Event(),
+                torch.zeros(1000, device="cuda"),
+            )
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 value.mul_(2)
@@ -250,7 +289,9 @@ class TestCheckerOnRealStreams:
                 kept = value * 2
             del value
             torch.zeros(1000, device="cuda")
-        assert [finding.kind.value for finding in checker.findings] == ["use after free"], checker.report()
+        assert [finding.kind.value for finding in checker.findings] == ["use after free"], (
+            checker.report()
+        )
         del kept
 
     def test_a_copy_to_page_locked_memory_that_nobody_waits_for(self) -> None:
@@ -311,7 +352,8 @@ class TestCheckedTrainingTwoDevices(DistributedTest):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [1, 2])
 class TestCompiled(DistributedTest):
-    # Kills: compiled backward's gradients, which may come from other streams than eager ones, sent before they are there.
+    # Kills: compiled backward's gradients, which may come from other streams than eager ones, sent
+    # before they are there.
     world_size = 1
     requires_cuda_env = True
 
@@ -329,7 +371,9 @@ class TestHost(DistributedTest):
     backend = "gloo"  # for host tensors, also beside a real device
 
     @pytest.mark.parametrize("undo, late, under_side", UNDONE)
-    def test_slow_producer(self, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slow_producer(
+        self, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with simulate(), check_streams():
             assert not deviates(one_step(config(2), late, under_side))
         undo(monkeypatch)

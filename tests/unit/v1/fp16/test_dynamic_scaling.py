@@ -1,4 +1,6 @@
-"""Dynamic loss scaling end to end: the scale that was used unscales, and an overflow on one rank skips the step on all."""
+"""Dynamic loss scaling end to end: the scale that was used unscales, and an overflow on one rank
+skips the step on all.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STAGES = (0, 1, 2)
 
 
 class Net(nn.Module):
-    """Loss whose gradient is the mean of the inputs: exact in fp16 whatever the scale, so that updates can be compared exactly."""
+    """Loss whose gradient is the mean of the inputs: exact in fp16 whatever the scale, so that
+    updates can be compared exactly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +44,13 @@ def config_of(stage: int, optimizer: str = "SGD", **fp16: Any) -> dict[str, Any]
         "gradient_clipping": 0.0,
         "optimizer": {"type": optimizer, "params": params},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 5},
-        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1, **fp16},
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 4,
+            "loss_scale_window": 2,
+            "hysteresis": 1,
+            **fp16,
+        },
     }
 
 
@@ -67,7 +77,9 @@ def expected_gradient(step: int) -> float:
 
 
 def full_state(engine: Any) -> list[torch.Tensor]:
-    """Everything that a skipped step must leave as it was: parameters, masters, moments, step counts."""
+    """Everything that a skipped step must leave as it was: parameters, masters, moments, step
+    counts.
+    """
     params = list(engine.module.parameters())
     state = [param.detach().clone() for param in params]
     state += [safe_get_full_fp32_param(param).clone() for param in params]
@@ -79,7 +91,9 @@ def full_state(engine: Any) -> list[torch.Tensor]:
 
 
 def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 class Captured(logging.Handler):
@@ -111,7 +125,8 @@ class TestDynamicScaling(DistributedTest):
 
     @each(stage=STAGES)
     def test_growth_unscales_with_the_scale_that_was_used(self, stage: int) -> None:
-        # Kills: asking the scaler for its scale after update_scale: on the step where it doubles the update is half as large.
+        # Kills: asking the scaler for its scale after update_scale: on the step where it doubles
+        # the update is half as large.
         engine = make_engine(stage)
         weight = torch.arange(5.0)
         scales = []
@@ -120,16 +135,22 @@ class TestDynamicScaling(DistributedTest):
             one_step(engine, step)
             gradient = expected_gradient(step)
             weight -= LR * gradient
-            assert torch.equal(safe_get_full_fp32_param(engine.module.weight), weight), (step, scales)
-            assert engine.get_global_grad_norm() == pytest.approx((5 * gradient**2 + 4 * 0.125**2) ** 0.5, rel=1e-6)
+            assert torch.equal(safe_get_full_fp32_param(engine.module.weight), weight), (
+                step,
+                scales,
+            )
+            assert engine.get_global_grad_norm() == pytest.approx(
+                (5 * gradient**2 + 4 * 0.125**2) ** 0.5, rel=1e-6
+            )
         grown = [after / before for before, after in zip(scales, scales[1:], strict=False)]
         assert 2.0 in grown, "no step in this test made the scale grow"
         assert engine.skipped_steps == 0
 
     @each(stage=STAGES, bad_rank=(0, 1))
     def test_overflow_on_one_rank_skips_on_both(self, stage: int, bad_rank: int) -> None:
-        # Kills: a decision from the local gradient only (ranks part), an update before the decision, a moment that is touched,
-        # a random number that is drawn, a skip that nobody counts.
+        # Kills: a decision from the local gradient only (ranks part), an update before the
+        # decision, a moment that is touched, a random number that is drawn, a skip that nobody
+        # counts.
         engine = make_engine(stage, "AdamW")
         one_step(engine, 0)
         before, random_before = full_state(engine), torch.get_rng_state()
@@ -186,7 +207,9 @@ class TestDynamicScaling(DistributedTest):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         config = {key: value for key, value in config_of(stage).items() if key != "optimizer"}
-        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+        )
         one_step(engine, 0)
         assert engine.get_lr() == [0.5]
         one_step(engine, 1, bad_rank=0)
@@ -196,9 +219,12 @@ class TestDynamicScaling(DistributedTest):
 
     @each(stage=STAGES, setting=[(False, [16, 16, 8, 4]), (True, [16, 16, 16, 8])])
     def test_hysteresis(self, stage: int, setting: tuple[bool, list[float]]) -> None:
-        # Kills: halving at the first overflow, and a clean step that refills (or doesn't) against the setting.
+        # Kills: halving at the first overflow, and a clean step that refills (or doesn't) against
+        # the setting.
         consecutive, scales = setting
-        engine = make_engine(stage, hysteresis=2, consecutive_hysteresis=consecutive, loss_scale_window=100)
+        engine = make_engine(
+            stage, hysteresis=2, consecutive_hysteresis=consecutive, loss_scale_window=100
+        )
         bad = [0, 1, 0]  # ranks that overflow, with one clean step after the first
         one_step(engine, 0, bad_rank=bad[0])
         seen = [engine.optimizer.loss_scale]

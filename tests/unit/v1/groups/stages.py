@@ -1,7 +1,9 @@
-"""Pipeline stages without a pipeline: each rank trains a model of its own, and an mpu says that these are parts of one.
+"""Pipeline stages without a pipeline: each rank trains a model of its own, and an mpu says that
+these are parts of one.
 
-What stages share is what can go wrong between them: one norm, one decision to skip, one order of collectives. The reference trains
-the models of all stages in one process and clips by their common norm.
+What stages share is what can go wrong between them: one norm, one decision to skip, one order of
+collectives. The reference trains the models of all stages in one process and clips by their common
+norm.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
     },
 }
-# Half precision rounds activations and gradients of a few layers; what is looked for are norms without a stage or with one twice.
+# Half precision rounds activations and gradients of a few layers; what is looked for are norms
+# without a stage or with one twice.
 TOLERANCE = {name: 1e-5 if "16" not in name else 0.03 for name in SYSTEMS}
 
 
@@ -51,7 +54,9 @@ class WorldCollectives:
         group = call.group or dist.get_world_group()
         if dist.get_world_size(group=group) == dist.get_world_size():
             payload = call.reads or call.writes
-            self.calls.append((call.name, sum(tensor.numel() for tensor in payload), payload[0].dtype))
+            self.calls.append(
+                (call.name, sum(tensor.numel() for tensor in payload), payload[0].dtype)
+            )
         return proceed()
 
     @contextmanager
@@ -65,14 +70,21 @@ class WorldCollectives:
 
 
 class Stages:
-    """An mpu of pipeline stages: rank = stage * data-parallel size + data rank, no tensor parallelism."""
+    """An mpu of pipeline stages: rank = stage * data-parallel size + data rank, no tensor
+    parallelism.
+    """
 
     def __init__(self, count: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.count, self.data_size = count, world // count
         self.stage, self.data_rank = divmod(rank, self.data_size)
-        data = [dist.new_group(list(range(s * self.data_size, (s + 1) * self.data_size))) for s in range(count)]
-        pipe = [dist.new_group(list(range(d, world, self.data_size))) for d in range(self.data_size)]
+        data = [
+            dist.new_group(list(range(s * self.data_size, (s + 1) * self.data_size)))
+            for s in range(count)
+        ]
+        pipe = [
+            dist.new_group(list(range(d, world, self.data_size))) for d in range(self.data_size)
+        ]
         self._data, self.pipe_group = data[self.stage], pipe[self.data_rank]
 
     def get_data_parallel_group(self) -> Any:
@@ -123,7 +135,10 @@ def one_group(layers: nn.Sequential) -> Groups:
 
 
 def three_groups(layers: nn.Sequential) -> Groups:
-    return [{"params": list(layer.parameters()), "weight_decay": 0.1 * index} for index, layer in enumerate(layers)]
+    return [
+        {"params": list(layer.parameters()), "weight_decay": 0.1 * index}
+        for index, layer in enumerate(layers)
+    ]
 
 
 def first_group_empty(layers: nn.Sequential) -> Groups:
@@ -156,7 +171,13 @@ CUTS = {
 }
 
 
-def start(mpu: Stages, system: str, grouped: Callable[[nn.Sequential], Groups], clip: float = CLIP, **more: Any) -> Any:
+def start(
+    mpu: Stages,
+    system: str,
+    grouped: Callable[[nn.Sequential], Groups],
+    clip: float = CLIP,
+    **more: Any,
+) -> Any:
     layers = make_layers(mpu.stage)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -166,14 +187,18 @@ def start(mpu: Stages, system: str, grouped: Callable[[nn.Sequential], Groups], 
         **more,
     }
     optimizer = torch.optim.SGD(grouped(layers), lr=LR)
-    engine, _, _, _ = deepspeed.initialize(model=layers, optimizer=optimizer, config=config, mpu=mpu)
+    engine, _, _, _ = deepspeed.initialize(
+        model=layers, optimizer=optimizer, config=config, mpu=mpu
+    )
     return engine
 
 
 def train_step(engine: Any, mpu: Stages, step: int) -> None:
     """A stage whose parameters are all frozen has no backward, as in a pipeline."""
     if any(param.requires_grad for param in engine.module.parameters()):
-        engine.backward(loss_of(engine, batch(step, mpu.stage, mpu.data_rank).to(engine.model_dtype)))
+        engine.backward(
+            loss_of(engine, batch(step, mpu.stage, mpu.data_rank).to(engine.model_dtype))
+        )
     engine.step()
 
 
@@ -188,8 +213,13 @@ class Reference:
     def __init__(self, cut: str, dtype: torch.dtype, clip: float = CLIP) -> None:
         self.stages = [make_layers(stage).to(dtype).float() for stage in range(2)]
         groups = [grouped(layers) for grouped, layers in zip(CUTS[cut], self.stages, strict=True)]
-        self.aligned = [[p for g in groups if i < len(g) for p in g[i]["params"]] for i in range(max(map(len, groups)))]
-        self.optimizer = torch.optim.SGD([group for of_stage in groups for group in of_stage if group["params"]], lr=LR)
+        self.aligned = [
+            [p for g in groups if i < len(g) for p in g[i]["params"]]
+            for i in range(max(map(len, groups)))
+        ]
+        self.optimizer = torch.optim.SGD(
+            [group for of_stage in groups for group in of_stage if group["params"]], lr=LR
+        )
         self.clip = clip
 
     def step(self, step: int, data_size: int) -> tuple[float, list[float]]:
@@ -200,7 +230,10 @@ class Reference:
             loss = loss_of(layers, x)
             if loss.requires_grad:
                 loss.backward()
-        squares = [sum(p.grad.double().square().sum().item() for p in ps if p.grad is not None) for ps in self.aligned]
+        squares = [
+            sum(p.grad.double().square().sum().item() for p in ps if p.grad is not None)
+            for ps in self.aligned
+        ]
         torch.nn.utils.clip_grad_norm_([p for ps in self.aligned for p in ps], self.clip)
         self.optimizer.step()
         return math.sqrt(sum(squares)), [math.sqrt(square) for square in squares]

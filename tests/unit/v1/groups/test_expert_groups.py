@@ -1,4 +1,5 @@
-"""Experts at the optimizers: reduced and sharded over the ranks that hold the same ones, divided by all, counted once.
+"""Experts at the optimizers: reduced and sharded over the ranks that hold the same ones, divided by
+all, counted once.
 
 The experts are bare parameters whose gradients are given; `tests/unit/v1/moe` has the layer.
 """
@@ -52,7 +53,9 @@ def start(system: str, split: bool = True, **more: Any) -> Any:
         **more,
     }
     given: Any = {"params": list(model.parameters())}
-    optimizer = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(given) if split else [given], lr=LR)
+    optimizer = torch.optim.SGD(
+        split_params_into_different_moe_groups_for_optimizer(given) if split else [given], lr=LR
+    )
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
@@ -69,8 +72,9 @@ class TestExperts(DistributedTest):
 
     @each(system=SYSTEMS, split=[True, False])
     def test_gradient_norm_and_step(self, system: str, split: bool) -> None:
-        # Kills: experts averaged over all ranks, or divided by the ranks that hold the same; shards cut for the wrong ranks;
-        # experts counted once per replica, or on the first rank only; a first broadcast that makes all experts alike.
+        # Kills: experts averaged over all ranks, or divided by the ranks that hold the same; shards
+        # cut for the wrong ranks; experts counted once per replica, or on the first rank only; a
+        # first broadcast that makes all experts alike.
         if not split and system != "stage 0":
             return
         rank = dist.get_rank()
@@ -80,23 +84,36 @@ class TestExperts(DistributedTest):
         assert torch.equal(value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2))
         engine.backward(engine(2.0**rank, 4.0**rank))
         dense, experts = (1 + 2 + 4 + 8) / 4, [(1 + 16) / 4, (4 + 64) / 4]
-        # Experts' gradients are sums over all tokens already: the two replicas are summed, and divided by all four ranks.
+        # Experts' gradients are sums over all tokens already: the two replicas are summed, and
+        # divided by all four ranks.
         assert torch.equal(safe_get_full_grad(model.dense).float(), torch.full((DENSE,), dense))
-        assert torch.equal(safe_get_full_grad(model.expert).float(), torch.full((EXPERT,), experts[rank % 2]))
+        assert torch.equal(
+            safe_get_full_grad(model.expert).float(), torch.full((EXPERT,), experts[rank % 2])
+        )
         if system != "stage 0":
             both = safe_get_full_grads([model.expert, model.dense])
             assert [grad[0].item() for grad in both] == [experts[rank % 2], dense]
         observer = WorldCollectives()
         with observer.watching():
             engine.step()
-        assert [call for call in observer.calls if call[0] == "all_reduce"] == [("all_reduce", 1 + split, torch.float32)]
+        assert [call for call in observer.calls if call[0] == "all_reduce"] == [
+            ("all_reduce", 1 + split, torch.float32)
+        ]
         squares = [DENSE * dense**2, EXPERT * (experts[0] ** 2 + experts[1] ** 2)]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(
+            math.sqrt(sum(squares)), rel=1e-6
+        )
         if split:
-            assert engine.get_group_grad_norms() == pytest.approx([math.sqrt(square) for square in squares], rel=1e-6)
+            assert engine.get_group_grad_norms() == pytest.approx(
+                [math.sqrt(square) for square in squares], rel=1e-6
+            )
         assert torch.equal(value(model.dense), torch.full((DENSE,), 1.0 - LR * dense))
-        assert torch.equal(value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2 - LR * experts[rank % 2]))
-        assert model.expert.detach().float()[0] == pytest.approx(value(model.expert)[0].item(), rel=2**-8)
+        assert torch.equal(
+            value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2 - LR * experts[rank % 2])
+        )
+        assert model.expert.detach().float()[0] == pytest.approx(
+            value(model.expert)[0].item(), rel=2**-8
+        )
         engine.destroy()
 
     @each(system=["stage 0", "stage 1", "BF16_Optimizer"])
@@ -109,11 +126,15 @@ class TestExperts(DistributedTest):
         engine.destroy()
 
     def test_layout_of_shards(self) -> None:
-        # Kills: one number of shards for all groups; a sharding group whose ranks hold different experts.
+        # Kills: one number of shards for all groups; a sharding group whose ranks hold different
+        # experts.
         rank = dist.get_rank()
         optimizer = start("stage 1").optimizer
         dense, expert = optimizer.groups
-        assert (dense.num_shards, dense.shard_rank) == (4, rank) and (expert.num_shards, expert.shard_rank) == (2, rank // 2)
+        assert (dense.num_shards, dense.shard_rank) == (4, rank) and (
+            expert.num_shards,
+            expert.shard_rank,
+        ) == (2, rank // 2)
         assert optimizer.partition_count == [4, 2]
         assert dist.get_all_ranks_from_group(expert.process_group) == [rank % 2, rank % 2 + 2]
         optimizer.load_state_dict(optimizer.state_dict())
@@ -130,14 +151,19 @@ class TestExperts(DistributedTest):
                 "zero_optimization": {"stage": stage},
             }
             given = model.parameters() if parameters else None
-            engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=given, config=config)
+            engine, optimizer, _, _ = deepspeed.initialize(
+                model=model, model_parameters=given, config=config
+            )
             assert [group.get("moe", False) for group in optimizer.param_groups] == [False, True]
             engine.destroy()
 
     @each(system=[name for name in SYSTEMS if name != "stage 0"])
     def test_a_mixed_group_is_refused(self, system: str) -> None:
         # Kills: experts that are averaged over other experts' ranks without a word.
-        with pytest.raises(ValueError, match=r"dense parameters, experts of 'ep_size_2'.*split_params_into_different_moe_groups"):
+        with pytest.raises(
+            ValueError,
+            match=r"dense parameters, experts of 'ep_size_2'.*split_params_into_different_moe_groups",
+        ):
             start(system, split=False)
 
     def test_instances_are_refused(self) -> None:
@@ -156,5 +182,7 @@ class TestExperts(DistributedTest):
             engine = start("stage 1", **more)
             engine.backward(engine(2.0**rank, 4.0**rank))
             wanted = factor * [(1 + 16) / 4, (4 + 64) / 4][rank % 2]
-            assert torch.equal(safe_get_full_grad(engine.module.expert), torch.full((EXPERT,), wanted))
+            assert torch.equal(
+                safe_get_full_grad(engine.module.expert), torch.full((EXPERT,), wanted)
+            )
             engine.destroy()

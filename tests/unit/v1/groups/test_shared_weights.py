@@ -1,4 +1,6 @@
-"""A weight that two stages share: its gradient is summed over them once, between accumulation and reduction, and counted once."""
+"""A weight that two stages share: its gradient is summed over them once, between accumulation and
+reduction, and counted once.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,26 @@ from unit.v1.looping import each
 ACCUMULATION = 2
 MORE: dict[str, dict[str, Any]] = {
     **SYSTEMS,
-    "stage 1, overlap": {"zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 8}},
+    "stage 1, overlap": {
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 8}
+    },
     "stage 1, fp32 accumulation in fp16": {
         "zero_optimization": {"stage": 1},
         "fp16": {"enabled": True, "loss_scale": 16.0},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
-    "BF16_Optimizer, from hooks": {**SYSTEMS["BF16_Optimizer"], "bf16": {"enabled": True, "immediate_grad_update": True}},
+    "BF16_Optimizer, from hooks": {
+        **SYSTEMS["BF16_Optimizer"],
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+    },
 }
 WITHOUT_STAGE_2 = [name for name in MORE if not name.startswith("stage 2")]
 
 
 class Stage(nn.Module):
-    """The shared matrix first on stage 0 and last on stage 1, as an embedding that is also the output projection."""
+    """The shared matrix first on stage 0 and last on stage 1, as an embedding that is also the
+    output projection.
+    """
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -53,7 +62,9 @@ class Stage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.uses_shared:
             return self.own(x)
-        return self.own(x @ self.shared) if self.stage == 0 else self.own(x).tanh() @ self.shared.t()
+        return (
+            self.own(x @ self.shared) if self.stage == 0 else self.own(x).tanh() @ self.shared.t()
+        )
 
 
 def start(mpu: Stages, system: str, stage: Stage, **more: Any) -> Any:
@@ -87,7 +98,9 @@ def train_step(engine: Any, mpu: Stages, step: int) -> dict[str, torch.Tensor]:
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
     # A copy: without masters this is `param.grad` itself, which the step clips.
-    grads = {name: safe_get_full_grad(param).clone() for name, param in engine.module.named_parameters()}
+    grads = {
+        name: safe_get_full_grad(param).clone() for name, param in engine.module.named_parameters()
+    }
     engine.step()
     return grads
 
@@ -100,18 +113,32 @@ class Reference:
         self.stages[1].shared = self.stages[0].shared
         for stage, used in zip(self.stages, uses, strict=True):
             stage.uses_shared = used
-        self.params = list(dict.fromkeys(param for stage in self.stages for param in stage.parameters()))
+        self.params = list(
+            dict.fromkeys(param for stage in self.stages for param in stage.parameters())
+        )
         self.optimizer = torch.optim.SGD(self.params, lr=LR)
 
     def step(self, step: int, data_size: int) -> tuple[float, list[dict[str, torch.Tensor]]]:
         self.optimizer.zero_grad()
         for stage, layers in enumerate(self.stages):
-            x = torch.cat([batch(2 * step + m, stage, r) for m in range(ACCUMULATION) for r in range(data_size)])
+            x = torch.cat(
+                [
+                    batch(2 * step + m, stage, r)
+                    for m in range(ACCUMULATION)
+                    for r in range(data_size)
+                ]
+            )
             layers(x).square().mean().backward()
         grads = [
-            {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in s.named_parameters()} for s in self.stages
+            {
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for n, p in s.named_parameters()
+            }
+            for s in self.stages
         ]
-        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in self.params if p.grad is not None))
+        norm = math.sqrt(
+            sum(p.grad.double().square().sum().item() for p in self.params if p.grad is not None)
+        )
         torch.nn.utils.clip_grad_norm_(self.params, CLIP)
         self.optimizer.step()
         return norm, grads
@@ -131,10 +158,14 @@ def check_training(system: str, uses: tuple[bool, bool] = (True, True)) -> None:
             wanted = right[mpu.stage][name]
             distance = (grad.float() - wanted).norm().item()
             assert distance <= tolerance * wanted.norm().item() + 1e-7, f"step {step}, {name}"
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), f"step {step}"
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
+            f"step {step}"
+        )
     for name, param in engine.module.named_parameters():
         wanted = dict(reference.stages[mpu.stage].named_parameters())[name].detach()
-        assert (master(param) - wanted).norm().item() <= 4 * tolerance * (LR + wanted.norm().item()), name
+        assert (master(param) - wanted).norm().item() <= 4 * tolerance * (
+            LR + wanted.norm().item()
+        ), name
     copies = [torch.empty_like(stage.shared) for _ in range(2)]
     dist.all_gather(copies, stage.shared.detach(), group=mpu.pipe_group)
     assert torch.equal(*copies), "the copies of the shared weight drifted apart"
@@ -148,13 +179,15 @@ class TestTwoStages(DistributedTest):
 
     @each(system=WITHOUT_STAGE_2)
     def test_equals_one_process(self, system: str) -> None:
-        # Kills: counting the copy in the norm; summing after the reduction (or not); a bucket with the shared weight that leaves
-        # from its hook with this stage's part; the sum of a buffer that the optimizer does not read.
+        # Kills: counting the copy in the norm; summing after the reduction (or not); a bucket with
+        # the shared weight that leaves from its hook with this stage's part; the sum of a buffer
+        # that the optimizer does not read.
         check_training(system)
 
     @each(system=["stage 0", "stage 1", "stage 1, overlap", "BF16_Optimizer"], user=[0, 1])
     def test_a_stage_without_a_gradient_of_it_takes_part(self, system: str, user: int) -> None:
-        # Kills: a missing gradient that is None and not zero, so that the other stage waits or its part is lost here.
+        # Kills: a missing gradient that is None and not zero, so that the other stage waits or its
+        # part is lost here.
         check_training(system, (user == 0, user == 1))
 
 
@@ -169,11 +202,16 @@ class TestStagesOfTwo(DistributedTest):
         check_training(system)
 
     def test_other_buckets_still_leave_early(self) -> None:
-        # Kills: holding back everything that follows the shared weight in the order of buckets, and sending the held bucket early.
+        # Kills: holding back everything that follows the shared weight in the order of buckets, and
+        # sending the held bucket early.
         mpu = Stages(2)
         engine = start(mpu, "stage 1, overlap", Stage(mpu.stage))
         sequence, shared = engine._sequence, engine.module.shared
-        held = [index for index, bucket in enumerate(sequence.ipg_buckets) if shared in set(bucket.params)]
+        held = [
+            index
+            for index, bucket in enumerate(sequence.ipg_buckets)
+            if shared in set(bucket.params)
+        ]
         assert held == [len(sequence.plans) - 1] and len(sequence.plans) > 1
         for step in range(2):
             train_step(engine, mpu, step)
@@ -188,7 +226,9 @@ class TestStagesOfTwo(DistributedTest):
         engine = start(mpu, "stage 1", Stage(mpu.stage))
         engine._begin_managed_backward()
         engine.module(batch(0, mpu.stage, mpu.data_rank)).square().mean().backward()
-        with pytest.raises(RuntimeError, match=r"hold\(params\) in the middle of an accumulation window"):
+        with pytest.raises(
+            RuntimeError, match=r"hold\(params\) in the middle of an accumulation window"
+        ):
             engine._sequence.hold([engine.module.own.weight])
 
     def test_frozen_parameters_have_no_local_gradient(self) -> None:

@@ -1,4 +1,6 @@
-"""Stages with different numbers of parameter groups, frozen ones and empty groups: one norm, one small collective, no deadlock."""
+"""Stages with different numbers of parameter groups, frozen ones and empty groups: one norm, one
+small collective, no deadlock.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,22 @@ def check_training(mpu: Stages, system: str, cut: str) -> None:
         observer = WorldCollectives()
         with observer.watching():
             train_step(engine, mpu, step)
-        assert observer.calls == [("all_reduce", num_groups, torch.float32)], f"step {step}: {observer.calls}"
+        assert observer.calls == [("all_reduce", num_groups, torch.float32)], (
+            f"step {step}: {observer.calls}"
+        )
         norm, norms = reference.step(step, mpu.data_size)
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), f"step {step}"
-        assert engine.get_group_grad_norms() == pytest.approx(norms, rel=2 * tolerance), f"step {step}"
-    for param, right in zip(engine.module.parameters(), reference.stages[mpu.stage].parameters(), strict=True):
-        assert (master(param) - right).norm().item() <= STEPS * tolerance * (0.1 + right.norm().item())
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
+            f"step {step}"
+        )
+        assert engine.get_group_grad_norms() == pytest.approx(norms, rel=2 * tolerance), (
+            f"step {step}"
+        )
+    for param, right in zip(
+        engine.module.parameters(), reference.stages[mpu.stage].parameters(), strict=True
+    ):
+        assert (master(param) - right).norm().item() <= STEPS * tolerance * (
+            0.1 + right.norm().item()
+        )
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     engine.destroy()
 
@@ -58,13 +70,15 @@ class TestTwoStages(DistributedTest):
 
     @each(system=SYSTEMS, cut=CUTS)
     def test_train(self, system: str, cut: str) -> None:
-        # Kills: a collective per group (a deadlock here), a norm of the own stage, a norm that counts a stage's groups only as far
-        # as the other has as many, an optimizer that cannot be empty, state that such an optimizer cannot return.
+        # Kills: a collective per group (a deadlock here), a norm of the own stage, a norm that
+        # counts a stage's groups only as far as the other has as many, an optimizer that cannot be
+        # empty, state that such an optimizer cannot return.
         check_training(Stages(2), system, cut)
 
     @each(system=["stage 0", "stage 1", "BF16_Optimizer"])
     def test_overflow_on_one_stage_skips_on_both(self, system: str) -> None:
-        # Kills: a decision from the own stage's gradients; a frozen stage that counts another number of steps.
+        # Kills: a decision from the own stage's gradients; a frozen stage that counts another
+        # number of steps.
         mpu = Stages(2)
         engine = start(mpu, system, CUTS["a frozen stage"][mpu.stage])
         for step in range(3):
@@ -96,11 +110,20 @@ class TestTwoStages(DistributedTest):
         mpu = Stages(2)
         layers = make_layers(mpu.stage)
         optimizer = torch.optim.SGD(layers.parameters(), lr=0.1) if mpu.stage == 0 else None
-        with pytest.raises(DeepSpeedConfigError, match=f"rank {dist.get_rank()} has {'one' if mpu.stage == 0 else 'none'}"):
-            deepspeed.initialize(model=layers, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 3}, mpu=mpu)
+        with pytest.raises(
+            DeepSpeedConfigError,
+            match=f"rank {dist.get_rank()} has {'one' if mpu.stage == 0 else 'none'}",
+        ):
+            deepspeed.initialize(
+                model=layers,
+                optimizer=optimizer,
+                config={"train_micro_batch_size_per_gpu": 3},
+                mpu=mpu,
+            )
 
     def test_a_collective_per_group_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The mutant: what fix 3 replaced. Stages with 1 and 3 groups would wait for each other; the intent check says so.
+        # The mutant: what fix 3 replaced. Stages with 1 and 3 groups would wait for each other; the
+        # intent check says so.
         def per_group(self: DeepSpeedZeroOptimizer) -> torch.Tensor:
             total = torch.zeros(1, device=self.device)
             for index in range(len(self.groups)):
@@ -127,7 +150,8 @@ class TestStagesOfTwo(DistributedTest):
 
     @each(system=SYSTEMS, cut=["1 and 3 groups", "a frozen stage", "a stage with nothing"])
     def test_train(self, system: str, cut: str) -> None:
-        # Kills: data-parallel replicas of a stage that are all counted, first replicas that are no group's first rank.
+        # Kills: data-parallel replicas of a stage that are all counted, first replicas that are no
+        # group's first rank.
         if system != "stage 2":
             check_training(Stages(2), system, cut)
             return
@@ -147,7 +171,9 @@ class TestOneRankAlone(DistributedTest):
         layers = make_layers(0).requires_grad_(False)
         config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
         with pytest.raises(ValueError, match="no trainable parameter: check requires_grad"):
-            deepspeed.initialize(model=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=0.1), config=config)
+            deepspeed.initialize(
+                model=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=0.1), config=config
+            )
 
     def test_no_collective_where_nothing_is_to_be_summed(self) -> None:
         # Kills: a reduction over one rank, which costs a launch and a wait on devices.

@@ -1,6 +1,8 @@
-"""A pipeline whose stages hold experts, and its comparison with one process that has all layers and all experts. Collective.
+"""A pipeline whose stages hold experts, and its comparison with one process that has all layers and
+all experts. Collective.
 
-The balancing losses travel with the hidden states, in a tuple, and are added up by each layer with experts; bounds are `runner`'s.
+The balancing losses travel with the hidden states, in a tuple, and are added up by each layer with
+experts; bounds are `runner`'s.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ class Dense(nn.Module):
 
     def forward(self, carried: torch.Tensor | Carried) -> Carried:
         """One step."""
-        hidden, balance = carried if isinstance(carried, tuple) else (carried, carried.new_zeros((), dtype=torch.float32))
+        hidden, balance = (
+            carried
+            if isinstance(carried, tuple)
+            else (carried, carried.new_zeros((), dtype=torch.float32))
+        )
         return self.linear(hidden), balance
 
 
@@ -105,10 +111,15 @@ def make_pipeline(case: PipeCase) -> PipelineModule:
     """The pipeline of a case, over all ranks."""
     sizes = dict(zip(WITH_EXPERTS, (case.ep_size, case.other_size), strict=True))
     layers = [
-        LayerSpec(Mixture, sizes[index], case.k, case.drop) if index in sizes else LayerSpec(Dense) for index in range(NUM_LAYERS)
+        LayerSpec(Mixture, sizes[index], case.k, case.drop) if index in sizes else LayerSpec(Dense)
+        for index in range(NUM_LAYERS)
     ]
     return PipelineModule(
-        layers, num_stages=case.stages, loss_fn=loss_of, partition_method=list(case.parts), num_model_chunks=case.chunks
+        layers,
+        num_stages=case.stages,
+        loss_fn=loss_of,
+        partition_method=list(case.parts),
+        num_model_chunks=case.chunks,
     )
 
 
@@ -117,19 +128,32 @@ def initial_parameters() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(NUM_LAYERS):
-        names = [f"{index}.experts.{number}" for number in range(NUM_EXPERTS)] if index in WITH_EXPERTS else [f"{index}.linear"]
+        names = (
+            [f"{index}.experts.{number}" for number in range(NUM_EXPERTS)]
+            if index in WITH_EXPERTS
+            else [f"{index}.linear"]
+        )
         shapes |= {f"{index}.wg": (NUM_EXPERTS, WIDTH)} if index in WITH_EXPERTS else {}
         for name in names:
             shapes |= {f"{name}.weight": (WIDTH, WIDTH), f"{name}.bias": (WIDTH,)}
-    return {name: (torch.randn(shape, generator=generator) * 0.5).bfloat16().float() for name, shape in shapes.items()}
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.5).bfloat16().float()
+        for name, shape in shapes.items()
+    }
 
 
-def reference_loss(params: Tensors, case: PipeCase, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def reference_loss(
+    params: Tensors, case: PipeCase, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """Loss of one micro-batch of one data-parallel rank."""
     hidden, target = batch
     balance = torch.zeros(())
     for index in range(NUM_LAYERS):
-        own = {name.removeprefix(f"{index}."): value for name, value in params.items() if name.startswith(f"{index}.")}
+        own = {
+            name.removeprefix(f"{index}."): value
+            for name, value in params.items()
+            if name.startswith(f"{index}.")
+        }
         if index in WITH_EXPERTS:
             output, l_aux = moe_forward(hidden, own, case.gate, NUM_EXPERTS)
             hidden, balance = hidden + output, balance + l_aux
@@ -138,13 +162,19 @@ def reference_loss(params: Tensors, case: PipeCase, batch: tuple[torch.Tensor, t
     return loss_of((hidden, balance), target)
 
 
-def reference_step(masters: Tensors, case: PipeCase, step: int, replicas: int) -> tuple[Expected, float]:
-    """What one SGD step must give, and the mean loss; micro-batch gradients are summed in double precision."""
+def reference_step(
+    masters: Tensors, case: PipeCase, step: int, replicas: int
+) -> tuple[Expected, float]:
+    """What one SGD step must give, and the mean loss; micro-batch gradients are summed in double
+    precision.
+    """
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in masters.items()}
     losses = []
     for replica in range(replicas):
         for micro in range(case.accumulation):
-            params = {name: value.to(case.dtype).requires_grad_() for name, value in masters.items()}
+            params = {
+                name: value.to(case.dtype).requires_grad_() for name, value in masters.items()
+            }
             loss = reference_loss(params, case, micro_batch(step, replica, micro, case.dtype))
             losses.append(loss.item())
             grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -152,8 +182,13 @@ def reference_step(masters: Tensors, case: PipeCase, step: int, replicas: int) -
                 total[name] += 0 if grad is None else grad.double() / (replicas * case.accumulation)
     norm = math.sqrt(sum(grad.square().sum().item() for grad in total.values()))
     factor = min(1.0, CLIP / (norm + 1e-6))
-    params = {name: (value.double() - LEARNING_RATE * factor * total[name]).float() for name, value in masters.items()}
-    return Expected([], {name: grad.float() for name, grad in total.items()}, norm, params), sum(losses) / len(losses)
+    params = {
+        name: (value.double() - LEARNING_RATE * factor * total[name]).float()
+        for name, value in masters.items()
+    }
+    return Expected([], {name: grad.float() for name, grad in total.items()}, norm, params), sum(
+        losses
+    ) / len(losses)
 
 
 class WorldReductions:
@@ -164,7 +199,10 @@ class WorldReductions:
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
         """See `CollectiveObserver`."""
-        if call.name in ("all_reduce", "reduce") and group_size(call.group) == dist.get_world_size():
+        if (
+            call.name in ("all_reduce", "reduce")
+            and group_size(call.group) == dist.get_world_size()
+        ):
             self.shapes.append(tuple(call.argument("tensor").shape))
         return proceed()
 
@@ -174,7 +212,8 @@ class PipeRun(CaseRun):
 
     Args:
         case: The configuration.
-        verify: Which guards watch. The ledger's ranks settle by a reduction of their own, so norms are counted without it.
+        verify: Which guards watch. The ledger's ranks settle by a reduction of their own, so norms
+            are counted without it.
     """
 
     def __init__(self, case: PipeCase, verify: dict[str, Any] | None = None) -> None:
@@ -183,25 +222,42 @@ class PipeRun(CaseRun):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ledger = bool(verify and verify.get("ledger"))
         self.module = make_pipeline(case)
-        self.replica, self.replicas = self.module.grid.data_parallel_id, self.module.grid.data_parallel_size
+        self.replica, self.replicas = (
+            self.module.grid.data_parallel_id,
+            self.module.grid.data_parallel_size,
+        )
         self.initial = initial_parameters()
-        self.params = {self._whole_name(name): param for name, param in self.module.named_parameters()}
+        self.params = {
+            self._whole_name(name): param for name, param in self.module.named_parameters()
+        }
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.initial[name])
-        config = {**self._config(), "pipeline": {"schedule": case.schedule, "activation_checkpoint_interval": case.interval}}
-        self.engine = deepspeed.initialize(model=self.module, config={**config, "verify": verify or {}})[0]
+        config = {
+            **self._config(),
+            "pipeline": {
+                "schedule": case.schedule,
+                "activation_checkpoint_interval": case.interval,
+            },
+        }
+        self.engine = deepspeed.initialize(
+            model=self.module, config={**config, "verify": verify or {}}
+        )[0]
         self.found: dict[str, torch.Tensor] = {}
         self.reductions = WorldReductions()
         self._observe_gradients()
 
     def _whole_name(self, name: str) -> str:
         layer, _, rest = name.partition(".")
-        ep_size = {WITH_EXPERTS[0]: self.case.ep_size, WITH_EXPERTS[1]: self.case.other_size}.get(int(layer), 1)
+        ep_size = {WITH_EXPERTS[0]: self.case.ep_size, WITH_EXPERTS[1]: self.case.other_size}.get(
+            int(layer), 1
+        )
         return f"{layer}.{self._global_name(rest, self.replica % ep_size * NUM_EXPERTS // ep_size)}"
 
     def _observe_gradients(self) -> None:
-        """Read reduced gradients right before each step, which `train_batch` takes by itself, and count its norm's collectives."""
+        """Read reduced gradients right before each step, which `train_batch` takes by itself, and
+        count its norm's collectives.
+        """
         original: Callable[..., None] = self.engine._take_model_step
 
         def observed(*args: Any) -> None:
@@ -229,16 +285,23 @@ class PipeRun(CaseRun):
     def _train(self, step: int, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         case = self.case
         expected, wanted = reference_step(before, case, step, self.replicas)
-        own = (micro_batch(step, self.replica, micro, case.dtype) for micro in range(case.accumulation))
+        own = (
+            micro_batch(step, self.replica, micro, case.dtype) for micro in range(case.accumulation)
+        )
         loss = float(self.engine.train_batch(own))
         masters = self._masters()
         self._compare(step, "gradient", self.found, expected.grads, case.tolerance)
-        self._compare(step, "parameter", masters, expected.params, 3 * case.tolerance * LEARNING_RATE * CLIP)
+        self._compare(
+            step, "parameter", masters, expected.params, 3 * case.tolerance * LEARNING_RATE * CLIP
+        )
         for what, number, right in (
             ("loss", loss, wanted), ("norm", float(self.engine.get_global_grad_norm()), expected.norm)
         ):  # fmt: skip
             if not math.isclose(number, right, rel_tol=case.tolerance):
                 self.failures.append(f"step {step}: {what} {number} instead of {right}")
         if not self.ledger and len(self.reductions.shapes) != 1:
-            self.failures.append(f"step {step}: the norm took reductions of {self.reductions.shapes} elements, not one")
+            self.failures.append(
+                f"step {step}: the norm took reductions of {self.reductions.shapes} elements, not "
+                "one"
+            )
         return masters

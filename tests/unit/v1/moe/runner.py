@@ -1,10 +1,12 @@
-"""Runs one configuration of the MoE contract on this rank and compares it with the single-process reference. Collective.
+"""Runs one configuration of the MoE contract on this rank and compares it with the single-process
+reference. Collective.
 
-[Note: tolerance] fp32: what is left is the order of sums over at most 4 ranks, 2 micro-batches and 12 tokens, a few units of 2^-24
-relative to gradients whose parts cancel by an order of magnitude or so: 2e-5. bf16: the reference rounds where the system does, but
-an expert's matrix product over another number of rows may be rounded otherwise, by a unit of 2^-8 each in forward, backward, sum
-over micro-batches and sum over ranks: 4 * 2^-8 of the norm, and the norm itself inherits it. Half the gradient of one rank is far
-more.
+[Note: tolerance] fp32: what is left is the order of sums over at most 4 ranks, 2 micro-batches and
+12 tokens, a few units of 2^-24 relative to gradients whose parts cancel by an order of magnitude or
+so: 2e-5. bf16: the reference rounds where the system does, but an expert's matrix product over
+another number of rows may be rounded otherwise, by a unit of 2^-8 each in forward, backward, sum
+over micro-batches and sum over ranks: 4 * 2^-8 of the norm, and the norm itself inherits it. Half
+the gradient of one rank is far more.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Expert(nn.Module):
 
 
 class Net(nn.Module):
-    """A dense layer, a mixture of experts, a dense layer, mean square error plus the balancing loss."""
+    """A dense layer, a mixture of experts, a dense layer, mean square error plus the balancing
+    loss.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -104,12 +108,21 @@ def initial_parameters(case: Case) -> dict[str, torch.Tensor]:
     shapes |= {"coefficient.weight": (2, WIDTH), "coefficient.bias": (2,)}
     shapes |= {"last.weight": (WIDTH, WIDTH), "last.bias": (WIDTH,)}
     # Exact in bf16, so that masters start with them.
-    values = {name: (torch.randn(shape, generator=generator) * 0.6).bfloat16().float() for name, shape in shapes.items()}
+    values = {
+        name: (torch.randn(shape, generator=generator) * 0.6).bfloat16().float()
+        for name, shape in shapes.items()
+    }
     unused = () if case.residual else ("mlp", "coefficient")
-    return {name: value for name, value in values.items() if not name.startswith(unused)} if unused else values
+    return (
+        {name: value for name, value in values.items() if not name.startswith(unused)}
+        if unused
+        else values
+    )
 
 
-def micro_batch(step: int, rank: int, micro: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(
+    step: int, rank: int, micro: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank sees; in step 1 its tokens are much alike, so that most experts get none."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * rank + micro)
     x, target = torch.randn(2, ROWS, WIDTH, generator=generator)
@@ -118,13 +131,18 @@ def micro_batch(step: int, rank: int, micro: int, dtype: torch.dtype) -> tuple[t
     return x.to(dtype), target
 
 
-def reference_loss(params: Tensors, case: Case, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def reference_loss(
+    params: Tensors, case: Case, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """One rank's loss on one micro-batch, all experts at hand."""
     x, target = batch
     hidden = nn.functional.linear(x, params["first.weight"], params["first.bias"])
     output, l_aux = moe_forward(hidden, params, case.gate, NUM_EXPERTS)
     if case.residual:
-        shares = torch.softmax(nn.functional.linear(hidden, params["coefficient.weight"], params["coefficient.bias"]), dim=-1)
+        shares = torch.softmax(
+            nn.functional.linear(hidden, params["coefficient.weight"], params["coefficient.bias"]),
+            dim=-1,
+        )
         output = output * shares[:, :1] + expert_forward(hidden, params, "mlp") * shares[:, 1:]
     result = nn.functional.linear(output, params["last.weight"], params["last.bias"])
     return (result.float() - target).square().mean() + AUX_WEIGHT * l_aux
@@ -141,13 +159,17 @@ class Expected:
 
 
 def reference_step(masters: Tensors, case: Case, step: int, world: int) -> Expected:
-    """What one step from `masters` must give; micro-batch gradients are summed in double precision."""
+    """What one step from `masters` must give; micro-batch gradients are summed in double
+    precision.
+    """
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in masters.items()}
     losses: list[list[float]] = []
     for rank in range(world):
         losses.append([])
         for micro in range(case.accumulation):
-            params = {name: value.to(case.dtype).requires_grad_() for name, value in masters.items()}
+            params = {
+                name: value.to(case.dtype).requires_grad_() for name, value in masters.items()
+            }
             loss = reference_loss(params, case, micro_batch(step, rank, micro, case.dtype))
             losses[-1].append(loss.item())
             grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -156,7 +178,10 @@ def reference_step(masters: Tensors, case: Case, step: int, world: int) -> Expec
                     total[name] += grad.double() / (world * case.accumulation)
     norm = math.sqrt(sum(grad.square().sum().item() for grad in total.values()))
     factor = min(1.0, CLIP / (norm + 1e-6))
-    params = {name: (value.double() - LEARNING_RATE * factor * total[name]).float() for name, value in masters.items()}
+    params = {
+        name: (value.double() - LEARNING_RATE * factor * total[name]).float()
+        for name, value in masters.items()
+    }
     return Expected(losses, {name: grad.float() for name, grad in total.items()}, norm, params)
 
 
@@ -171,14 +196,18 @@ class CaseRun:
         replicas = self.world // case.ep_size
         ep_rank = self.rank // replicas if case.data_first else self.rank % case.ep_size
         num_local = NUM_EXPERTS // case.ep_size
-        self.params = {self._global_name(name, ep_rank * num_local): p for name, p in model.named_parameters()}
+        self.params = {
+            self._global_name(name, ep_rank * num_local): p for name, p in model.named_parameters()
+        }
         self.initial = initial_parameters(case)
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.initial[name])
         self.ledger = ledger
         self.engine, _, _, _ = deepspeed.initialize(model=model, config=self._config())
-        if list(model.moe.global_expert_ids) != list(range(ep_rank * num_local, (ep_rank + 1) * num_local)):
+        if list(model.moe.global_expert_ids) != list(
+            range(ep_rank * num_local, (ep_rank + 1) * num_local)
+        ):
             self.failures.append(f"global_expert_ids {model.moe.global_expert_ids}")
 
     @staticmethod
@@ -201,7 +230,9 @@ class CaseRun:
         }
 
     def _whole(self, local: list[torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """The tensors of all ranks by name; ranks that hold the same one must have the same bits."""
+        """The tensors of all ranks by name; ranks that hold the same one must have the same
+        bits.
+        """
         own = {name: value.detach().clone() for name, value in zip(self.params, local, strict=True)}
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, own)
@@ -209,19 +240,25 @@ class CaseRun:
         for rank, tensors in enumerate(gathered):
             for name, value in tensors.items():
                 if name in whole and not torch.equal(whole[name], value):
-                    self.failures.append(f"{what} {name} of rank {rank} is not what other ranks have")
+                    self.failures.append(
+                        f"{what} {name} of rank {rank} is not what other ranks have"
+                    )
                 whole.setdefault(name, value)
         return {name: whole[name] for name in self.initial}
 
     def _masters(self) -> dict[str, torch.Tensor]:
         params = list(self.params.values())
         plain = self.case.stage == 0 and self.case.precision == "fp32"
-        return self._whole([p.data for p in params] if plain else safe_get_full_fp32_params(params), "parameter")
+        return self._whole(
+            [p.data for p in params] if plain else safe_get_full_fp32_params(params), "parameter"
+        )
 
     def _grads(self) -> dict[str, torch.Tensor]:
         params = list(self.params.values())
         if self.case.stage == 0 and self.case.precision == "fp32":
-            return self._whole([torch.zeros_like(p) if p.grad is None else p.grad for p in params], "gradient")
+            return self._whole(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in params], "gradient"
+            )
         return self._whole(safe_get_full_grads(params) or [], "gradient")
 
     def run(self) -> list[str]:
@@ -237,7 +274,13 @@ class CaseRun:
                 masters = self._masters()
                 self._compare(step, "gradient", grads, expected.grads, self.case.tolerance)
                 # An update is at most LEARNING_RATE * CLIP long; what is compared is its error.
-                self._compare(step, "parameter", masters, expected.params, 3 * self.case.tolerance * LEARNING_RATE * CLIP)
+                self._compare(
+                    step,
+                    "parameter",
+                    masters,
+                    expected.params,
+                    3 * self.case.tolerance * LEARNING_RATE * CLIP,
+                )
                 norm = float(self.engine.get_global_grad_norm())
                 if not math.isclose(norm, expected.norm, rel_tol=self.case.tolerance):
                     self.failures.append(f"step {step}: norm {norm} instead of {expected.norm}")
@@ -248,21 +291,40 @@ class CaseRun:
     def _backwards(self, step: int, expected: Expected) -> None:
         for micro in range(self.case.accumulation):
             loss = self.engine(*micro_batch(step, self.rank, micro, self.case.dtype))
-            if not math.isclose(loss.item(), expected.losses[self.rank][micro], rel_tol=self.case.tolerance):
-                self.failures.append(f"step {step}: loss {loss.item()} instead of {expected.losses[self.rank][micro]}")
+            if not math.isclose(
+                loss.item(), expected.losses[self.rank][micro], rel_tol=self.case.tolerance
+            ):
+                self.failures.append(
+                    f"step {step}: loss {loss.item()} instead of "
+                    f"{expected.losses[self.rank][micro]}"
+                )
             self.engine.backward(loss)
             if micro + 1 < self.case.accumulation:
                 self.engine.step()
 
     def _compare(
-        self, step: int, what: str, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+        self,
+        step: int,
+        what: str,
+        got: dict[str, torch.Tensor],
+        expected: dict[str, torch.Tensor],
+        tolerance: float,
     ) -> None:
-        size = max(math.sqrt(sum(value.square().sum().item() for value in expected.values())), 1e-3) if what == "gradient" else 1.0
+        size = (
+            max(math.sqrt(sum(value.square().sum().item() for value in expected.values())), 1e-3)
+            if what == "gradient"
+            else 1.0
+        )
         for name, value in expected.items():
             error = (got[name].float() - value).norm().item()
-            # Half of its own size at most, too: a small parameter's gradient must not hide behind the others'.
+            # Half of its own size at most, too: a small parameter's gradient must not hide behind
+            # the others'.
             bound = tolerance * size
             if what == "gradient" and self.case.precision == "fp32":
                 bound = min(bound, max(0.5 * value.norm().item(), 1e-7))
-            if not error <= bound + (2.0**-23 * value.norm().item() if what == "parameter" else 0.0):
-                self.failures.append(f"step {step}: {what} {name} is off by {error:.2e}, allowed {bound:.2e}")
+            if not error <= bound + (
+                2.0**-23 * value.norm().item() if what == "parameter" else 0.0
+            ):
+                self.failures.append(
+                    f"step {step}: {what} {name} is off by {error:.2e}, allowed {bound:.2e}"
+                )

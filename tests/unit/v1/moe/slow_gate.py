@@ -1,6 +1,8 @@
-"""Mixture of experts as the papers tell it: loops over tokens and experts, plain torch, one process, no deepspeed.
+"""Mixture of experts as the papers tell it: loops over tokens and experts, plain torch, one
+process, no deepspeed.
 
-`route` decides for one micro-batch of one rank (capacities are a rank's own); `moe_forward` runs all experts on it.
+`route` decides for one micro-batch of one rank (capacities are a rank's own); `moe_forward` runs
+all experts on it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Gate:
-    """Settings: routes per token, capacity factor, least capacity, drop tokens, drop the last instead of the least probable."""
+    """Settings: routes per token, capacity factor, least capacity, drop tokens, drop the last
+    instead of the least probable.
+    """
 
     k: int
     factor: float
@@ -42,9 +46,15 @@ def route(logits: torch.Tensor, gate: Gate, used: list[int] | None = None) -> De
     order = probabilities.detach().argsort(dim=1, descending=True).tolist()
     used = [1] * num_tokens if used is None else used
     choices = [experts[: gate.k] for experts in order]
-    wanted = {(token, expert) for token in range(num_tokens) if used[token] for expert in choices[token]}
+    wanted = {
+        (token, expert) for token in range(num_tokens) if used[token] for expert in choices[token]
+    }
     counts = [sum((token, e) in wanted for token in range(num_tokens)) for e in range(num_experts)]
-    capacity = max(math.ceil(num_tokens / num_experts * gate.factor * gate.k), gate.minimum) if gate.drop else max(counts)
+    capacity = (
+        max(math.ceil(num_tokens / num_experts * gate.factor * gate.k), gate.minimum)
+        if gate.drop
+        else max(counts)
+    )
 
     slots: dict[tuple[int, int], int] = {}
     for expert in range(num_experts):
@@ -54,17 +64,32 @@ def route(logits: torch.Tensor, gate: Gate, used: list[int] | None = None) -> De
     routes = []
     for token in range(num_tokens):
         kept = [expert for expert in choices[token] if (token, expert) in slots]
-        total = sum((probabilities[token, expert] for expert in kept), torch.zeros(())) if gate.k > 1 else torch.ones(())
-        routes += [(token, expert, slots[token, expert], probabilities[token, expert] / total) for expert in kept]
+        total = (
+            sum((probabilities[token, expert] for expert in kept), torch.zeros(()))
+            if gate.k > 1
+            else torch.ones(())
+        )
+        routes += [
+            (token, expert, slots[token, expert], probabilities[token, expert] / total)
+            for expert in kept
+        ]
 
     counted = choices if gate.k != 2 or gate.last else [choice[:1] for choice in choices]
-    fractions = [sum(used[t] and e in counted[t] for t in range(num_tokens)) / num_tokens for e in range(num_experts)]
+    fractions = [
+        sum(used[t] and e in counted[t] for t in range(num_tokens)) / num_tokens
+        for e in range(num_experts)
+    ]
     l_aux = sum(probabilities[:, e].mean() * fractions[e] for e in range(num_experts)) * num_experts
     return Decision(routes, l_aux / len(counted[0]), counts, capacity)
 
 
 def _queue(
-    expert: int, choices: list[list[int]], wanted: set[tuple[int, int]], probabilities: torch.Tensor, gate: Gate, capacity: int
+    expert: int,
+    choices: list[list[int]],
+    wanted: set[tuple[int, int]],
+    probabilities: torch.Tensor,
+    gate: Gate,
+    capacity: int,
 ) -> list[int]:
     """The tokens that an expert takes, in the order of their slots."""
     tokens = [token for token in range(len(choices)) if (token, expert) in wanted]
@@ -76,14 +101,20 @@ def _queue(
     return tokens[:capacity]
 
 
-def moe_forward(hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and balancing loss of one rank's tokens [S, M]; experts are `experts.E.weight` [M, M] and `.bias`, and tanh."""
+def moe_forward(
+    hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and balancing loss of one rank's tokens [S, M]; experts are `experts.E.weight` [M, M]
+    and `.bias`, and tanh.
+    """
     decision = route(hidden.float() @ params["wg"].float().t(), gate)
     outputs = [torch.zeros_like(hidden[0]) for _ in hidden]
     for expert in range(num_experts):
         mine = [r for r in decision.routes if r[1] == expert]
         if mine:
-            results = expert_forward(hidden[[token for token, *_ in mine]], params, f"experts.{expert}")
+            results = expert_forward(
+                hidden[[token for token, *_ in mine]], params, f"experts.{expert}"
+            )
             for (token, _, _, weight), result in zip(mine, results, strict=True):
                 outputs[token] = outputs[token] + weight.to(hidden.dtype) * result
     return torch.stack(outputs), decision.l_aux
@@ -91,4 +122,6 @@ def moe_forward(hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: 
 
 def expert_forward(tokens: torch.Tensor, params: Tensors, name: str) -> torch.Tensor:
     """One expert."""
-    return torch.tanh(torch.nn.functional.linear(tokens, params[f"{name}.weight"], params[f"{name}.bias"]))
+    return torch.tanh(
+        torch.nn.functional.linear(tokens, params[f"{name}.weight"], params[f"{name}.bias"])
+    )

@@ -36,9 +36,14 @@ from unit.common import DistributedTest
     ],
 )
 def test_rank_lists(
-    blocks: list[tuple[int, ...]], ep_size: int, data_first: bool, expert: list[list[int]], data: list[list[int]]
+    blocks: list[tuple[int, ...]],
+    ep_size: int,
+    data_first: bool,
+    expert: list[list[int]],
+    data: list[list[int]],
 ) -> None:
-    # Kills: swapped orders, strides over the world instead of over the block. The lists are upstream's.
+    # Kills: swapped orders, strides over the world instead of over the block. The lists are
+    # upstream's.
     assert groups._expert_rank_lists(blocks, ep_size, data_first) == (expert, data)
 
 
@@ -62,15 +67,22 @@ class TestExpertGroups(DistributedTest):
         assert groups._get_expert_parallel_group_ranks(name) == list(
             range(rank // ep_size * ep_size, rank // ep_size * ep_size + ep_size)
         )
-        assert groups._get_expert_data_parallel_group_ranks(name) == list(range(rank % ep_size, 4, ep_size))
+        assert groups._get_expert_data_parallel_group_ranks(name) == list(
+            range(rank % ep_size, 4, ep_size)
+        )
         assert groups._get_expert_parallel_world_size(name) == ep_size
         assert groups._get_expert_data_parallel_world_size(name) == 4 // ep_size
         assert groups._get_expert_parallel_rank(name) == rank % ep_size
         assert groups._get_expert_data_parallel_rank(name) == rank // ep_size
         assert groups._get_expert_parallel_src_rank(name) == rank // ep_size * ep_size
         assert groups._get_expert_broadcast_src_rank(name) == rank % ep_size
-        assert groups._get_max_expert_size() == ep_size and groups._get_max_expert_size_name() == name
-        assert groups._get_max_expert_parallel_group() is groups._get_expert_parallel_group_dict()[name]
+        assert (
+            groups._get_max_expert_size() == ep_size and groups._get_max_expert_size_name() == name
+        )
+        assert (
+            groups._get_max_expert_parallel_group()
+            is groups._get_expert_parallel_group_dict()[name]
+        )
 
     def test_are_made_once_and_under_one_setting(self) -> None:
         groups._create_expert_and_data_parallel(2)
@@ -100,7 +112,14 @@ class TestExpertGroups(DistributedTest):
             assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
             assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank]
         else:
-            # Tensor ranks hold different tokens of one batch: their experts' gradients are parts of one sum.
+            # Tensor ranks hold different tokens of one batch: their experts' gradients are parts of
+            # one sum.
             groups._create_expert_and_data_parallel(2)
-            assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
-            assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
+            assert groups._get_expert_parallel_group_ranks("ep_size_2") == [
+                rank // 2 * 2,
+                rank // 2 * 2 + 1,
+            ]
+            assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [
+                rank % 2,
+                rank % 2 + 2,
+            ]

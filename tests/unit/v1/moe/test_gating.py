@@ -1,4 +1,6 @@
-"""The gates against loops over tokens and experts, and the moves of tokens against the dense masks."""
+"""The gates against loops over tokens and experts, and the moves of tokens against the dense
+masks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ GATES = [
 ]
 
 
-def run_gate(logits: torch.Tensor, gate: Gate, sparse: bool, used: torch.Tensor | None = None) -> Any:
+def run_gate(
+    logits: torch.Tensor, gate: Gate, sparse: bool, used: torch.Tensor | None = None
+) -> Any:
     shared: dict[str, Any] = {
         "capacity_factor": gate.factor,
         "min_capacity": gate.minimum,
@@ -47,10 +51,13 @@ def run_gate(logits: torch.Tensor, gate: Gate, sparse: bool, used: torch.Tensor 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_gates_equal_the_loops(gate: Gate, masked: bool) -> None:
-    # Kills: dropping by another order, capacities without k, weights normalized before dropping, counts after dropping,
-    # used_token ignored by k > 1, gradients that do not reach the logits through weights or loss.
+    # Kills: dropping by another order, capacities without k, weights normalized before dropping,
+    # counts after dropping, used_token ignored by k > 1, gradients that do not reach the logits
+    # through weights or loss.
     for seed, (num_tokens, num_experts) in enumerate(SHAPES):
-        logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) * 2
+        logits = (
+            torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) * 2
+        )
         used = (torch.arange(num_tokens) % 3 > 0).float() if masked else None
         mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         expected = route(theirs, gate, None if used is None else [int(u) for u in used])
@@ -67,18 +74,23 @@ def test_gates_equal_the_loops(gate: Gate, masked: bool) -> None:
         torch.testing.assert_close(dense.l_aux, expected.l_aux)
         factors = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 99))
         (dense.l_aux + (dense.combine_weights * factors).sum()).backward()
-        theirs_loss = expected.l_aux + sum(weight * factors[t, e, c] for t, e, c, weight in expected.routes)
+        theirs_loss = expected.l_aux + sum(
+            weight * factors[t, e, c] for t, e, c, weight in expected.routes
+        )
         theirs_loss.backward()
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_moves_equal_the_masks(gate: Gate) -> None:
-    """Index routing and multiplication by the dense masks are the same function, forward and backward."""
+    """Index routing and multiplication by the dense masks are the same function, forward and
+    backward.
+    """
     logits = torch.randn(10, 4, generator=torch.Generator().manual_seed(3)) * 2
     sparse, dense = run_gate(logits, gate, sparse=True), run_gate(logits, gate, sparse=False)
     tokens = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
-    # One slot more than the capacity, as padding for tensor-parallel ranks makes it; it must stay empty.
+    # One slot more than the capacity, as padding for tensor-parallel ranks makes it; it must stay
+    # empty.
     slots = sparse.capacity + 1
     weights = sparse.gates.double().detach().requires_grad_()
     moves = route_map(sparse, slots)
@@ -87,10 +99,13 @@ def test_moves_equal_the_masks(gate: Gate) -> None:
     assert torch.equal(content.view(4, slots, 5)[:, :-1], expected)
     assert not content.view(4, slots, 5)[:, -1].any()
     torch.testing.assert_close(
-        combine(content, weights, moves), torch.einsum("sec,ecm->sm", dense.combine_weights.double(), expected)
+        combine(content, weights, moves),
+        torch.einsum("sec,ecm->sm", dense.combine_weights.double(), expected),
     )
     # Kills: a gradient that misses a route, or goes to the token of a dropped one.
-    assert torch.autograd.gradcheck(lambda t, w: combine(dispatch(t, moves).sin(), w, moves), (tokens, weights))
+    assert torch.autograd.gradcheck(
+        lambda t, w: combine(dispatch(t, moves).sin(), w, moves), (tokens, weights)
+    )
 
 
 def test_nothing_comes_from_empty_slots() -> None:
@@ -112,7 +127,9 @@ def test_nothing_comes_from_empty_slots() -> None:
     output = combine(slots, weights, moves)
     assert output.tolist() == [[0.5] * 3, [0.0] * 3]
     output.sum().backward()
-    assert slots.grad is not None and slots.grad.isfinite().all() and slots.grad[1:].abs().sum() == 0
+    assert (
+        slots.grad is not None and slots.grad.isfinite().all() and slots.grad[1:].abs().sum() == 0
+    )
     assert weights.grad is not None and weights.grad.tolist() == [[3.0, 0.0]]
 
 
@@ -143,7 +160,9 @@ def test_sampled_experts_follow_the_probabilities() -> None:
     # The weight is the chosen expert's probability, not the largest.
     assert isinstance(routes, gating.SparseRoutes)
     torch.testing.assert_close(routes.gates[0], torch.tensor([0.75, 0.25])[routes.indices[0]])
-    second = top2gating(torch.tensor([[9.0, 3.0, 1.0]]).log().expand(4000, 3), 4.0, 1, sparse_routes=True)
+    second = top2gating(
+        torch.tensor([[9.0, 3.0, 1.0]]).log().expand(4000, 3), 4.0, 1, sparse_routes=True
+    )
     assert second.exp_counts[0] == 4000 and abs((second.exp_counts[1] / 4000).item() - 0.75) < 0.04
 
 

@@ -1,4 +1,6 @@
-"""The MoE layer by itself: its names, its groups, tokens that no expert sees, tensor parallelism, optimizer groups."""
+"""The MoE layer by itself: its names, its groups, tokens that no expert sees, tensor parallelism,
+optimizer groups.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ def test_checkpoint_names_are_upstreams() -> None:
     layer = MoE(4, nn.Linear(4, 4), num_experts=2, use_residual=True)
     expected = ["deepspeed_moe.gate.wg.weight"]
     expected += [f"{EXPERTS}.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")]
-    expected += [f"{module}.{name}" for module in ("mlp", "coefficient") for name in ("weight", "bias")]
+    expected += [
+        f"{module}.{name}" for module in ("mlp", "coefficient") for name in ("weight", "bias")
+    ]
     assert list(layer.state_dict()) == expected
     for name, param in layer.named_parameters():
         assert is_moe_param(param) == name.startswith(EXPERTS)
-        assert getattr(param, "group_name", None) == ("ep_size_1" if name.startswith(EXPERTS) else None)
+        assert getattr(param, "group_name", None) == (
+            "ep_size_1" if name.startswith(EXPERTS) else None
+        )
 
 
 def test_wrong_layers_are_refused() -> None:
@@ -61,7 +67,9 @@ class TestOptimizerGroups:
         assert len(shared) == 5 and len(experts) == 6 and {*shared, *experts} == set(params)
         given = [{"params": params[:4], "name": "a", "lr": 0.1}, {"params": params[4:], "lr": 0.2}]
         made = split_params_into_different_moe_groups_for_optimizer(given)
-        assert [(g.get("name"), g["lr"], is_moe_param_group(g), len(g["params"])) for g in made] == [
+        assert [
+            (g.get("name"), g["lr"], is_moe_param_group(g), len(g["params"])) for g in made
+        ] == [
             ("a", 0.1, False, 1),
             (None, 0.2, False, 4),
             ("ep_size_1", 0.1, True, 3),
@@ -74,10 +82,16 @@ class TestOptimizerGroups:
 
     def test_size_limit(self) -> None:
         layer = self.layer()
-        made = split_params_into_different_moe_groups_for_optimizer({"params": list(layer.parameters())}, max_group_size=24)
-        assert [sum(p.numel() for p in group["params"]) for group in made if is_moe_param_group(group)] == [20, 20, 20]
+        made = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(layer.parameters())}, max_group_size=24
+        )
+        assert [
+            sum(p.numel() for p in group["params"]) for group in made if is_moe_param_group(group)
+        ] == [20, 20, 20]
         # A parameter larger than the limit has a group of its own.
-        made = split_params_into_different_moe_groups_for_optimizer({"params": list(layer.parameters())}, max_group_size=1)
+        made = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(layer.parameters())}, max_group_size=1
+        )
         assert [len(group["params"]) for group in made] == [5, 1, 1, 1, 1, 1, 1]
 
     def test_configure(self) -> None:
@@ -136,12 +150,15 @@ class TestOneRank(DistributedTest):
         layer.set_deepspeed_parallelism()
         output, l_aux, _ = layer(torch.randn(8, 4))
         assert l_aux.requires_grad and not layer.deepspeed_moe.l_aux.requires_grad
-        del layer.deepspeed_moe.ep_group, layer.deepspeed_moe.gate.ep_group  # process groups can't be copied
+        # process groups can't be copied
+        del layer.deepspeed_moe.ep_group, layer.deepspeed_moe.gate.ep_group
         copy.deepcopy(layer)
 
 
 class ShardedExpert(nn.Module):
-    """A linear layer whose output columns and then input rows are split over tensor ranks: a real pair with its collectives."""
+    """A linear layer whose output columns and then input rows are split over tensor ranks: a real
+    pair with its collectives.
+    """
 
     def __init__(self, width: int, rank: int, size: int) -> None:
         super().__init__()
@@ -213,10 +230,13 @@ class TestTensorParallel(DistributedTest):
             drop_tokens(torch.zeros(5, 2))
 
     @pytest.mark.parametrize("drop", [True, False])
-    @pytest.mark.parametrize("sharded, ep_size", [(False, 2), (False, 4), (False, 1), (True, 2), (True, 1)])
+    @pytest.mark.parametrize(
+        "sharded, ep_size", [(False, 2), (False, 4), (False, 1), (True, 2), (True, 1)]
+    )
     def test_equals_one_process(self, sharded: bool, ep_size: int, drop: bool) -> None:
-        # Kills: experts' gradients of one tensor rank's tokens only, gradients counted once per tensor rank, capacities that
-        # tensor ranks in different expert groups do not share, tokens sent twice.
+        # Kills: experts' gradients of one tensor rank's tokens only, gradients counted once per
+        # tensor rank, capacities that tensor ranks in different expert groups do not share, tokens
+        # sent twice.
         data_rank = self.mesh()
         width, num_experts = self.width, 4
         torch.manual_seed(3)
@@ -232,11 +252,19 @@ class TestTensorParallel(DistributedTest):
         layer.set_deepspeed_parallelism()
         with torch.no_grad():
             layer.deepspeed_moe.gate.wg.weight.copy_(gate_weight)
-            for index, local in zip(layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True):
+            for index, local in zip(
+                layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True
+            ):
                 local.first.mul_(scales[index])
         # Data ranks' gates are differently one-sided, so that their own capacities would differ.
-        inputs = [torch.randn(9, width, generator=torch.Generator().manual_seed(rank)) + rank for rank in range(2)]
-        factors = [torch.randn(9, width, generator=torch.Generator().manual_seed(50 + rank)) for rank in range(2)]
+        inputs = [
+            torch.randn(9, width, generator=torch.Generator().manual_seed(rank)) + rank
+            for rank in range(2)
+        ]
+        factors = [
+            torch.randn(9, width, generator=torch.Generator().manual_seed(50 + rank))
+            for rank in range(2)
+        ]
         x = inputs[data_rank].clone().requires_grad_()
         output, l_aux, _ = layer(x)
         ((output * factors[data_rank]).sum() + l_aux).backward()
@@ -261,13 +289,17 @@ class TestTensorParallel(DistributedTest):
         dist.all_reduce(gate_grad, group=groups._get_data_parallel_group())
         torch.testing.assert_close(gate_grad, whole["wg"].grad, atol=1e-4, rtol=1e-5)
         replicas = groups._get_expert_data_parallel_group(layer.expert_group_name)
-        for index, local in zip(layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True):
+        for index, local in zip(
+            layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True
+        ):
             for name, param in local.named_parameters():
                 grad = param.grad.clone()
                 dist.all_reduce(grad, group=replicas)
                 reference = whole[f"{name}.{index}"].grad
                 if sharded:
-                    reference = reference.chunk(2, dim=0 if name == "first" else 1)[dist.get_rank() % 2]
+                    reference = reference.chunk(2, dim=0 if name == "first" else 1)[
+                        dist.get_rank() % 2
+                    ]
                 torch.testing.assert_close(grad, reference, atol=1e-4, rtol=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""Training with experts equals one process that has all of them: losses, gradients, norm, parameters."""
+"""Training with experts equals one process that has all of them: losses, gradients, norm,
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PRODUCT = list(itertools.product((1, 2, 3), (True, False), (0, 1, 2), ("fp32", "
 
 
 def cases_of(ep_size: int, turn: int) -> list[Case]:
-    """A third of the product for each expert-parallel size; sizes, residual and accumulation go round."""
+    """A third of the product for each expert-parallel size; sizes, residual and accumulation go
+    round.
+    """
     return [
         Case(ep_size, *chosen, residual=index % 2 == 0, accumulation=1 + index // 2 % 2)
         for index, chosen in enumerate(PRODUCT)
@@ -55,7 +59,13 @@ class TestFourRanks(DistributedTest):
         # Most experts get no token in step 1: whoever skips an exchange then would be found here.
         intent.enable(timeout_s=20)
         try:
-            run_all([Case(2, 1, True, 2, "bf16"), Case(4, 3, False, 1, "fp32"), Case(1, 2, True, 0, "fp32", residual=True)])
+            run_all(
+                [
+                    Case(2, 1, True, 2, "bf16"),
+                    Case(4, 3, False, 1, "fp32"),
+                    Case(1, 2, True, 0, "fp32", residual=True),
+                ]
+            )
         finally:
             intent.disable()
 
@@ -94,7 +104,11 @@ def forget_the_balancing_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def forget_the_weight_gradient(patch: pytest.MonkeyPatch) -> None:
     """The gate learns nothing from the experts' outputs."""
-    patch.setattr(sharded_moe, "combine", lambda slots, weights, moves: _COMBINE(slots, weights.detach(), moves))
+    patch.setattr(
+        sharded_moe,
+        "combine",
+        lambda slots, weights, moves: _COMBINE(slots, weights.detach(), moves),
+    )
 
 
 _COMBINE = sharded_moe.combine
@@ -119,10 +133,13 @@ class TestBites(DistributedTest):
         assert any(f"gradient {parameter}" in failure for failure in failures), failures
 
     def test_ledger_finds_wrong_gradients_of_experts(self) -> None:
-        # Kills: a ledger that counts other ranks' experts as contributions to its own, or looks away.
+        # Kills: a ledger that counts other ranks' experts as contributions to its own, or looks
+        # away.
         with pytest.MonkeyPatch.context() as patch:
             average_over_replicas_only(patch)
-            with pytest.raises(GradientLedgerError, match=r"counted twice.*deepspeed_experts\.0") as raised:
+            with pytest.raises(
+                GradientLedgerError, match=r"counted twice.*deepspeed_experts\.0"
+            ) as raised:
                 CaseRun(Case(2, 2, True, 1, "fp32")).run()
         # Twice the gradient, of dense parameters and experts alike, is one finding.
         assert [finding.kind for finding in raised.value.findings] == ["doubled"]

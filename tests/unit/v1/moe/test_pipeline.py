@@ -1,4 +1,6 @@
-"""Experts inside pipelines: training equals one process; checkpoints are those of models without stages, for any number of them."""
+"""Experts inside pipelines: training equals one process; checkpoints are those of models without
+stages, for any number of them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ QUARTERS = (0, 1, 3, 4, NUM_LAYERS)
 
 
 class TestTraining(DistributedTest):
-    """Kills: groups of experts that reach over stages; a stage without experts, or with others, that makes other groups than the
-    rest (it would wait); experts' gradients divided by the ranks that hold them; a norm that lacks a stage's experts."""
+    """Kills: groups of experts that reach over stages; a stage without experts, or with others,
+    that makes other groups than the rest (it would wait); experts' gradients divided by the ranks
+    that hold them; a norm that lacks a stage's experts.
+    """
 
     world_size = 4
 
@@ -35,21 +39,48 @@ class TestTraining(DistributedTest):
             # The stages' first groups are of other sizes.
             (PipeCase(1, 2, True, 1, "fp32", accumulation=2, schedule="zero_bubble"), False),
             # Only one stage has experts.
-            (PipeCase(2, 1, True, 1, "fp32", accumulation=2, parts=(0, 1, NUM_LAYERS), other_size=1), True),
-            (PipeCase(1, 1, True, 0, "bf16", accumulation=2, parts=(0, 5, NUM_LAYERS), other_size=1), False),
-            (PipeCase(2, 1, True, 1, "fp32", accumulation=2, parts=QUARTERS, schedule="interleaved", interval=1), False),
+            (
+                PipeCase(
+                    2, 1, True, 1, "fp32", accumulation=2, parts=(0, 1, NUM_LAYERS), other_size=1
+                ),
+                True,
+            ),
+            (
+                PipeCase(
+                    1, 1, True, 0, "bf16", accumulation=2, parts=(0, 5, NUM_LAYERS), other_size=1
+                ),
+                False,
+            ),
+            (
+                PipeCase(
+                    2,
+                    1,
+                    True,
+                    1,
+                    "fp32",
+                    accumulation=2,
+                    parts=QUARTERS,
+                    schedule="interleaved",
+                    interval=1,
+                ),
+                False,
+            ),
         ],
     )
     def test(self, case: PipeCase, ledger: bool) -> None:
         try:
-            failures = PipeRun(case, {"collectives": True, "collectives_timeout": 20, "ledger": ledger}).run()
+            failures = PipeRun(
+                case, {"collectives": True, "collectives_timeout": 20, "ledger": ledger}
+            ).run()
         finally:
             intent.disable()
         assert not failures, "\n".join(failures)
 
 
 class Cut(NamedTuple):
-    """How a checkpoint's model is divided: ranks (always 2 data-parallel ones), parts and schedule, ranks per set of experts."""
+    """How a checkpoint's model is divided: ranks (always 2 data-parallel ones), parts and schedule,
+    ranks per set of experts.
+    """
 
     world: int
     parts: tuple[int, ...]
@@ -68,7 +99,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32-0": {},
     "fp32-1": {"zero_optimization": {"stage": 1}},
     "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-    "accumulate-1": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+    "accumulate-1": {
+        **BF16,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    },
 }
 
 
@@ -76,12 +111,17 @@ def make(cut: Cut, kind: str, seed: int) -> Any:
     """An engine with other weights on each rank, as far as ranks may differ."""
     torch.manual_seed(10 * seed + dist.get_rank())
     first, second = cut.ep_sizes
-    module = make_pipeline(PipeCase(first, 1, True, 0, "", parts=cut.parts, other_size=second, schedule=cut.schedule))
+    module = make_pipeline(
+        PipeCase(first, 1, True, 0, "", parts=cut.parts, other_size=second, schedule=cut.schedule)
+    )
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         "pipeline": {"schedule": cut.schedule},
         **KINDS[kind],
     }
@@ -92,7 +132,11 @@ def train(engine: Any, steps: int) -> list[float]:
     """Losses of the next steps."""
     dtype, replica = next(engine.module.parameters()).dtype, engine.grid.data_parallel_id
     return [
-        float(engine.train_batch(micro_batch(engine.global_steps, replica, micro, dtype) for micro in range(2)))
+        float(
+            engine.train_batch(
+                micro_batch(engine.global_steps, replica, micro, dtype) for micro in range(2)
+            )
+        )
         for _ in range(steps)
     ]
 
@@ -115,12 +159,15 @@ class SavedExpertStages(DistributedFixture):
                 engine.save_checkpoint(f"{class_tmpdir}/{kind}-{name}")
                 held, went_on = whole(engine), train(engine, 1)
                 if dist.get_rank() == 0:
-                    torch.save({"held": held, "went_on": went_on}, f"{class_tmpdir}/{kind}-{name}.pt")
+                    torch.save(
+                        {"held": held, "went_on": went_on}, f"{class_tmpdir}/{kind}-{name}.pt"
+                    )
 
 
 class TestOtherStages(DistributedTest):
-    """Kills: layers with experts numbered by each stage for itself, experts in the file of their layer (each rank has others), or
-    read from the stage that has them now."""
+    """Kills: layers with experts numbered by each stage for itself, experts in the file of their
+    layer (each rank has others), or read from the stage that has them now.
+    """
 
     world_size = [2, 4]
     exec_timeout = 120
@@ -145,20 +192,34 @@ class TestFiles(DistributedTest):
     world_size = 4
 
     def test_names_and_keys(self, tmpdir: Any) -> None:
-        # Layers of the whole pipeline and experts of all ranks are counted; MM is the rank among those that hold parts of a model.
+        # Layers of the whole pipeline and experts of all ranks are counted; MM is the rank among
+        # those that hold parts of a model.
         engine = make(CUTS["two stages"], "bf16-1", 1)
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir), tag="t")
         folder = Path(str(tmpdir), "t")
         names = {path.name for path in folder.iterdir()}
-        experts = [[f"layer_{layer}_expert_{e}_mp_rank_0{layer}_model_states.pt" for e in range(NUM_EXPERTS)] for layer in (0, 1)]
+        experts = [
+            [
+                f"layer_{layer}_expert_{e}_mp_rank_0{layer}_model_states.pt"
+                for e in range(NUM_EXPERTS)
+            ]
+            for layer in (0, 1)
+        ]
         assert {name for name in names if "_expert_" in name} == {*experts[0], *experts[1]}
         assert {name for name in names if "optim" in name} == {
-            f"bf16_zero_pp_rank_{replica}_mp_rank_0{stage}_optim_states.pt" for replica in (0, 1) for stage in (0, 1)
+            f"bf16_zero_pp_rank_{replica}_mp_rank_0{stage}_optim_states.pt"
+            for replica in (0, 1)
+            for stage in (0, 1)
         }
         inside = "moe.deepspeed_moe.experts.deepspeed_experts.3"
-        assert set(torch.load(folder / experts[1][3], weights_only=True)) == {f"4.{inside}.weight", f"4.{inside}.bias"}
-        assert set(torch.load(folder / "layer_04-model_states.pt", weights_only=True)) == {"moe.deepspeed_moe.gate.wg.weight"}
+        assert set(torch.load(folder / experts[1][3], weights_only=True)) == {
+            f"4.{inside}.weight",
+            f"4.{inside}.bias",
+        }
+        assert set(torch.load(folder / "layer_04-model_states.pt", weights_only=True)) == {
+            "moe.deepspeed_moe.gate.wg.weight"
+        }
         model = torch.load(folder / "mp_rank_01_model_states.pt", weights_only=True)
         assert model["module"] is None and model["num_experts"] == [NUM_EXPERTS]
         before = whole(engine)
@@ -168,6 +229,8 @@ class TestFiles(DistributedTest):
         dist.barrier()
         train(engine, 1)
         changed = whole(engine)
-        with pytest.raises(CheckpointError, match="layer_1_expert_2_mp_rank_01_model_states.pt is missing"):
+        with pytest.raises(
+            CheckpointError, match="layer_1_expert_2_mp_rank_01_model_states.pt is missing"
+        ):
             engine.load_checkpoint(str(tmpdir))
         assert differences(changed, whole(engine)) == [] and differences(before, changed) != []

@@ -1,4 +1,6 @@
-"""A stage that fails ends the run on all ranks within ten seconds, with its own traceback: through the engine, and the launcher."""
+"""A stage that fails ends the run on all ranks within ten seconds, with its own traceback: through
+the engine, and the launcher.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,12 @@ def square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def start(num_stages: int, schedule: str) -> PipelineEngine:
-    module = PipelineModule([Fragile() for _ in range(4)], num_stages=num_stages, loss_fn=square, partition_method="uniform")
+    module = PipelineModule(
+        [Fragile() for _ in range(4)],
+        num_stages=num_stages,
+        loss_fn=square,
+        partition_method="uniform",
+    )
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -88,7 +95,9 @@ def a_data_set_that_fails() -> None:
 
 
 def fail(num_stages: int, stage: int, where: str, schedule: str = "1f1b") -> None:
-    """Train, the first data-parallel rank of `stage` fails at `where`; every rank must say so in time."""
+    """Train, the first data-parallel rank of `stage` fails at `where`; every rank must say so in
+    time.
+    """
     engine = start(num_stages, schedule)
     is_culprit = engine.stage_id == stage and engine.grid.data_parallel_id == 0
     engine.train_batch(data(False))
@@ -102,7 +111,12 @@ def fail(num_stages: int, stage: int, where: str, schedule: str = "1f1b") -> Non
     place = "a_data_set_that_fails" if where == "data" else f"a_{where}_that_fails"
     if not is_culprit:
         culprit = engine.grid.topology().get_rank(pipe=stage, data=0)
-        for part in (f"rank {culprit} (stage {stage}) failed", place, "Spoilt: in", "test_failing_stage.py"):
+        for part in (
+            f"rank {culprit} (stage {stage}) failed",
+            place,
+            "Spoilt: in",
+            "test_failing_stage.py",
+        ):
             assert part in str(caught.value), str(caught.value)
     # Again: the engine is unusable, at once and for the same reason.
     with pytest.raises(PipelinePeerError, match="Spoilt"):
@@ -121,7 +135,8 @@ def leave_together() -> None:
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
-    # Kills: a guard that does not cover the data iterator or autograd's threads; a neighbour that waits for the next message.
+    # Kills: a guard that does not cover the data iterator or autograd's threads; a neighbour that
+    # waits for the next message.
     @pytest.mark.parametrize("stage", [0, 1])
     @pytest.mark.parametrize("where", ["forward", "backward", "data"])
     def test_either_stage(self, stage: int, where: str) -> None:
@@ -132,11 +147,14 @@ class TestFourRanks(DistributedTest):
     world_size = 4
 
     # Kills: telling neighbours only; ranks beyond wait for what these do not send.
-    @pytest.mark.parametrize("stage, where", [(0, "data"), (1, "forward"), (2, "backward"), (3, "data"), (3, "forward")])
+    @pytest.mark.parametrize(
+        "stage, where", [(0, "data"), (1, "forward"), (2, "backward"), (3, "data"), (3, "forward")]
+    )
     def test_four_stages(self, stage: int, where: str) -> None:
         fail(4, stage, where)
 
-    # Kills: watching one pipeline; the other's ranks wait in the all-reduce over data ranks, or for the common norm.
+    # Kills: watching one pipeline; the other's ranks wait in the all-reduce over data ranks, or for
+    # the common norm.
     @pytest.mark.parametrize("stage, where", [(0, "backward"), (1, "forward"), (1, "data")])
     def test_two_pipelines(self, stage: int, where: str) -> None:
         fail(2, stage, where)
@@ -148,7 +166,8 @@ class TestKilled(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_killed_stage_ends_the_others(self, stage: int, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave. The third rank is a child of rank 0, and `stage` its stage.
+        # Kills: waiting for a note that a killed process cannot leave. The third rank is a child of
+        # rank 0, and `stage` its stage.
         rank = dist.get_local_rank()
         if rank == 0 and os.fork() == 0:
             try:
@@ -162,7 +181,9 @@ class TestKilled(DistributedTest):
 
     def _join(self, stage: int, directory: Path, where: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_distributed("gloo", init_method=f"file://{directory}/store", rank=stage, world_size=3, verbose=False)
+        dist.init_distributed(
+            "gloo", init_method=f"file://{directory}/store", rank=stage, world_size=3, verbose=False
+        )
         engine = start(3, "1f1b")
         engine.train_batch(data(False))
         for layer in engine.module.children():
@@ -197,9 +218,23 @@ def test_through_the_launcher(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[3]
     script.write_text(SCRIPT.format(tests=str(tests)), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests.parent)}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "0", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        "0",
+        str(script),
+    ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=100)

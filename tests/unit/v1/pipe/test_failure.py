@@ -37,13 +37,17 @@ def watch_and_channel() -> tuple[FailureWatch, Channel]:
     watch = FailureWatch(range(world), "test", place=f"stage {dist.get_rank()}")
     (group,) = make_channel_groups([(world - 1, 0)])
     host = torch.device("cpu")
-    return watch, Channel(world - 1, 0, 0, group=group, device=host, dynamic=False, name="activations", watch=watch)
+    return watch, Channel(
+        world - 1, 0, 0, group=group, device=host, dynamic=False, name="activations", watch=watch
+    )
 
 
 def end_of_world() -> None:
-    """Leave together: a rank that failed stays connected until the others have noticed, so that only the watch can tell them.
+    """Leave together: a rank that failed stays connected until the others have noticed, so that
+    only the watch can tell them.
 
-    The connections are closed then: the harness's barrier at the end of a test would have nothing to run on.
+    The connections are closed then: the harness's barrier at the end of a test would have nothing
+    to run on.
     """
     store = dist.get_store()
     store.set(f"noticed/{dist.get_rank()}", "1")
@@ -70,7 +74,16 @@ def barrier(channel: Channel) -> None:
 
 def finish_sending(channel: Channel) -> None:
     # From rank 0: nobody receives it.
-    back = Channel(0, 1, 7, group=channel._group, device=torch.device("cpu"), dynamic=False, name="gradients", watch=channel._watch)
+    back = Channel(
+        0,
+        1,
+        7,
+        group=channel._group,
+        device=torch.device("cpu"),
+        dynamic=False,
+        name="gradients",
+        watch=channel._watch,
+    )
     back.send_like([torch.ones(100_000)])
     back.finish()
 
@@ -78,9 +91,14 @@ def finish_sending(channel: Channel) -> None:
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("blocked", [receive, all_reduce, reduce_in_background, barrier, finish_sending])
-    def test_the_one_that_waits_raises_the_others_traceback(self, blocked: Callable[[Channel], None]) -> None:
-        # Kills: a watch that wakes only transfers or only collectives; a traceback that stays on its rank.
+    @pytest.mark.parametrize(
+        "blocked", [receive, all_reduce, reduce_in_background, barrier, finish_sending]
+    )
+    def test_the_one_that_waits_raises_the_others_traceback(
+        self, blocked: Callable[[Channel], None]
+    ) -> None:
+        # Kills: a watch that wakes only transfers or only collectives; a traceback that stays on
+        # its rank.
         watch, channel = watch_and_channel()
         started = time.monotonic()
         if dist.get_rank() == 1:
@@ -89,7 +107,12 @@ class TestTwoRanks(DistributedTest):
         else:
             with pytest.raises(PipelinePeerError) as caught, watch.guard():
                 blocked(channel)
-            for part in ("rank 1 (stage 1) failed", "a_layer_that_fails", "Broken: the data is spoilt", "test_failure.py"):
+            for part in (
+                "rank 1 (stage 1) failed",
+                "a_layer_that_fails",
+                "Broken: the data is spoilt",
+                "test_failure.py",
+            ):
                 assert part in str(caught.value)
         # The engine is unusable from now on, on both ranks, for the same reason.
         with pytest.raises(PipelinePeerError, match="rank 1 .stage 1. failed"), watch.guard():
@@ -101,12 +124,16 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("blocked", [receive, all_reduce])
     def test_the_intent_check_lets_go_too(self, blocked: Callable[[Channel], None]) -> None:
-        # Kills: a rank that waits on the check's board, where no connection can be closed, until its time limit.
+        # Kills: a rank that waits on the check's board, where no connection can be closed, until
+        # its time limit.
         intent.enable(30.0)
         watch, channel = watch_and_channel()
         started = time.monotonic()
         rank = dist.get_rank()
-        with pytest.raises(PipelinePeerError if rank == 0 else Broken, match="spoilt"), watch.guard():
+        with (
+            pytest.raises(PipelinePeerError if rank == 0 else Broken, match="spoilt"),
+            watch.guard(),
+        ):
             blocked(channel) if rank == 0 else a_layer_that_fails()
         assert time.monotonic() - started < LIMIT_S
         intent.disable()
@@ -141,7 +168,8 @@ class TestTwoRanks(DistributedTest):
             first.check()
 
     def test_a_long_batch_without_failure_raises_nothing(self) -> None:
-        # Longer than several looks of the thread, one rank blocked all the time; and the groups still work afterwards.
+        # Longer than several looks of the thread, one rank blocked all the time; and the groups
+        # still work afterwards.
         watch, channel = watch_and_channel()
         for _ in range(2):
             with watch.guard():
@@ -168,12 +196,16 @@ class TestThreeRanks(DistributedTest):
     world_size = 3
 
     def test_every_rank_raises_wherever_it_is(self) -> None:
-        # Rank 2 fails; rank 0 waits for its message, and rank 1 for rank 0 in a collective that rank 2 has no part in.
+        # Rank 2 fails; rank 0 waits for its message, and rank 1 for rank 0 in a collective that
+        # rank 2 has no part in.
         watch, channel = watch_and_channel()
         pair = dist.new_group([0, 1])
         rank = dist.get_rank()
         started = time.monotonic()
-        with pytest.raises(Broken if rank == 2 else PipelinePeerError, match="spoilt"), watch.guard():
+        with (
+            pytest.raises(Broken if rank == 2 else PipelinePeerError, match="spoilt"),
+            watch.guard(),
+        ):
             if rank == 2:
                 a_layer_that_fails()
             elif rank == 0:
@@ -184,7 +216,8 @@ class TestThreeRanks(DistributedTest):
         end_of_world()
 
     def test_connections_are_closed_that_the_other_side_keeps_open(self) -> None:
-        # Kills: waking only who waits for the first rank of a group, or stopping at a connection that is closed already.
+        # Kills: waking only who waits for the first rank of a group, or stopping at a connection
+        # that is closed already.
         rank, store = dist.get_rank(), dist.get_store()
         if rank == 1:
             dist.abort_groups()
@@ -202,18 +235,23 @@ class TestThreeRanks(DistributedTest):
 
 
 class TestEnded(DistributedTest):
-    """Rank 0 is a child of the first process of the test, so that it can end as it likes. It hosts the store."""
+    """Rank 0 is a child of the first process of the test, so that it can end as it likes. It hosts
+    the store.
+    """
 
     world_size = 2
     init_distributed = False
 
     @pytest.mark.parametrize("store", ["file", "tcp"])
     def test_a_killed_process_ends_the_others(self, store: str, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave, or for a store that went with it.
+        # Kills: waiting for a note that a killed process cannot leave, or for a store that went
+        # with it.
         rank, watch, channel = self._join(store, tmp_path)
         with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
             self._do(rank, channel, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        assert "rank" in str(caught.value) and (store == "tcp" or "in activations, with rank 0" in str(caught.value))
+        assert "rank" in str(caught.value) and (
+            store == "tcp" or "in activations, with rank 0" in str(caught.value)
+        )
         dist.destroy_process_group()
 
     def test_a_process_that_ends_at_once_is_heard(self, tmp_path: Path) -> None:
@@ -232,12 +270,18 @@ class TestEnded(DistributedTest):
         if rank == 1 and os.fork() == 0:
             rank = 0
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        meeting = f"file://{directory}/store" if store == "file" else f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+        meeting = (
+            f"file://{directory}/store"
+            if store == "file"
+            else f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+        )
         dist.init_distributed("gloo", init_method=meeting, rank=rank, world_size=3, verbose=False)
         watch = FailureWatch(range(3), "test", place=f"stage {rank}")
         (group,) = make_channel_groups([(0, 1)])
         host = torch.device("cpu")
-        channel = Channel(0, 1, 0, group=group, device=host, dynamic=False, name="activations", watch=watch)
+        channel = Channel(
+            0, 1, 0, group=group, device=host, dynamic=False, name="activations", watch=watch
+        )
         dist.barrier()
         return rank, watch, channel
 

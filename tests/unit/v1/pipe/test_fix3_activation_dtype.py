@@ -1,6 +1,8 @@
-"""Fix 3, pipeline half: what a stage receives has the sender's shape and dtype, and the dtype that the model declares.
+"""Fix 3, pipeline half: what a stage receives has the sender's shape and dtype, and the dtype that
+the model declares.
 
-See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified
+against an installed one.
 """
 
 from __future__ import annotations
@@ -42,12 +44,17 @@ class TestWhatArrives(DistributedTest):
     world_size = 2
 
     def test_shape_and_dtype(self, precision: str) -> None:
-        # Kills: buffers of float32 (the default dtype) for half-precision activations; the first message's shape for all.
+        # Kills: buffers of float32 (the default dtype) for half-precision activations; the first
+        # message's shape for all.
         dtype = DTYPES[precision]
         torch.manual_seed(5)
         arrives = Arrives()
         module = PipelineModule(
-            layers=[nn.Linear(WIDTH, WIDTH), arrives], num_stages=2, loss_fn=loss_of, partition_method="uniform", dynamic_shape=True
+            layers=[nn.Linear(WIDTH, WIDTH), arrives],
+            num_stages=2,
+            loss_fn=loss_of,
+            partition_method="uniform",
+            dynamic_shape=True,
         )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
@@ -56,9 +63,14 @@ class TestWhatArrives(DistributedTest):
         }
         if precision != "fp32":
             config[precision] = {"enabled": True}
-        engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=list(module.parameters()))
+        engine, *_ = deepspeed.initialize(
+            model=module, config=config, model_parameters=list(module.parameters())
+        )
         lengths = [3, 5, 4]
-        batch = [(torch.randn(2, length, WIDTH).to(dtype), torch.randn(2, length, WIDTH).to(dtype)) for length in lengths]
+        batch = [
+            (torch.randn(2, length, WIDTH).to(dtype), torch.randn(2, length, WIDTH).to(dtype))
+            for length in lengths
+        ]
         engine.train_batch(iter(batch))
         if engine.is_last_stage():
             assert arrives.seen == [(dtype, (2, length, WIDTH)) for length in lengths]

@@ -1,4 +1,6 @@
-"""`PipelineModule` and its grid on ranks: who owns what, that the parts are together the whole model, and its checkpoint files."""
+"""`PipelineModule` and its grid on ranks: who owns what, that the parts are together the whole
+model, and its checkpoint files.
+"""
 
 from __future__ import annotations
 
@@ -52,24 +54,39 @@ def whole_model() -> dict[str, torch.Tensor]:
     for index, layer in enumerate(layers()):
         torch.manual_seed(SEED + index)
         if isinstance(layer, LayerSpec):
-            found |= {f"{index}.{name}": param.detach() for name, param in layer.build().named_parameters()}
+            found |= {
+                f"{index}.{name}": param.detach()
+                for name, param in layer.build().named_parameters()
+            }
     return found
 
 
 def reference(inputs: torch.Tensor) -> torch.Tensor:
     weights = whole_model()
-    hidden = nn.functional.gelu(nn.functional.linear(inputs, weights["0.weight"], weights["0.bias"]))
+    hidden = nn.functional.gelu(
+        nn.functional.linear(inputs, weights["0.weight"], weights["0.bias"])
+    )
     hidden = nn.functional.linear(hidden, weights["2.weight"]) * 2
     hidden = nn.functional.layer_norm(hidden, (8,), weights["4.weight"], weights["4.bias"])
     return nn.functional.linear(hidden, weights["5.weight"], weights["5.bias"])
 
 
-def through_all_parts(module: PipelineModule, value: torch.Tensor, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+def through_all_parts(
+    module: PipelineModule, value: torch.Tensor, shapes: list[tuple[int, ...]]
+) -> torch.Tensor:
     """`value` through every part of the pipeline, handed from owner to owner by broadcasts."""
     for part, shape in enumerate(shapes):
         chunk, stage = divmod(part, module.num_stages)
-        value = module.forward_chunk(chunk, value).detach().clone() if module.stage_id == stage else torch.empty(shape)
-        dist.broadcast(value, src=module.grid.stage_to_global(stage), group=module.grid.get_pipe_parallel_group())
+        value = (
+            module.forward_chunk(chunk, value).detach().clone()
+            if module.stage_id == stage
+            else torch.empty(shape)
+        )
+        dist.broadcast(
+            value,
+            src=module.grid.stage_to_global(stage),
+            group=module.grid.get_pipe_parallel_group(),
+        )
     return value
 
 
@@ -86,7 +103,12 @@ class TestStages(DistributedTest):
     def test_seeded_weights_do_not_depend_on_the_stages(self) -> None:
         # Kills: seeds counted from the stage's first layer; a layer built on two stages or none.
         expected = whole_model()
-        for options in ({"num_stages": 1}, {"num_stages": 2}, {"num_stages": 4}, {"num_stages": 2, "num_model_chunks": 2}):
+        for options in (
+            {"num_stages": 1},
+            {"num_stages": 2},
+            {"num_stages": 4},
+            {"num_stages": 2, "num_model_chunks": 2},
+        ):
             torch.manual_seed(dist.get_rank())  # what the ranks have drawn before must not matter
             module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
             own = dict(module.named_parameters())
@@ -95,18 +117,27 @@ class TestStages(DistributedTest):
             held: list[Any] = [None] * 4
             dist.all_gather_object(held, sorted(own))
             replicas = 4 // module.num_stages
-            assert sorted(name for names in held for name in names) == sorted(list(expected) * replicas)
+            assert sorted(name for names in held for name in names) == sorted(
+                list(expected) * replicas
+            )
 
     def test_parts_chained_are_the_whole_model(self) -> None:
-        # Kills: a layer skipped or run twice at a boundary, the wrong chunk of an interleaved stage.
+        # Kills: a layer skipped or run twice at a boundary, the wrong chunk of an interleaved
+        # stage.
         inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
         expected = reference(inputs)
         hidden = (3, 8)
         cases: tuple[tuple[dict[str, Any], list[tuple[int, ...]]], ...] = (
             ({"num_stages": 1}, [(3, WIDTH)]),
             ({"num_stages": 2, "partition_method": "uniform"}, [hidden, (3, WIDTH)]),
-            ({"num_stages": 4, "partition_method": [0, 1, 1, 5, 6]}, [hidden, hidden, hidden, (3, WIDTH)]),
-            ({"num_stages": 2, "num_model_chunks": 2, "partition_method": "uniform"}, [hidden, hidden, hidden, (3, WIDTH)]),
+            (
+                {"num_stages": 4, "partition_method": [0, 1, 1, 5, 6]},
+                [hidden, hidden, hidden, (3, WIDTH)],
+            ),
+            (
+                {"num_stages": 2, "num_model_chunks": 2, "partition_method": "uniform"},
+                [hidden, hidden, hidden, (3, WIDTH)],
+            ),
         )
         for options, shapes in cases:
             module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
@@ -137,19 +168,24 @@ class TestStages(DistributedTest):
         )
         key = "ends" if rank in (0, 3) else "middle"
         ranks = [0, 3] if key == "ends" else [1, 2]
-        # Kills: a group made on its members only, which hangs; a second module on the stage that uses a key twice.
+        # Kills: a group made on its members only, which hangs; a second module on the stage that
+        # uses a key twice.
         assert list(module.tied_comms) == [key]
         assert module.tied_comms[key]["ranks"] == ranks
-        assert list(module.state_dict()) == [f"tied_modules.{key}.{name}" for name in module.tied_comms[key]["weight_attr"]]
+        assert list(module.state_dict()) == [
+            f"tied_modules.{key}.{name}" for name in module.tied_comms[key]["weight_attr"]
+        ]
         tied = module.get_tied_weights_and_groups()
         for weight, group in tied:
             assert dist.get_all_ranks_from_group(group) == ranks
             replicas: list[Any] = [None, None]
             dist.all_gather_object(replicas, weight.detach(), group=group)
             assert torch.equal(replicas[0], replicas[1])  # kills: no broadcast
-            assert getattr(weight, "ds_pipe_replicated", False) == (rank != ranks[0])  # kills: counted twice in the norm, or never
+            # kills: counted twice in the norm, or never
+            assert getattr(weight, "ds_pipe_replicated", False) == (rank != ranks[0])
         torch.manual_seed(ranks[0])
-        assert torch.equal(tied[0][0], nn.Linear(4, 4, bias=key == "middle").weight)  # kills: the last owner's weights
+        # kills: the last owner's weights
+        assert torch.equal(tied[0][0], nn.Linear(4, 4, bias=key == "middle").weight)
 
         tied[0][0].grad = torch.full((4, 4), float(rank + 1)) if rank != 2 else None
         module.allreduce_tied_weight_gradients()
@@ -169,8 +205,13 @@ class TestStages(DistributedTest):
         }
         for getter, ranks in expected.items():
             assert dist.get_all_ranks_from_group(getattr(grid, getter)()) == ranks, getter
-            assert getattr(grid, getter)() is getattr(again, getter)(), getter  # kills: a communicator per engine
-        assert (grid.stage_id, grid.get_slice_parallel_rank(), grid.get_model_parallel_rank()) == (rank // 2, rank % 2, rank)
+            # kills: a communicator per engine
+            assert getattr(grid, getter)() is getattr(again, getter)(), getter
+        assert (grid.stage_id, grid.get_slice_parallel_rank(), grid.get_model_parallel_rank()) == (
+            rank // 2,
+            rank % 2,
+            rank,
+        )
         assert (grid.is_first_stage, grid.is_last_stage) == (rank < 2, rank >= 2)
         assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
         assert grid.stage_to_global(1) == rank % 2 + 2
@@ -181,16 +222,28 @@ class TestStages(DistributedTest):
         assert groups.get_data_parallel_world_size() == 2
         assert groups.get_data_parallel_rank() == rank % 2
         assert groups._get_data_parallel_group_ranks() == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (2, rank // 2)
+        assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (
+            2,
+            rank // 2,
+        )
         # Kills: pipeline stages taken for tensor-parallel ranks, whose checkpoint files are merged.
         assert groups.get_tensor_model_parallel_world_size() == 1
         groups.reset()
 
     def test_a_plain_engine_beside_a_pipelines_is_refused(self) -> None:
         # Kills: training over the ranks of a stage, with a norm that counts the others once more.
-        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        module = PipelineModule([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)], num_stages=2, loss_fn=nn.MSELoss())
-        pipeline = deepspeed.initialize(model=module, config={**config, "gradient_accumulation_steps": 2})[0]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        module = PipelineModule(
+            [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)],
+            num_stages=2,
+            loss_fn=nn.MSELoss(),
+        )
+        pipeline = deepspeed.initialize(
+            model=module, config={**config, "gradient_accumulation_steps": 2}
+        )[0]
         with pytest.raises(ValueError, match="a pipeline's groups are in use"):
             deepspeed.initialize(model=nn.Linear(2, 2), config=config)
         beside = deepspeed.initialize(model=nn.Linear(2, 2), config=config, mpu=pipeline.mpu)[0]
@@ -200,7 +253,9 @@ class TestStages(DistributedTest):
         assert deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0].dp_world_size == 4
 
     def test_sizes_that_do_not_fit_are_named(self) -> None:
-        with pytest.raises(ValueError, match="pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"):
+        with pytest.raises(
+            ValueError, match="pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"
+        ):
             PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2))
         with pytest.raises(PipelineError, match="num_stages=3 must divide the number of ranks, 4"):
             PipelineModule(layers=layers(), num_stages=3)
@@ -214,41 +269,75 @@ class TestStages(DistributedTest):
                 PipelineParallelGrid(PipeDataParallelTopology(2, 1), process_group=pair)
         shared = nn.Linear(4, 4)
         # Kills: one module in two places becoming two that drift apart.
-        with pytest.raises(PipelineError, match="layers 0 and 2 share a parameter .* TiedLayerSpec"):
-            PipelineModule(layers=[shared, nn.ReLU(), shared], num_stages=4, partition_method="uniform")
+        with pytest.raises(
+            PipelineError, match="layers 0 and 2 share a parameter .* TiedLayerSpec"
+        ):
+            PipelineModule(
+                layers=[shared, nn.ReLU(), shared], num_stages=4, partition_method="uniform"
+            )
         with pytest.raises(PipelineError, match="no attribute 'wight'"):
-            PipelineModule(layers=[TiedLayerSpec("k", nn.Linear, 2, 2, tied_weight_attr="wight")], num_stages=1)
+            PipelineModule(
+                layers=[TiedLayerSpec("k", nn.Linear, 2, 2, tied_weight_attr="wight")], num_stages=1
+            )
 
     def test_layer_files_are_read_by_any_number_of_stages(self, class_tmpdir: str) -> None:
         folder = Path(class_tmpdir) / "layers"
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
-        written = PipelineModule(layers=layers(), num_stages=2, seed_layers=True, base_seed=SEED, partition_method="uniform")
+        written = PipelineModule(
+            layers=layers(),
+            num_stages=2,
+            seed_layers=True,
+            base_seed=SEED,
+            partition_method="uniform",
+        )
         before = set(os.listdir(folder))
         written.save_state_dict(str(folder))
         assert before <= set(os.listdir(folder))
         dist.barrier()
-        # Kills: a layer without parameters left out, a stage's layers numbered from 0, functions with files.
-        assert sorted(os.listdir(folder)) == [f"layer_{index:02d}-model_states.pt" for index in (0, 1, 2, 4, 5)]
+        # Kills: a layer without parameters left out, a stage's layers numbered from 0, functions
+        # with files.
+        assert sorted(os.listdir(folder)) == [
+            f"layer_{index:02d}-model_states.pt" for index in (0, 1, 2, 4, 5)
+        ]
         own = written.ckpt_layer_path(str(folder), 0)
-        assert own.endswith("layer_00-model_states.pt" if written.stage_id == 0 else "layer_03-model_states.pt")
-        assert written.ckpt_layer_path_list(str(folder), 0) == ([own] if written.stage_id == 0 else [])
-        assert written.ckpt_prefix("runs", "tag") == os.path.join("runs", "tag", f"module-pipe_0{written.stage_id}")
+        assert own.endswith(
+            "layer_00-model_states.pt" if written.stage_id == 0 else "layer_03-model_states.pt"
+        )
+        assert written.ckpt_layer_path_list(str(folder), 0) == (
+            [own] if written.stage_id == 0 else []
+        )
+        assert written.ckpt_prefix("runs", "tag") == os.path.join(
+            "runs", "tag", f"module-pipe_0{written.stage_id}"
+        )
         expected = whole_model()
-        for options in ({"num_stages": 1}, {"num_stages": 4}, {"num_stages": 2, "num_model_chunks": 2}):
+        for options in (
+            {"num_stages": 1},
+            {"num_stages": 4},
+            {"num_stages": 2, "num_model_chunks": 2},
+        ):
             module = PipelineModule(layers=layers(), **options)
             module.load_state_dir(str(folder))
             for name, param in module.named_parameters():
                 assert torch.equal(param, expected[name]), (options, name)
 
-    def test_a_stage_without_a_file_of_its_tied_layer_reads_the_first(self, class_tmpdir: str) -> None:
+    def test_a_stage_without_a_file_of_its_tied_layer_reads_the_first(
+        self, class_tmpdir: str
+    ) -> None:
         def made(num_stages: int) -> PipelineModule:
             return PipelineModule(
                 layers=[
                     TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
                     nn.ReLU(),
-                    TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"], forward_fn=lambda m, value: m(value)),
+                    TiedLayerSpec(
+                        "a",
+                        nn.Linear,
+                        4,
+                        4,
+                        tied_weight_attr=["weight", "bias"],
+                        forward_fn=lambda m, value: m(value),
+                    ),
                 ],
                 num_stages=num_stages,
                 partition_method="uniform",
@@ -262,13 +351,19 @@ class TestStages(DistributedTest):
         dist.barrier()
         written.save_state_dict(str(folder))
         dist.barrier()
-        assert sorted(os.listdir(folder)) == ["layer_00-model_states.pt", "layer_01-model_states.pt"]
+        assert sorted(os.listdir(folder)) == [
+            "layer_00-model_states.pt",
+            "layer_01-model_states.pt",
+        ]
         torch.manual_seed(6)
         read = made(2)
         # Kills: the replica of the later stage left as it was, so that the two differ from then on.
         read.load_state_dir(str(folder))
         for name in ("weight", "bias"):
-            assert torch.equal(read.get_parameter(f"tied_modules.a.{name}"), written.get_parameter(f"tied_modules.a.{name}"))
+            assert torch.equal(
+                read.get_parameter(f"tied_modules.a.{name}"),
+                written.get_parameter(f"tied_modules.a.{name}"),
+            )
 
     def test_the_data_ranks_of_a_stage_share_its_layers(self, class_tmpdir: str) -> None:
         class Writes:
@@ -288,13 +383,19 @@ class TestStages(DistributedTest):
             engine = Writes()
             module.save_state_dict(class_tmpdir, checkpoint_engine=engine)
             dist.all_gather_object(gathered, engine.paths)
-        assert shared == [["00", "01"], ["02"], ["04"], ["05"]]  # kills: each file written by every replica
+        # kills: each file written by every replica
+        assert shared == [["00", "01"], ["02"], ["04"], ["05"]]
         assert alone == [["00", "01", "02", "04", "05"], [], [], []]
 
     def test_tensor_parallel_ranks_have_files_of_their_own(self, class_tmpdir: str) -> None:
-        module = PipelineModule(layers=layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+        module = PipelineModule(
+            layers=layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        )
         slice_rank = module.grid.get_slice_parallel_rank()
-        assert os.path.basename(module.ckpt_layer_path("", 0))[8:] == f"-model_0{slice_rank}-model_states.pt"
+        assert (
+            os.path.basename(module.ckpt_layer_path("", 0))[8:]
+            == f"-model_0{slice_rank}-model_states.pt"
+        )
         folder = Path(class_tmpdir) / "slices"
         if dist.get_rank() == 0:
             folder.mkdir()
@@ -314,7 +415,11 @@ class TestOneStage(DistributedTest):
             return module(value) + 1
 
         module = PipelineModule(
-            layers=[TiedLayerSpec("a", nn.Linear, 4, 4), nn.ReLU(), TiedLayerSpec("a", nn.Linear, 4, 4, forward_fn=plus_one)],
+            layers=[
+                TiedLayerSpec("a", nn.Linear, 4, 4),
+                nn.ReLU(),
+                TiedLayerSpec("a", nn.Linear, 4, 4, forward_fn=plus_one),
+            ],
             num_stages=1,
         )
         assert list(module.state_dict()) == ["tied_modules.a.weight", "tied_modules.a.bias"]
@@ -327,7 +432,9 @@ class TestOneStage(DistributedTest):
     def test_a_tuple_stays_one_argument(self) -> None:
         # Kills: unpacking, which breaks models written for upstream.
         seen: list[Any] = []
-        module = PipelineModule(layers=[lambda pair: seen.append(pair) or pair, lambda pair: pair[0]], num_stages=1)
+        module = PipelineModule(
+            layers=[lambda pair: seen.append(pair) or pair, lambda pair: pair[0]], num_stages=1
+        )
         pair = (torch.ones(1), None)
         assert torch.equal(module(pair), pair[0])
         assert seen == [pair]
@@ -335,7 +442,11 @@ class TestOneStage(DistributedTest):
     def test_seeded_dropout_does_not_depend_on_the_cut(self) -> None:
         def outputs(chunks: int) -> list[torch.Tensor]:
             module = PipelineModule(
-                layers=[nn.Dropout(0.5)] * 4, num_stages=1, seed_layers=True, num_model_chunks=chunks, partition_method="uniform"
+                layers=[nn.Dropout(0.5)] * 4,
+                num_stages=1,
+                seed_layers=True,
+                num_model_chunks=chunks,
+                partition_method="uniform",
             )
             return [module(torch.ones(64)) for _ in range(2)]
 
@@ -345,14 +456,18 @@ class TestOneStage(DistributedTest):
 
     @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "default"])
     def test_activation_checkpoints_change_no_gradient(self, kind: str) -> None:
-        """Token numbers go in: nothing that goes in requires a gradient, which a reentrant checkpoint takes for "none wanted"."""
+        """Token numbers go in: nothing that goes in requires a gradient, which a reentrant
+        checkpoint takes for "none wanted".
+        """
         calls: list[int] = []
 
         def checkpoint(function: Any, *args: Any) -> Any:
             calls.append(len(args))
             if kind == "default":
                 return checkpointing.checkpoint(function, *args)
-            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=kind == "reentrant")
+            return torch.utils.checkpoint.checkpoint(
+                function, *args, use_reentrant=kind == "reentrant"
+            )
 
         def gradients(**options: Any) -> list[torch.Tensor]:
             module = PipelineModule(
@@ -363,14 +478,16 @@ class TestOneStage(DistributedTest):
                     lambda value: (value, None),
                     lambda pair: pair[0].relu(),
                     LayerSpec(InTuple, 8, 8),
-                    lambda single: single[0],  # kills: the one tensor of a tuple handed on by itself
+                    # kills: the one tensor of a tuple handed on by itself
+                    lambda single: single[0],
                     LayerSpec(nn.Linear, 8, 3),
                 ],
                 num_stages=1,
                 seed_layers=True,
                 **options,
             )
-            outputs = [module(torch.arange(11)) for _ in range(2)]  # a pipeline runs several forwards before a backward
+            # a pipeline runs several forwards before a backward
+            outputs = [module(torch.arange(11)) for _ in range(2)]
             torch.stack(outputs).square().sum().backward()
             assert all(param.grad is not None for param in module.parameters())
             return [param.grad for param in module.parameters() if param.grad is not None]
@@ -380,11 +497,18 @@ class TestOneStage(DistributedTest):
             ({"activation_checkpoint_interval": 1}, 4),
             ({"activation_checkpoint_interval": 4}, 2),
             ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Linear"]}, 2),
-            ({"activation_checkpoint_interval": 2, "checkpointable_layers": ["Linear", "Embedding"]}, 1),
+            (
+                {
+                    "activation_checkpoint_interval": 2,
+                    "checkpointable_layers": ["Linear", "Embedding"],
+                },
+                1,
+            ),
         ):
             calls.clear()
             recomputed = gradients(activation_checkpoint_func=checkpoint, **options)
-            # Kills: an embedding that gets no gradient; the last forward's dropout masks in a recomputation (exact).
+            # Kills: an embedding that gets no gradient; the last forward's dropout masks in a
+            # recomputation (exact).
             assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), options
             assert len(calls) == 2 * segments, options
 
@@ -392,7 +516,12 @@ class TestOneStage(DistributedTest):
         def refuse(*args: Any) -> Any:
             raise AssertionError("checkpointed")
 
-        module = PipelineModule(layers=layers(), num_stages=1, activation_checkpoint_interval=2, activation_checkpoint_func=refuse)
+        module = PipelineModule(
+            layers=layers(),
+            num_stages=1,
+            activation_checkpoint_interval=2,
+            activation_checkpoint_func=refuse,
+        )
         inputs = torch.randn(2, WIDTH)
         with torch.no_grad():
             module(inputs)
@@ -410,7 +539,13 @@ class TestOneStage(DistributedTest):
             seeds.append(seed)
             set_random_seed(seed)
 
-        module = PipelineModule(layers=[nn.ReLU(), nn.ReLU()], num_stages=1, seed_layers=True, seed_fn=remember, base_seed=10)
+        module = PipelineModule(
+            layers=[nn.ReLU(), nn.ReLU()],
+            num_stages=1,
+            seed_layers=True,
+            seed_fn=remember,
+            base_seed=10,
+        )
         assert seeds == [10, 11]
         module(torch.ones(1))
         module(torch.ones(1))
@@ -418,7 +553,9 @@ class TestOneStage(DistributedTest):
 
     def test_files_that_do_not_fit_change_nothing(self, tmpdir: str) -> None:
         def small() -> PipelineModule:
-            return PipelineModule(layers=[LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 3)], num_stages=1)
+            return PipelineModule(
+                layers=[LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 3)], num_stages=1
+            )
 
         folder, module = str(tmpdir), small()
         with pytest.raises(CheckpointError, match=r"layer_00-model_states.pt does not exist"):
@@ -426,8 +563,14 @@ class TestOneStage(DistributedTest):
         module.save_state_dict(folder)
         other = small()
         before = [param.detach().clone() for param in other.parameters()]
-        torch.save(OrderedDict(weight=torch.zeros(3, 3), scale=torch.zeros(1)), os.path.join(folder, "layer_01-model_states.pt"))
-        with pytest.raises(CheckpointError, match=r"weight \(3, 3\) instead of \(3, 2\); bias is missing; scale is not"):
+        torch.save(
+            OrderedDict(weight=torch.zeros(3, 3), scale=torch.zeros(1)),
+            os.path.join(folder, "layer_01-model_states.pt"),
+        )
+        with pytest.raises(
+            CheckpointError,
+            match=r"weight \(3, 3\) instead of \(3, 2\); bias is missing; scale is not",
+        ):
             other.load_state_dir(folder)
         # Kills: a model of two checkpoints, half old and half new.
         assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
@@ -447,12 +590,17 @@ class TestOneStage(DistributedTest):
         """With a forward_fn everywhere its weights are written once, at the first place."""
 
         def made() -> PipelineModule:
-            spec = TiedLayerSpec("a", nn.Linear, 2, 2, forward_fn=lambda module, value: module(value))
+            spec = TiedLayerSpec(
+                "a", nn.Linear, 2, 2, forward_fn=lambda module, value: module(value)
+            )
             return PipelineModule(layers=[nn.ReLU(), spec, spec], num_stages=1)
 
         first, second = made(), made()
         first.save_state_dict(str(tmpdir))
-        assert sorted(os.listdir(str(tmpdir))) == ["layer_00-model_states.pt", "layer_01-model_states.pt"]
+        assert sorted(os.listdir(str(tmpdir))) == [
+            "layer_00-model_states.pt",
+            "layer_01-model_states.pt",
+        ]
         second.load_state_dir(str(tmpdir))
         assert torch.equal(first.tied_modules["a"].weight, second.tied_modules["a"].weight)
 

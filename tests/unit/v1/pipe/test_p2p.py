@@ -1,4 +1,6 @@
-"""What one pipeline stage hands over arrives at the next as it was: every kind of value, in order, with the fewest transfers."""
+"""What one pipeline stage hands over arrives at the next as it was: every kind of value, in order,
+with the fewest transfers.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,14 @@ def payloads() -> list[Any]:
     """One value of each kind that stages exchange."""
     generator = torch.Generator().manual_seed(3)
     big = torch.randn(130, 257, generator=generator)
-    kinds = [torch.randn(3, 5, generator=generator).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)]
-    kinds += [torch.arange(7, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)]
+    kinds = [
+        torch.randn(3, 5, generator=generator).to(dtype)
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    ]
+    kinds += [
+        torch.arange(7, dtype=dtype)
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    ]
     return [
         big,
         big.clone().requires_grad_(),
@@ -64,12 +72,20 @@ def payloads() -> list[Any]:
         torch.complex(big[:2, :2], big[2:4, :2]).conj(),
         tuple(kinds),
         [big, torch.tensor([1, 2]), big.bool(), big.double()],
-        (torch.ones(2, requires_grad=True), torch.zeros(2, 2, dtype=torch.int64), None, (torch.ones(()), [None, torch.ones(1)])),
+        (
+            torch.ones(2, requires_grad=True),
+            torch.zeros(2, 2, dtype=torch.int64),
+            None,
+            (torch.ones(()), [None, torch.ones(1)]),
+        ),
         None,
         (),
         ([], ((),)),
         (True, 1, 1.0, -0.0, math.inf, "text \u00e9", 2**70, False, None),
-        tuple(torch.full((index % 3,), index, requires_grad=index % 2 == 0, dtype=torch.float32) for index in range(40)),
+        tuple(
+            torch.full((index % 3,), index, requires_grad=index % 2 == 0, dtype=torch.float32)
+            for index in range(40)
+        ),
         ("x" * 5000, big),
     ]
 
@@ -78,7 +94,8 @@ class TestValues(DistributedTest):
     world_size = 2
 
     def test_every_kind_arrives_as_it_was(self) -> None:
-        # Kills: dtype or shape lost, bool or empty tensors in the backend's way, description longer than a header, gradient flags.
+        # Kills: dtype or shape lost, bool or empty tensors in the backend's way, description longer
+        # than a header, gradient flags.
         (channel,) = channels(True, (0, 1))
         values = payloads()
         if dist.get_rank() == 0:
@@ -93,12 +110,18 @@ class TestValues(DistributedTest):
         assert channel.messages == channel.metadata_messages == len(values)
 
     def test_static_channels_describe_the_first_message_only(self) -> None:
-        # Kills: a description per message, tensors of one message that share memory, more receives posted than messages come.
+        # Kills: a description per message, tensors of one message that share memory, more receives
+        # posted than messages come.
         (channel,) = channels(False, (0, 1))
         count = 20
 
         def value(number: int) -> Any:
-            return (torch.full((4, 3), float(number), requires_grad=True), torch.tensor([number]), None, [torch.ones(70, 200)])
+            return (
+                torch.full((4, 3), float(number), requires_grad=True),
+                torch.tensor([number]),
+                None,
+                [torch.ones(70, 200)],
+            )
 
         for batch in range(2):
             if dist.get_rank() == 0:
@@ -110,7 +133,9 @@ class TestValues(DistributedTest):
                     first, second, nothing, (third,) = received = channel.recv()
                     assert same(received, value(number + batch))
                     assert first.is_leaf and first.grad_fn is None and first._base is None
-                    storages = {tensor.untyped_storage().data_ptr() for tensor in (first, second, third)}
+                    storages = {
+                        tensor.untyped_storage().data_ptr() for tensor in (first, second, third)
+                    }
                     assert len(storages) == 3 and nothing is None
             channel.finish()
         assert channel.messages == 2 * count
@@ -151,7 +176,8 @@ class TestValues(DistributedTest):
 
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_four_channels_in_both_directions_keep_their_order(self, dynamic: bool) -> None:
-        # Kills: channels that take each other's messages. All sends come before all receives: a send that waits never ends.
+        # Kills: channels that take each other's messages. All sends come before all receives: a
+        # send that waits never ends.
         all_of_them = channels(dynamic, (0, 1), (1, 0), (0, 1), (1, 0))
         rank, count = dist.get_rank(), 30
         for channel in all_of_them:
@@ -169,12 +195,19 @@ class TestValues(DistributedTest):
             channel.finish()
 
     def test_gradients_travel_without_description(self) -> None:
-        # Kills: a description on the way back; `expect_like` that posts what `recv_like` doesn't take.
+        # Kills: a description on the way back; `expect_like` that posts what `recv_like` doesn't
+        # take.
         (channel,) = channels(True, (0, 1))
         shapes = [[(3, 4), (2,)], [(100, 200)], [], [(0, 3), (5,)]]
         for announced in (False, True):
-            messages = [[torch.full(shape, float(index)) for shape in group] for index, group in enumerate(shapes)]
-            likes = [[torch.empty_like(tensor, device="meta") for tensor in message] for message in messages]
+            messages = [
+                [torch.full(shape, float(index)) for shape in group]
+                for index, group in enumerate(shapes)
+            ]
+            likes = [
+                [torch.empty_like(tensor, device="meta") for tensor in message]
+                for message in messages
+            ]
             if dist.get_rank() == 0:
                 for message in messages:
                     channel.send_like(message)
@@ -187,7 +220,8 @@ class TestValues(DistributedTest):
         assert channel.metadata_messages == 0
 
     def test_another_shape_on_a_static_channel_is_refused(self) -> None:
-        # Kills: bytes of one shape taken for another; one error test per thing that must not change.
+        # Kills: bytes of one shape taken for another; one error test per thing that must not
+        # change.
         (channel,) = channels(False, (0, 1))
         first = (torch.ones(2, 3), torch.tensor([1]), 5)
         others = [
@@ -207,13 +241,20 @@ class TestValues(DistributedTest):
         for other in others:
             with pytest.raises(PipelineShapeError) as caught:
                 channel.send(other)
-            for part in ("channel 0", "float32[2, 3]", "dynamic_shape=True", "reset_activation_shape"):
+            for part in (
+                "channel 0",
+                "float32[2, 3]",
+                "dynamic_shape=True",
+                "reset_activation_shape",
+            ):
                 assert part in str(caught.value)
         channel.send(first)
         channel.finish()
 
     @pytest.mark.parametrize("dynamic", [False, True])
-    def test_sent_memory_is_let_go_during_the_batch(self, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sent_memory_is_let_go_during_the_batch(
+        self, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: a sender that holds every activation until the end of the batch.
         monkeypatch.setattr(outbox, "HELD_BYTES", 64 * 1024)
         there, back = channels(dynamic, (0, 1), (1, 0))
@@ -232,7 +273,8 @@ class TestValues(DistributedTest):
         def held() -> int:
             return sum(not torch.UntypedStorage._expired(reference) for reference in alive)
 
-        # The thread that lets go may be late on busy cores. What is held below the limit and the last one stay.
+        # The thread that lets go may be late on busy cores. What is held below the limit and the
+        # last one stay.
         end = time.monotonic() + 20
         while held() > 2 and time.monotonic() < end:
             time.sleep(0.01)
@@ -242,12 +284,17 @@ class TestValues(DistributedTest):
 
 
 def exchange(dynamic: bool) -> None:
-    """A pipeline's traffic: activations one way, gradients the other, each rank computing on what arrives."""
+    """A pipeline's traffic: activations one way, gradients the other, each rank computing on what
+    arrives.
+    """
     activations, gradients = channels(dynamic, (0, 1), (1, 0))
     device = torch.device(get_accelerator().current_device_name())
     for batch in range(2):
         count, rows = 5, 3 + batch * dynamic
-        sent = [torch.full((rows, 70, 60), float(number), device=device, requires_grad=True) * 2 for number in range(count)]
+        sent = [
+            torch.full((rows, 70, 60), float(number), device=device, requires_grad=True) * 2
+            for number in range(count)
+        ]
         if dist.get_rank() == 0:
             for tensor in sent:
                 activations.send((tensor, torch.ones(3, dtype=torch.bool, device=device), None))
@@ -259,7 +306,9 @@ def exchange(dynamic: bool) -> None:
             activations.expect(count)
             for number in range(count):
                 received, mask, nothing = activations.recv()
-                assert nothing is None and bool(mask.all()) and bool((received == 2.0 * number).all())
+                assert (
+                    nothing is None and bool(mask.all()) and bool((received == 2.0 * number).all())
+                )
                 (received * 3 + received.detach() * 0).sum().backward()
                 gradients.send_like([received.grad + number])
         activations.finish()
@@ -279,7 +328,8 @@ class TestWatched(DistributedTest):
 
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_both_sides_agree_on_every_transfer(self, dynamic: bool) -> None:
-        # Kills: a transfer that only one side makes, or of another size; a check that takes receives ahead of need for a circle.
+        # Kills: a transfer that only one side makes, or of another size; a check that takes
+        # receives ahead of need for a circle.
         intent.enable(20.0)
         exchange(dynamic)
         intent.disable()
@@ -318,7 +368,11 @@ class TestUpstreamFunctions(DistributedTest):
                 p2p.send(torch.ones(1), 0)
         else:
             received = p2p.recv_obj(0)
-            assert received["a"] == plain["a"] and received["b"][0].tolist() == [0, 1, 2] and received["b"][1] is True
+            assert (
+                received["a"] == plain["a"]
+                and received["b"][0].tolist() == [0, 1, 2]
+                and received["b"][1] is True
+            )
 
 
 class TestOneRank(DistributedTest):
@@ -342,7 +396,12 @@ class TestOneRank(DistributedTest):
 
     def test_what_cannot_be_sent_is_refused_by_name(self) -> None:
         (channel,) = channels(False, (0, 0))
-        for value, name in [({"a": torch.ones(1)}, "dict"), (torch.Size([1]), "Size"), (1j, "complex"), (b"", "bytes")]:
+        for value, name in [
+            ({"a": torch.ones(1)}, "dict"),
+            (torch.Size([1]), "Size"),
+            (1j, "complex"),
+            (b"", "bytes"),
+        ]:
             with pytest.raises(TypeError, match=name):
                 channel.send((torch.ones(1), value))
         with pytest.raises(TypeError, match="sparse"):

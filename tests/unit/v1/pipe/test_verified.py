@@ -1,8 +1,10 @@
-"""All guards are silent over pipelines that train right, on the host and on the simulated device; what the ledger sees of them.
+"""All guards are silent over pipelines that train right, on the host and on the simulated device;
+what the ledger sees of them.
 
-Every schedule, ZeRO stage, precision, tied and not, overlapped or not, on 2 and 4 ranks, is compared with one process and watched
-by the ledger, the intent check and the stream checker at once; so are experts and sequence parallelism. What each guard says of a
-fault is in `unit.verify.pipe_faults`.
+Every schedule, ZeRO stage, precision, tied and not, overlapped or not, on 2 and 4 ranks, is
+compared with one process and watched by the ledger, the intent check and the stream checker at
+once; so are experts and sequence parallelism. What each guard says of a fault is in
+`unit.verify.pipe_faults`.
 """
 
 from __future__ import annotations
@@ -48,14 +50,18 @@ class TestSilence(DistributedTest):
     exec_timeout = 200
 
     def test_on_the_host(self) -> None:
-        # Kills: a ledger that takes a stage for the whole model, or a tied weight for one that is counted twice; an intent check
-        # that holds up a schedule which is right.
-        failures = [failure for case in of_world(CASES, dist.get_world_size()) for failure in train(case, LEDGER | INTENT)]
+        # Kills: a ledger that takes a stage for the whole model, or a tied weight for one that is
+        # counted twice; an intent check that holds up a schedule which is right.
+        failures = [
+            failure
+            for case in of_world(CASES, dist.get_world_size())
+            for failure in train(case, LEDGER | INTENT)
+        ]
         assert not failures, "\n".join(failures)
 
     def test_on_the_device(self) -> None:
-        # Kills: a message that is used before it has come or sent before it is computed, memory used again while it is sent; and a
-        # checker that takes messages for races.
+        # Kills: a message that is used before it has come or sent before it is computed, memory
+        # used again while it is sent; and a checker that takes messages for races.
         for case in of_world(CASES, dist.get_world_size()):
             found, failures = watched(partial(train, case, LEDGER | INTENT))
             assert not found and not failures, "\n".join([case.name, *found, *failures])
@@ -64,7 +70,13 @@ class TestSilence(DistributedTest):
 class TestExpertsOnTheDevice(DistributedTest):
     world_size = 4
 
-    @each(case=[ExpertCase(2, 2, True, 2, "bf16"), ExpertCase(4, 1, False, 0, "fp32"), ExpertCase(2, 1, True, 1, "fp32")])
+    @each(
+        case=[
+            ExpertCase(2, 2, True, 2, "bf16"),
+            ExpertCase(4, 1, False, 0, "fp32"),
+            ExpertCase(2, 1, True, 1, "fp32"),
+        ]
+    )
     def test(self, case: ExpertCase) -> None:
         # Kills: tokens that are used before their exchange is over, or sent before they are gated.
         found, failures = watched(lambda: ExpertRun(case).run())
@@ -76,7 +88,8 @@ class TestSequencesOnTheDevice(DistributedTest):
 
     @each(case=[((2, 2), "mesh", 2, "bf16", 2, "ours"), ((1, 4), "mpu", 0, "fp32", 1, "own mean")])
     def test(self, monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...]) -> None:
-        # Kills: heads that are used before their exchange is over; a ledger that counts data ranks only.
+        # Kills: heads that are used before their exchange is over; a ledger that counts data ranks
+        # only.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         found, _ = watched(lambda: SequenceRun(*case).run())
         assert not found, "\n".join(found)
@@ -87,7 +100,15 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2, k=1, min_capacity=1, use_rts=False)
+        self.moe = MoE(
+            WIDTH,
+            nn.Linear(WIDTH, WIDTH),
+            num_experts=2,
+            ep_size=2,
+            k=1,
+            min_capacity=1,
+            use_rts=False,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.moe(x)[0]
@@ -107,13 +128,17 @@ def start(layers: list[Any], stage: int, num_stages: int = 2, **keys: Any) -> Pi
         "verify": LEDGER | INTENT,
         **keys,
     }
-    module = PipelineModule(layers, num_stages=num_stages, loss_fn=square, partition_method="uniform")
+    module = PipelineModule(
+        layers, num_stages=num_stages, loss_fn=square, partition_method="uniform"
+    )
     engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
     return engine
 
 
 def data(engine: PipelineEngine) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(10 * engine.global_steps + engine.grid.data_parallel_id)
+    generator = torch.Generator().manual_seed(
+        10 * engine.global_steps + engine.grid.data_parallel_id
+    )
     while True:
         yield torch.randn(2, ROWS, WIDTH, generator=generator).unbind(0)
 
@@ -127,11 +152,24 @@ class TestStages(DistributedTest):
 
     world_size = 2
 
-    @each(stage=[0, 1], schedule=["1f1b", "zero_bubble"], bare=["frozen first", "frozen last", "functions"])
-    def test_a_stage_without_trainable_parameters(self, stage: int, schedule: str, bare: str) -> None:
-        # Kills: a ledger that asks the first piece for its device; ranks that settle without those that own nothing.
-        idle: list[Any] = [torch.tanh, torch.sin] if bare == "functions" else [linear(frozen=True), linear(frozen=True)]
-        layers = [linear(), linear(), *idle] if bare == "frozen last" else [*idle, linear(), linear()]
+    @each(
+        stage=[0, 1],
+        schedule=["1f1b", "zero_bubble"],
+        bare=["frozen first", "frozen last", "functions"],
+    )
+    def test_a_stage_without_trainable_parameters(
+        self, stage: int, schedule: str, bare: str
+    ) -> None:
+        # Kills: a ledger that asks the first piece for its device; ranks that settle without those
+        # that own nothing.
+        idle: list[Any] = (
+            [torch.tanh, torch.sin]
+            if bare == "functions"
+            else [linear(frozen=True), linear(frozen=True)]
+        )
+        layers = (
+            [linear(), linear(), *idle] if bare == "frozen last" else [*idle, linear(), linear()]
+        )
         engine = start(layers, stage, pipeline={"schedule": schedule})
         with ledger(engine) as book:
             for _ in range(2):
@@ -148,10 +186,14 @@ class TestStages(DistributedTest):
             engine._exec_reduce_grads = lambda: None
             reduce = PipelineEngine._exec_reduce_grads
             engine._INSTRUCTION_MAP = {
-                kind: (lambda self: (original(last).mul_(3), reduce(self))) if run is reduce else run
+                kind: (lambda self: (original(last).mul_(3), reduce(self)))
+                if run is reduce
+                else run
                 for kind, run in PipelineEngine._INSTRUCTION_MAP.items()
             }
-        with pytest.raises(GradientLedgerError, match=r"rank\(s\) \[1\]:\n.*arrives times 3.*1\.weight"):
+        with pytest.raises(
+            GradientLedgerError, match=r"rank\(s\) \[1\]:\n.*arrives times 3.*1\.weight"
+        ):
             engine.train_batch(data(engine))
 
 
@@ -159,14 +201,20 @@ class TestFourRanks(DistributedTest):
     world_size = 4
 
     def test_pieces_of_a_tied_weight_agree(self) -> None:
-        # Kills: fingerprints of other elements on each stage that shares a weight; stages that sum other numbers of rows.
+        # Kills: fingerprints of other elements on each stage that shares a weight; stages that sum
+        # other numbers of rows.
         tied = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"])
         engine = start([tied, linear(), torch.tanh, tied], 1)
         weight = engine.module.tied_modules["tied"].weight
         found: list[Any] = [None] * dist.get_world_size()
-        mine = [[(p.start, p.numel) for p in pieces if p.param is weight] for pieces in self._pieces(engine)]
+        mine = [
+            [(p.start, p.numel) for p in pieces if p.param is weight]
+            for pieces in self._pieces(engine)
+        ]
         dist.all_gather_object(found, mine)
-        assert len({str(own) for own, _ in found}) == 2, "the stages cut the weight alike: nothing is tested"
+        assert len({str(own) for own, _ in found}) == 2, (
+            "the stages cut the weight alike: nothing is tested"
+        )
         assert len({str(common) for _, common in found}) == 1
         engine.train_batch(data(engine))
 
@@ -176,12 +224,15 @@ class TestFourRanks(DistributedTest):
 
     @each(stage=[0, 1])
     def test_experts_within_a_stage(self, stage: int) -> None:
-        # Kills: groups of experts that reach over stages; their contributions summed over the data ranks.
+        # Kills: groups of experts that reach over stages; their contributions summed over the data
+        # ranks.
         engine = start([linear(), Experts(), linear(), Experts()], stage)
         with ledger(engine) as book:
             for _ in range(2):
                 engine.train_batch(data(engine))
         assert book.steps == 2 and not book.findings
-        names = {name for name, param in engine.module.named_parameters() if hasattr(param, "group_name")}
+        names = {
+            name for name, param in engine.module.named_parameters() if hasattr(param, "group_name")
+        }
         assert len(names) == 2
         engine.destroy()

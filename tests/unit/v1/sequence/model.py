@@ -1,4 +1,6 @@
-"""A small causal transformer for sequence parallelism, its data, and the single-process run it has to equal."""
+"""A small causal transformer for sequence parallelism, its data, and the single-process run it has
+to equal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CausalCore(nn.Module):
-    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer than query heads."""
+    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer than
+    query heads.
+    """
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -57,7 +61,9 @@ class Block(nn.Module):
         normed = self.norm(hidden) if self.positions == 1 else self.norm(hidden).transpose(0, 1)
         query = self.query(normed).unflatten(-1, (self.heads, HEAD))
         key, value = self.key_value(normed).unflatten(-1, (2, self.key_heads, HEAD)).unbind(2)
-        extra = (0 if self.positions == 1 else 1,) if not isinstance(self.attention, CausalCore) else ()
+        extra = (
+            (0 if self.positions == 1 else 1,) if not isinstance(self.attention, CausalCore) else ()
+        )
         context = self.out(self.attention(query, key, value, *extra))
         hidden = hidden + (context if self.positions == 1 else context.transpose(0, 1))
         return self.head(hidden.tanh())
@@ -70,8 +76,12 @@ def make_model(heads: int = 4, key_heads: int = 4, positions: int = 1) -> Block:
         return Block(heads, key_heads, positions)
 
 
-def samples(step: int, micro: int, data_rank: int, ignore: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [b, s] each; with `ignore` another number of labels counts on every rank."""
+def samples(
+    step: int, micro: int, data_rank: int, ignore: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, [b, s] each; with `ignore` another number of labels counts on every
+    rank.
+    """
     generator = torch.Generator().manual_seed(1000 * step + 100 * data_rank + micro)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
@@ -81,9 +91,17 @@ def samples(step: int, micro: int, data_rank: int, ignore: bool = False) -> tupl
     return tokens, labels
 
 
-def reference_step(model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False) -> tuple[float, Tensors]:
-    """One SGD step of one process on the whole batch; returns the loss and the gradients, before it changed the model."""
-    batch = [samples(step, micro, rank, ignore) for rank in range(data_ranks) for micro in range(accumulation)]
+def reference_step(
+    model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False
+) -> tuple[float, Tensors]:
+    """One SGD step of one process on the whole batch; returns the loss and the gradients, before it
+    changed the model.
+    """
+    batch = [
+        samples(step, micro, rank, ignore)
+        for rank in range(data_ranks)
+        for micro in range(accumulation)
+    ]
     tokens, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
     logits = model(tokens, torch.arange(LENGTH))
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

@@ -40,16 +40,21 @@ class TestLayouts(DistributedTest):
     world_size = [2, 4]
 
     def test_there_and_back(self, layout: str) -> None:
-        # Kills: pieces joined in another order than ranks', the two dimensions swapped, a batch mixed into positions.
+        # Kills: pieces joined in another order than ranks', the two dimensions swapped, a batch
+        # mixed into positions.
         world, rank = dist.get_world_size(), dist.get_rank()
         positions, batch = dims(layout)
         full = whole(4, layout)
         own = full.chunk(world, positions)[rank]
         by_heads = single_all_to_all(own, 2, positions, batch, dist.get_world_group())
         assert torch.equal(by_heads, full.chunk(world, 2)[rank]) and by_heads.is_contiguous()
-        assert torch.equal(single_all_to_all(by_heads, positions, 2, batch, dist.get_world_group()), own)
+        assert torch.equal(
+            single_all_to_all(by_heads, positions, 2, batch, dist.get_world_group()), own
+        )
         merged = by_heads.flatten(2)  # as attention that returns [s, b, hidden]
-        assert torch.equal(single_all_to_all(merged, positions, 2, batch, dist.get_world_group()), own.flatten(2))
+        assert torch.equal(
+            single_all_to_all(merged, positions, 2, batch, dist.get_world_group()), own.flatten(2)
+        )
 
     @pytest.mark.parametrize("heads", [5, 7])
     def test_uneven_heads(self, layout: str, heads: int) -> None:
@@ -60,11 +65,14 @@ class TestLayouts(DistributedTest):
         own = full.chunk(world, positions)[rank]
         by_heads = uneven_heads_all2all(own, 2, positions, batch, dist.get_world_group())
         assert torch.equal(by_heads, full.tensor_split(world, 2)[rank])
-        assert torch.equal(uneven_heads_all2all(by_heads, positions, 2, batch, dist.get_world_group()), own)
+        assert torch.equal(
+            uneven_heads_all2all(by_heads, positions, 2, batch, dist.get_world_group()), own
+        )
 
     @pytest.mark.parametrize("heads", [4, 5])
     def test_gradient_is_the_exchange_back(self, layout: str, heads: int) -> None:
-        # Kills: a backward that is the forward again, or nothing: every element's gradient must be its own weight.
+        # Kills: a backward that is the forward again, or nothing: every element's gradient must be
+        # its own weight.
         world, rank = dist.get_world_size(), dist.get_rank()
         positions, batch = dims(layout)
         weights = whole(heads, layout) * 2 + 1
@@ -77,7 +85,9 @@ class TestLayouts(DistributedTest):
 class KeepQuery(torch.nn.Module):
     """A local attention that keeps what it is given."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Returns the query."""
         self.query, self.value, self.rest = query, value, (args, kwargs)
         return query
@@ -91,7 +101,12 @@ class TestRest(DistributedTest):
         full = whole(4, "sbhd")
         handle: dict[str, Any] = {}
         own = full.chunk(2, 0)[rank]
-        assert single_all_to_all(own, 2, 0, 1, dist.get_world_group(), async_op=True, handle=handle, type="q") is None
+        assert (
+            single_all_to_all(
+                own, 2, 0, 1, dist.get_world_group(), async_op=True, handle=handle, type="q"
+            )
+            is None
+        )
         (by_heads,) = handle["q"].wait()
         assert torch.equal(by_heads, full.chunk(2, 2)[rank])
         with pytest.raises(ValueError, match="needs handle"):
@@ -109,8 +124,13 @@ class TestRest(DistributedTest):
             own = full.chunk(2, positions)[rank]
             attention(own, own, own, 1 - positions, (given.cos(), given.sin()), "more", scale=3)
             at = angles if positions == 0 else angles.transpose(0, 1)
-            assert torch.equal(core.query, apply_rotary_pos_emb(full, at.cos(), at.sin()).chunk(2, 2)[rank])
-            assert torch.equal(core.value, full.chunk(2, 2)[rank]) and core.rest == (("more",), {"scale": 3})
+            assert torch.equal(
+                core.query, apply_rotary_pos_emb(full, at.cos(), at.sin()).chunk(2, 2)[rank]
+            )
+            assert torch.equal(core.value, full.chunk(2, 2)[rank]) and core.rest == (
+                ("more",),
+                {"scale": 3},
+            )
         with pytest.raises(ValueError, match="rotary_pos_emb: .* the 8 positions"):
             attention(own, own, own, 1 - positions, (angles[:4], angles[:4]))
 
@@ -121,15 +141,21 @@ class TestRest(DistributedTest):
         core = KeepQuery()
         own = full.chunk(2, 0)[rank]
         DistributedAttention(core, dist.get_world_group())(own, own, own.double(), 1)
-        assert core.value.dtype == torch.float64 and torch.equal(core.value, full.double().chunk(2, 2)[rank])
+        assert core.value.dtype == torch.float64 and torch.equal(
+            core.value, full.double().chunk(2, 2)[rank]
+        )
 
     def test_local_attention_that_returns_something_else(self) -> None:
         class Half(torch.nn.Module):
-            def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            def forward(
+                self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+            ) -> torch.Tensor:
                 return query[:, :, :1]
 
         own = whole(4, "sbhd").chunk(2, 0)[dist.get_rank()]
-        with pytest.raises(ValueError, match=r"local attention returned \(8, 2, 1, 3\); expected 2 heads"):
+        with pytest.raises(
+            ValueError, match=r"local attention returned \(8, 2, 1, 3\); expected 2 heads"
+        ):
             DistributedAttention(Half(), dist.get_world_group())(own, own, own, 1)
 
     def test_first_dimension(self) -> None:
@@ -159,9 +185,13 @@ class TestPlans:
     """Who gets which heads: pure arithmetic."""
 
     @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-    @pytest.mark.parametrize(("query", "key"), [(8, 8), (8, 4), (8, 2), (8, 1), (12, 3), (9, 3), (10, 5), (13, 13), (12, 6)])
+    @pytest.mark.parametrize(
+        ("query", "key"),
+        [(8, 8), (8, 4), (8, 2), (8, 1), (12, 3), (9, 3), (10, 5), (13, 13), (12, 6)],
+    )
     def test_every_query_head_finds_its_key_head(self, query: int, key: int, ranks: int) -> None:
-        # Kills: a border between ranks inside a group of query heads, whose second half would attend to another key head.
+        # Kills: a border between ranks inside a group of query heads, whose second half would
+        # attend to another key head.
         plan = plan_heads(query, key, ranks)
         order = plan.key_order or tuple(range(key))
         assert sum(plan.query) == query and sum(plan.key) == len(order) and min(plan.query) > 0
@@ -191,11 +221,16 @@ def test_rotary_turns_pairs() -> None:
     t = torch.rand(5, 2, 3, 6, dtype=torch.float64)
     turned = apply_rotary_pos_emb(t, cos, sin)
     pairs = torch.complex(t[..., :2], t[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)
-    assert torch.allclose(turned[..., :2], pairs.real) and torch.allclose(turned[..., 2:4], pairs.imag)
+    assert torch.allclose(turned[..., :2], pairs.real) and torch.allclose(
+        turned[..., 2:4], pairs.imag
+    )
     assert torch.equal(turned[..., 4:], t[..., 4:])
 
 
 def test_layout_helpers() -> None:
     t = torch.arange(24)
     assert torch.equal(pre_all2all_fun((1, 0, 2), (2, 3, 4), t), t.view(2, 3, 4).transpose(0, 1))
-    assert torch.equal(post_all2all((1, 0, 2), (6, 4))(t.view(2, 3, 4)), t.view(2, 3, 4).transpose(0, 1).reshape(6, 4))
+    assert torch.equal(
+        post_all2all((1, 0, 2), (6, 4))(t.view(2, 3, 4)),
+        t.view(2, 3, 4).transpose(0, 1).reshape(6, 4),
+    )

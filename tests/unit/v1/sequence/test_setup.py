@@ -19,18 +19,27 @@ def initialize(**more: Any) -> Any:
     """An engine of one linear layer."""
     model = torch.nn.Linear(3, 2)
     config = {"train_micro_batch_size_per_gpu": 1, **more.pop("config", {})}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config, **more)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config, **more
+    )[0]
 
 
 class TestSetup(DistributedTest):
     world_size = 4
 
     def test_mesh_and_configuration_make_the_same_groups(self) -> None:
-        # Kills: a mesh that outlives its engine, so that a later engine without one halves its batch unnoticed.
+        # Kills: a mesh that outlives its engine, so that a later engine without one halves its
+        # batch unnoticed.
         rank = dist.get_rank()
-        for more in ({"mesh_param": (2, 2)}, {"config": {"sequence_parallel_size": 2, "data_parallel_size": 2}}):
+        for more in (
+            {"mesh_param": (2, 2)},
+            {"config": {"sequence_parallel_size": 2, "data_parallel_size": 2}},
+        ):
             engine = initialize(**more)
-            assert dist.get_all_ranks_from_group(groups._get_sequence_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert dist.get_all_ranks_from_group(groups._get_sequence_parallel_group()) == [
+                rank // 2 * 2,
+                rank // 2 * 2 + 1,
+            ]
             assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
             assert engine.train_batch_size() == 2 and engine.dp_world_size == 2
             engine.destroy()
@@ -43,7 +52,9 @@ class TestSetup(DistributedTest):
         drawn = torch.cat(list(loader))
         everywhere = [torch.empty_like(drawn) for _ in range(4)]
         dist.all_gather(everywhere, drawn)
-        assert torch.equal(everywhere[0], everywhere[1]) and torch.equal(everywhere[2], everywhere[3])
+        assert torch.equal(everywhere[0], everywhere[1]) and torch.equal(
+            everywhere[2], everywhere[3]
+        )
         assert sorted(torch.cat(everywhere[::2]).tolist()) == list(range(8))
         engine.destroy()
 
@@ -52,7 +63,11 @@ class TestSetup(DistributedTest):
         mpu = make_mpu(2, 2)
         for error, match, more in (
             (ValueError, "2 data-parallel times 3 .* there are 4 ranks", {"mesh_param": (2, 3)}),
-            (ValueError, r"expected \(data parallel ranks, sequence parallel ranks\), got \(4,\)", {"mesh_param": (4,)}),
+            (
+                ValueError,
+                r"expected \(data parallel ranks, sequence parallel ranks\), got \(4,\)",
+                {"mesh_param": (4,)},
+            ),
             (ValueError, "beside an mpu", {"mesh_param": (2, 2), "mpu": mpu}),
             (
                 DeepSpeedConfigError,
@@ -64,7 +79,11 @@ class TestSetup(DistributedTest):
                 "sequence_parallel_size: 4, but the mesh has 2",
                 {"mesh_param": (2, 2), "config": {"sequence_parallel_size": 4}},
             ),
-            (DeepSpeedConfigError, "but the mpu has 2", {"mpu": mpu, "config": {"sequence_parallel_size": 4}}),
+            (
+                DeepSpeedConfigError,
+                "but the mpu has 2",
+                {"mpu": mpu, "config": {"sequence_parallel_size": 4}},
+            ),
             (
                 DeepSpeedConfigError,
                 "data_parallel_size: 4, but there are 2 data-parallel ranks",
@@ -75,8 +94,19 @@ class TestSetup(DistributedTest):
                 initialize(**more)
 
     def test_gradients_travel_in_the_type_of_its_own_key(self) -> None:
-        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "communication_data_type": "bf16"}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "communication_data_type": "bf16",
+        }
         assert DeepSpeedConfig(config).communication_data_type == torch.bfloat16
-        assert DeepSpeedConfig({**config, "sequence_parallel_size": 2}).communication_data_type == torch.float32
-        half = {**config, "sequence_parallel_size": 2, "seq_parallel_communication_data_type": "bf16"}
+        assert (
+            DeepSpeedConfig({**config, "sequence_parallel_size": 2}).communication_data_type
+            == torch.float32
+        )
+        half = {
+            **config,
+            "sequence_parallel_size": 2,
+            "seq_parallel_communication_data_type": "bf16",
+        }
         assert DeepSpeedConfig(half).communication_data_type == torch.bfloat16

@@ -1,7 +1,9 @@
-"""Sequence-parallel training equals one process with whole sequences: losses, gradients, norm, parameters.
+"""Sequence-parallel training equals one process with whole sequences: losses, gradients, norm,
+parameters.
 
-Mutations seen to fail here: divide by the data-parallel ranks only; reduce over the data group only; the backward of the exchange
-being its forward; a loss whose backward takes its own slice only; key heads split without regard to query heads.
+Mutations seen to fail here: divide by the data-parallel ranks only; reduce over the data group
+only; the backward of the exchange being its forward; a loss whose backward takes its own slice
+only; key heads split without regard to query heads.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from unit.v1.sequence.model import (
 )
 
 STEPS = 2
-# fp32: sums are grouped otherwise (over ranks, and in the attention's exchange), relative to a gradient's norm a few 1e-7.
-# bf16: weights, activations and each rank's gradient are rounded to 8 bits in another order; a wrong factor is off by 0.5 or 1.
+# fp32: sums are grouped otherwise (over ranks, and in the attention's exchange), relative to a
+# gradient's norm a few 1e-7. bf16: weights, activations and each rank's gradient are rounded to 8
+# bits in another order; a wrong factor is off by 0.5 or 1.
 TOLERANCE = {"fp32": 3e-6, "bf16": 0.04}
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,9 +50,13 @@ def own_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Style 2: all ranks of a sequence make the same loss of gathered sums and counts, as client libraries do."""
+    """Style 2: all ranks of a sequence make the same loss of gathered sums and counts, as client
+    libraries do.
+    """
     group = groups._get_sequence_parallel_group()
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
+    )
     totals = differentiable.all_gather(total, group=group)
     counts = differentiable.all_gather((labels != IGNORED).sum(), group=group)
     return sum(totals) / sum(counts)
@@ -62,20 +69,32 @@ def ours(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Style 4: unequal counts; the sum over this rank's tokens, divided by the mean count of all ranks."""
-    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    """Style 4: unequal counts; the sum over this rank's tokens, divided by the mean count of all
+    ranks.
+    """
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
+    )
     count = (labels != IGNORED).sum().float()
     dist.all_reduce(count)
     return total * dist.get_world_size() / count
 
 
-STYLES: dict[str, Loss] = {"own mean": own_mean, "gathered": gathered, "ours": ours, "weighted": weighted}
+STYLES: dict[str, Loss] = {
+    "own mean": own_mean,
+    "gathered": gathered,
+    "ours": ours,
+    "weighted": weighted,
+}
 
 
 def make_mpu(data: int, sequence: int) -> Any:
     """An mpu that knows sequence groups, as client libraries have it."""
     rank = dist.get_rank()
-    rows = [dist.new_group(range(first, first + sequence)) for first in range(0, data * sequence, sequence)]
+    rows = [
+        dist.new_group(range(first, first + sequence))
+        for first in range(0, data * sequence, sequence)
+    ]
     return SimpleNamespace(
         get_sequence_parallel_group=lambda: rows[rank // sequence],
         get_sequence_parallel_world_size=lambda: sequence,
@@ -84,7 +103,9 @@ def make_mpu(data: int, sequence: int) -> Any:
 
 
 def config_of(stage: int, precision: str, accumulation: int, **more: Any) -> dict[str, Any]:
-    """The configuration, with the checks that would name a wrong collective or a contribution counted twice."""
+    """The configuration, with the checks that would name a wrong collective or a contribution
+    counted twice.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
@@ -100,7 +121,9 @@ def config_of(stage: int, precision: str, accumulation: int, **more: Any) -> dic
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, floor: float) -> bool:
     """Equal within the tolerance of its norm, or of `floor` where it nearly vanishes."""
-    return (found.double() - wanted.double()).norm().item() <= tolerance * max(wanted.double().norm().item(), floor)
+    return (found.double() - wanted.double()).norm().item() <= tolerance * max(
+        wanted.double().norm().item(), floor
+    )
 
 
 class Run:
@@ -119,7 +142,8 @@ class Run:
         self.dtype = dtype
         model = make_model(heads, key_heads, positions)
         if dist.get_rank() % sizes[1]:
-            # Only the first rank's weights count: the broadcast must cover ranks that share a sequence.
+            # Only the first rank's weights count: the broadcast must cover ranks that share a
+            # sequence.
             torch.nn.init.zeros_(model.head.weight)
         more: dict[str, Any] = {"config": config_of(stage, precision, accumulation)}
         if how == "mesh":
@@ -130,13 +154,20 @@ class Run:
             more["config"]["sequence_parallel_size"] = sizes[1]
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, **more)
-        model.attention = DistributedAttention(model.attention, groups._get_sequence_parallel_group(), 2, positions)
+        model.attention = DistributedAttention(
+            model.attention, groups._get_sequence_parallel_group(), 2, positions
+        )
         self.params = dict(model.named_parameters())
 
     def micro_step(self, step: int, micro: int) -> float:
         """Forward and backward of one micro-batch; returns this rank's loss."""
-        rank, size = groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
-        tokens, labels = samples(step, micro, groups._get_data_parallel_rank(), self.style == "weighted")
+        rank, size = (
+            groups._get_sequence_parallel_rank(),
+            groups._get_sequence_parallel_world_size(),
+        )
+        tokens, labels = samples(
+            step, micro, groups._get_data_parallel_rank(), self.style == "weighted"
+        )
         places = torch.arange(LENGTH).chunk(size)[rank]
         logits = self.engine(tokens[:, places], places)
         loss = STYLES[self.style](logits, labels[:, places])
@@ -153,17 +184,24 @@ class Run:
         """The fp32 parameters."""
         if self.is_plain:
             return {name: param.detach() for name, param in self.params.items()}
-        return dict(zip(self.params, safe_get_full_fp32_params(list(self.params.values())), strict=True))
+        return dict(
+            zip(self.params, safe_get_full_fp32_params(list(self.params.values())), strict=True)
+        )
 
     def check(self, found: Tensors, wanted: Tensors, what: str) -> None:
         """Compare by name."""
-        floor = 0.05 * math.sqrt(sum(value.double().square().sum().item() for value in wanted.values()))
+        floor = 0.05 * math.sqrt(
+            sum(value.double().square().sum().item() for value in wanted.values())
+        )
         for name, value in wanted.items():
-            assert close(found[name], value, self.tolerance, floor), f"{self.name}: {what} of {name}: {found[name]} is not {value}"
+            assert close(found[name], value, self.tolerance, floor), (
+                f"{self.name}: {what} of {name}: {found[name]} is not {value}"
+            )
 
     def run(self) -> None:
         """Train and compare after every step."""
-        assert self.engine.train_batch_size() == ROWS * self.accumulation * self.sizes[0]  # sequence ranks share samples
+        # sequence ranks share samples
+        assert self.engine.train_batch_size() == ROWS * self.accumulation * self.sizes[0]
         for step in range(STEPS):
             losses = []
             for micro in range(self.accumulation):
@@ -176,18 +214,29 @@ class Run:
                 for param in reference.parameters():
                     param.data = param.data.to(self.dtype)
             ignore = self.style == "weighted"
-            wanted_loss, wanted = reference_step(reference, step, self.accumulation, self.sizes[0], ignore)
+            wanted_loss, wanted = reference_step(
+                reference, step, self.accumulation, self.sizes[0], ignore
+            )
             self.check(self.gradients(), wanted, f"step {step}: gradient")
             self.engine.step()
             loss = torch.tensor(losses).mean()
             dist.all_reduce(loss)
-            assert abs(loss.item() / dist.get_world_size() - wanted_loss) <= self.tolerance * wanted_loss, self.name
+            assert (
+                abs(loss.item() / dist.get_world_size() - wanted_loss)
+                <= self.tolerance * wanted_loss
+            ), self.name
             norm = math.sqrt(sum(grad.double().square().sum().item() for grad in wanted.values()))
-            assert abs(float(self.engine.get_global_grad_norm()) - norm) <= self.tolerance * norm, self.name
+            assert abs(float(self.engine.get_global_grad_norm()) - norm) <= self.tolerance * norm, (
+                self.name
+            )
             with torch.no_grad():
                 for name, param in reference.named_parameters():
                     param.data = before[name] - LEARNING_RATE * wanted[name].float()
-            self.check(self.masters(), {name: p.detach() for name, p in reference.named_parameters()}, f"step {step}: parameter")
+            self.check(
+                self.masters(),
+                {name: p.detach() for name, p in reference.named_parameters()},
+                f"step {step}: parameter",
+            )
         self.engine.destroy()
 
 
@@ -204,23 +253,29 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("style", STYLES)
     def test_every_loss_style(self, style: str) -> None:
-        # Kills: a divisor that is right for one way to write the loss and off by the degree for another.
+        # Kills: a divisor that is right for one way to write the loss and off by the degree for
+        # another.
         for stage in (0, 2):
             Run((1, 2), "mesh", stage, "fp32", style=style).run()
 
     @pytest.mark.parametrize(("heads", "key_heads"), [(5, 5), (4, 2), (4, 1), (3, 1), (6, 3)])
     def test_heads(self, heads: int, key_heads: int) -> None:
         for positions in (0, 1):
-            Run((1, 2), "mesh", 1, "fp32", heads=heads, key_heads=key_heads, positions=positions).run()
+            Run(
+                (1, 2), "mesh", 1, "fp32", heads=heads, key_heads=key_heads, positions=positions
+            ).run()
 
 
 class TestSimulated(DistributedTest):
-    """On the simulated device, where all work is late: a missing wait reads NaN, and the stream checker names it."""
+    """On the simulated device, where all work is late: a missing wait reads NaN, and the stream
+    checker names it.
+    """
 
     world_size = 2
 
     def test_streams(self) -> None:
-        # Kills: an exchange on its own stream that does not wait for its input, or whose result is used before it is there.
+        # Kills: an exchange on its own stream that does not wait for its input, or whose result is
+        # used before it is there.
         from deepspeed.accelerator import get_accelerator
         from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
@@ -230,7 +285,9 @@ class TestSimulated(DistributedTest):
             for stream in (None, get_accelerator().Stream()):
                 device = get_accelerator().current_device_name()
                 model = make_model(key_heads=2).to(device)
-                model.attention = DistributedAttention(model.attention, dist.get_world_group(), 2, 1, stream)
+                model.attention = DistributedAttention(
+                    model.attention, dist.get_world_group(), 2, 1, stream
+                )
                 tokens, labels = (t.to(device) for t in samples(0, 0, 0))
                 places = torch.arange(LENGTH, device=device).chunk(2)[dist.get_rank()]
                 own_mean(model(tokens[:, places], places), labels[:, places]).backward()
@@ -256,7 +313,8 @@ class TestFourRanks(DistributedTest):
         ):
             Run(sizes, how, stage, precision, accumulation=2).run()
 
-    # Not "gathered": on gloo, torch's own backward of all_gather takes ranks of a group for global ones and raises.
+    # Not "gathered": on gloo, torch's own backward of all_gather takes ranks of a group for global
+    # ones and raises.
     @pytest.mark.parametrize("style", [style for style in STYLES if style != "gathered"])
     def test_every_loss_style(self, style: str) -> None:
         Run((2, 2), "mesh", 1, "fp32", style=style).run()

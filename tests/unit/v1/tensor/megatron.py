@@ -1,7 +1,9 @@
-"""A real tensor-parallel block in Megatron's way, small: a column-parallel and a row-parallel layer between layer norm and head.
+"""A real tensor-parallel block in Megatron's way, small: a column-parallel and a row-parallel layer
+between layer norm and head.
 
-Forward and backward communicate over the tensor-parallel group by autograd functions (Megatron's f and g, and with sequence
-parallelism their gathering and scattering relatives). `Serial` is the same model in one process.
+Forward and backward communicate over the tensor-parallel group by autograd functions (Megatron's f
+and g, and with sequence parallelism their gathering and scattering relatives). `Serial` is the same
+model in one process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Mpu:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.size, self.rank, self.data_rank = size, rank % size, rank // size
         self.data_size = world // size
-        tensor = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
+        tensor = [
+            dist.new_group(list(range(start, start + size))) for start in range(0, world, size)
+        ]
         data = [dist.new_group(list(range(start, world, size))) for start in range(size)]
         self._tensor, self._data = tensor[self.data_rank], data[self.rank]
 
@@ -96,7 +100,9 @@ class Reduce(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of all ranks; what follows is different on each (`sums`: gradients are parts) or the same on all."""
+    """Rows of all ranks; what follows is different on each (`sums`: gradients are parts) or the
+    same on all.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Any, sums: bool) -> torch.Tensor:
@@ -148,7 +154,9 @@ def slice_of(name: str, value: torch.Tensor, mpu: Mpu) -> torch.Tensor:
 
 
 class Parallel(nn.Module):
-    """The same, cut over the tensor-parallel ranks; with `sequence_parallel` the rows outside of the layers are cut, too."""
+    """The same, cut over the tensor-parallel ranks; with `sequence_parallel` the rows outside of
+    the layers are cut, too.
+    """
 
     def __init__(self, mpu: Mpu, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -160,8 +168,17 @@ class Parallel(nn.Module):
             module = getattr(whole, name.partition(".")[0])
             setattr(module, name.partition(".")[2], own)
             own.tensor_model_parallel = name in CUT
-            own.sequence_parallel = sequence_parallel and name in ("norm.weight", "norm.bias", "row.bias")
-        self.norm, self.column, self.row, self.head = whole.norm, whole.column, whole.row, whole.head
+            own.sequence_parallel = sequence_parallel and name in (
+                "norm.weight",
+                "norm.bias",
+                "row.bias",
+            )
+        self.norm, self.column, self.row, self.head = (
+            whole.norm,
+            whole.column,
+            whole.row,
+            whole.head,
+        )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.is_sequence_parallel:

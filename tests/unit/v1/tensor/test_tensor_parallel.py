@@ -1,8 +1,10 @@
-"""Tensor parallelism by an external mpu: gradients, norm and parameters are those of one process with the whole model and batch.
+"""Tensor parallelism by an external mpu: gradients, norm and parameters are those of one process
+with the whole model and batch.
 
-The layers are real (`megatron.py`). Mutations that were seen to fail here: counting replicated parameters on every tensor-parallel
-rank; averaging over the world instead of the data-parallel ranks; leaving the norm to the data-parallel ranks; no sum of the
-gradients of sequence-parallel parameters.
+The layers are real (`megatron.py`). Mutations that were seen to fail here: counting replicated
+parameters on every tensor-parallel rank; averaging over the world instead of the data-parallel
+ranks; leaving the norm to the data-parallel ranks; no sum of the gradients of sequence-parallel
+parameters.
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16-fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
-# fp32: the slices' partial sums are added in another order. bf16: activations are rounded to 8 bits at other places, several times;
-# what the mutations change is a factor of 2, or a norm without its largest part.
+# fp32: the slices' partial sums are added in another order. bf16: activations are rounded to 8 bits
+# at other places, several times; what the mutations change is a factor of 2, or a norm without its
+# largest part.
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.04, "bf16-fp32": 0.04}
 
 
-def start(mpu: Mpu, stage: int, precision: str, clip: float = 0.0, sequence_parallel: bool = False, **more: Any) -> Any:
+def start(
+    mpu: Mpu,
+    stage: int,
+    precision: str,
+    clip: float = 0.0,
+    sequence_parallel: bool = False,
+    **more: Any,
+) -> Any:
     model = Parallel(mpu, sequence_parallel)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -73,7 +83,11 @@ class Reference:
         named = dict(self.model.named_parameters())
         self.grads = {name: param.grad.clone() for name, param in named.items()}
         for matrices in (True, False):
-            parts = [grad.double().square().sum().item() for grad in self.grads.values() if (grad.dim() > 1) is matrices]
+            parts = [
+                grad.double().square().sum().item()
+                for grad in self.grads.values()
+                if (grad.dim() > 1) is matrices
+            ]
             self.norms = [*self.norms[-1:], math.sqrt(sum(parts))]
         norm = math.hypot(*self.norms)
         if self.clip:
@@ -84,7 +98,9 @@ class Reference:
         return norm
 
 
-def check_training(engine: Any, mpu: Mpu, clip: float, tolerance: float, accumulation: int = 1) -> None:
+def check_training(
+    engine: Any, mpu: Mpu, clip: float, tolerance: float, accumulation: int = 1
+) -> None:
     """Train a few steps and compare everything with the reference after each."""
     reference = Reference(clip, engine.model_dtype)
     for step in range(STEPS):
@@ -99,10 +115,19 @@ def check_training(engine: Any, mpu: Mpu, clip: float, tolerance: float, accumul
             right = slice_of(name, reference.grads[name], mpu)
             # Relative to the parameter's whole gradient: a slice's may nearly cancel.
             size = reference.grads[name].norm().item()
-            assert_close(f"step {step}, gradient of {name}", safe_get_full_grad(param), right, tolerance * size)
+            assert_close(
+                f"step {step}, gradient of {name}",
+                safe_get_full_grad(param),
+                right,
+                tolerance * size,
+            )
         engine.step()
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), f"step {step}"
-        assert engine.get_group_grad_norms() == pytest.approx(reference.norms, rel=2 * tolerance), f"step {step}"
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
+            f"step {step}"
+        )
+        assert engine.get_group_grad_norms() == pytest.approx(reference.norms, rel=2 * tolerance), (
+            f"step {step}"
+        )
         for name, param in reference.model.named_parameters():
             right = slice_of(name, param.detach(), mpu)
             own_param = master(dict(engine.module.named_parameters())[name])
@@ -123,7 +148,8 @@ class TestAlone(DistributedTest):
 
     @each(precision=PRECISIONS, stage=[0, 1, 2], clip=[0.0, CLIP])
     def test_equals_one_process(self, precision: str, stage: int, clip: float) -> None:
-        # Kills: replicated parameters counted on both ranks; slices counted on the first only; gradients averaged over slices.
+        # Kills: replicated parameters counted on both ranks; slices counted on the first only;
+        # gradients averaged over slices.
         if precision == "bf16-fp32" and stage == 2 and clip == 0.0:
             return  # covered by clip
         mpu = Mpu(2)
@@ -132,28 +158,38 @@ class TestAlone(DistributedTest):
         engine.destroy()
 
     @each(stage=[0, 1, 2], accumulation=[1, 3])
-    def test_sequence_parallel_parameters_have_the_whole_gradient(self, stage: int, accumulation: int) -> None:
-        # Kills: leaving layer norms with the gradient of their rank's rows (they would drift apart), summing them twice, or summing
-        # a running sum again with every micro-batch.
+    def test_sequence_parallel_parameters_have_the_whole_gradient(
+        self, stage: int, accumulation: int
+    ) -> None:
+        # Kills: leaving layer norms with the gradient of their rank's rows (they would drift
+        # apart), summing them twice, or summing a running sum again with every micro-batch.
         mpu = Mpu(2)
-        engine = start(mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=accumulation)
+        engine = start(
+            mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=accumulation
+        )
         check_training(engine, mpu, 0.0, TOLERANCE["fp32"], accumulation)
         engine.destroy()
 
     @each(stage=[0, 1, 2], replicated=[False, True], on_rank=[0, 1])
-    def test_overflow_on_one_rank_skips_on_both(self, stage: int, replicated: bool, on_rank: int) -> None:
-        # Kills: a decision from the slices of one rank; a copy that is not finite on a rank that does not count it, which would
-        # train on while the other ranks' copies stay good.
+    def test_overflow_on_one_rank_skips_on_both(
+        self, stage: int, replicated: bool, on_rank: int
+    ) -> None:
+        # Kills: a decision from the slices of one rank; a copy that is not finite on a rank that
+        # does not count it, which would train on while the other ranks' copies stay good.
         mpu = Mpu(2)
         engine = start(mpu, stage, "fp32")
         x, labels = batch(0, 1, 1)
         before = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
         target = engine.module.head.weight if replicated else engine.module.column.weight
-        poison = target.register_hook(lambda grad: grad * float("inf") if mpu.rank == on_rank else grad)
+        poison = target.register_hook(
+            lambda grad: grad * float("inf") if mpu.rank == on_rank else grad
+        )
         engine.backward(engine(x[0, 0], labels[0, 0]))
         engine.step()
         assert not engine.was_step_applied() and engine.skipped_steps == 1
-        assert all(torch.equal(param, before[name]) for name, param in engine.module.named_parameters())
+        assert all(
+            torch.equal(param, before[name]) for name, param in engine.module.named_parameters()
+        )
         poison.remove()
         engine.backward(engine(x[0, 0], labels[0, 0]))
         engine.step()
@@ -178,7 +214,9 @@ class TestAlone(DistributedTest):
         x, labels = batch(0, 1, 1)
         norm = reference.step(x, labels)
         model(x[0, 0], labels[0, 0]).backward()
-        assert clip_grad_norm_(model.parameters(), CLIP, mpu=mpu).item() == pytest.approx(norm, rel=1e-5)
+        assert clip_grad_norm_(model.parameters(), CLIP, mpu=mpu).item() == pytest.approx(
+            norm, rel=1e-5
+        )
 
 
 class TestWithDataParallelism(DistributedTest):
@@ -188,7 +226,8 @@ class TestWithDataParallelism(DistributedTest):
 
     @each(precision=PRECISIONS, stage=[0, 1, 2], clip=[0.0, CLIP])
     def test_equals_one_process(self, precision: str, stage: int, clip: float) -> None:
-        # Kills: averaging over the world; a norm over one data-parallel group only; each data-parallel replica counted.
+        # Kills: averaging over the world; a norm over one data-parallel group only; each
+        # data-parallel replica counted.
         if (clip == 0.0) != (precision == "fp32" and stage != 1):
             return  # one of both per pair
         mpu = Mpu(2)

@@ -1,4 +1,6 @@
-"""How a global batch is cut into micro-batches changes results only by rounding (bf16 model, fp32 accumulation, ZeRO-1)."""
+"""How a global batch is cut into micro-batches changes results only by rounding (bf16 model, fp32
+accumulation, ZeRO-1).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Block(nn.Module):
         self.before_attention = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape `[rows, length, width]` in and out."""
@@ -61,7 +65,9 @@ class TinyGPT(nn.Module):
 
 
 def batch_of(step: int, rank: int) -> torch.Tensor:
-    """This rank's 32 sequences of the step, with something to learn in them: counting up from a random start."""
+    """This rank's 32 sequences of the step, with something to learn in them: counting up from a
+    random start.
+    """
     generator = torch.Generator().manual_seed(97 * step + rank)
     start = torch.randint(VOCABULARY, (SAMPLES_PER_RANK, 1), generator=generator)
     stride = torch.randint(1, 4, (SAMPLES_PER_RANK, 1), generator=generator)
@@ -73,7 +79,8 @@ class Curve(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    spreads: list[float]  # largest difference of the accumulator between the ranks, relative to its largest element
+    # largest difference of the accumulator between the ranks, relative to its largest element
+    spreads: list[float]
 
 
 def config_of(micro_batch: int, **bf16: Any) -> dict[str, Any]:
@@ -127,16 +134,24 @@ class TestAccumulationInvariance(DistributedTest):
 
     @pytest.mark.parametrize("immediate", [False, True])
     def test_micro_batch_8_and_2(self, immediate: bool) -> None:
-        # Kills: the boundary micro-batch added after the all-reduce (fix 4: it then weighs N-fold and differs between ranks), a
-        # missing 1/accumulation, summing micro-batches in bf16 (sixteen of them lose what is below 1/256 of the sum).
+        # Kills: the boundary micro-batch added after the all-reduce (fix 4: it then weighs N-fold
+        # and differs between ranks), a missing 1/accumulation, summing micro-batches in bf16
+        # (sixteen of them lose what is below 1/256 of the sum).
         wide = train(8, immediate_grad_update=immediate)
         narrow = train(2, immediate_grad_update=immediate)
-        assert max(abs(a - b) for a, b in zip(wide.losses, narrow.losses, strict=True)) <= 3e-4, (wide.losses, narrow.losses)
-        assert max(abs(a / b - 1) for a, b in zip(wide.norms, narrow.norms, strict=True)) <= 0.02, (wide.norms, narrow.norms)
+        assert max(abs(a - b) for a, b in zip(wide.losses, narrow.losses, strict=True)) <= 3e-4, (
+            wide.losses,
+            narrow.losses,
+        )
+        assert max(abs(a / b - 1) for a, b in zip(wide.norms, narrow.norms, strict=True)) <= 0.02, (
+            wide.norms,
+            narrow.norms,
+        )
         assert max(wide.spreads + narrow.spreads) <= 1e-6, (wide.spreads, narrow.spreads)
         # Kills: a run in which nothing is learned and all curves agree because they stand still.
         assert wide.losses[-1] < wide.losses[0] - 0.01
 
     def test_immediate_update_changes_nothing(self) -> None:
-        # Kills: a gradient that joins the accumulator twice, or not at all, when it does so from its hook.
+        # Kills: a gradient that joins the accumulator twice, or not at all, when it does so from
+        # its hook.
         assert train(8, immediate_grad_update=True) == train(8)

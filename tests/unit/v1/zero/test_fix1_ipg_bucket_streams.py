@@ -1,6 +1,8 @@
-"""Fix 1: a bucket is filled from the streams of all its gradients, and its reduction waits for every one of them.
+"""Fix 1: a bucket is filled from the streams of all its gradients, and its reduction waits for
+every one of them.
 
-See docs/fixes/fix1.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+See docs/fixes/fix1.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified
+against an installed one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LR = 0.1
 ONE_LAYER, TWO_LAYERS, EVERYTHING = 72, 150, 10_000
 
 
-def config(stage: int, overlap: bool, bucket: int, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+def config(
+    stage: int, overlap: bool, bucket: int, accumulation: int = 1, **zero: Any
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": accumulation,
@@ -67,7 +71,9 @@ def single_process(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def train(sim: DeferredAccelerator, engine: Any, data: torch.Tensor, streams: list[DeferredStream]) -> None:
+def train(
+    sim: DeferredAccelerator, engine: Any, data: torch.Tensor, streams: list[DeferredStream]
+) -> None:
     """Train with the accumulation node of parameter `i` on stream `i % len(streams)`."""
     order = {param: index for index, param in enumerate(engine.module.parameters())}
     for step in data:
@@ -80,7 +86,13 @@ def train(sim: DeferredAccelerator, engine: Any, data: torch.Tensor, streams: li
 
 def assert_close(engine: Any, expected: list[torch.Tensor]) -> None:
     for (name, param), value in zip(engine.module.named_parameters(), expected, strict=True):
-        torch.testing.assert_close(param.detach(), value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            param.detach(),
+            value,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def start(sim: DeferredAccelerator, configuration: dict[str, Any]) -> tuple[Any, nn.Module]:
@@ -99,7 +111,9 @@ class TestProducerStreams(DistributedTest):
 
     @pytest.mark.parametrize("bucket", [ONE_LAYER, TWO_LAYERS, EVERYTHING])
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_training_equals_one_process(self, stage: int, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_training_equals_one_process(
+        self, stage: int, bucket: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A gradient that the reduction does not wait for is NaN when it is read."""
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
@@ -112,7 +126,9 @@ class TestProducerStreams(DistributedTest):
         """A bucket is sent several times per step, and each time waits anew."""
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
-            engine, reference = start(sim, config(2, overlap=True, bucket=ONE_LAYER, accumulation=3))
+            engine, reference = start(
+                sim, config(2, overlap=True, bucket=ONE_LAYER, accumulation=3)
+            )
             data = batches(accumulation=3)
             train(sim, engine, data, [sim.make_stream(name="producer") for _ in range(2)])
         assert_close(engine, single_process(reference, data))
@@ -134,7 +150,9 @@ class TestProducerStreams(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_without_overlap(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The same hazard without a reduction stream: the bucket is read on one of the producers' streams."""
+        """The same hazard without a reduction stream: the bucket is read on one of the producers'
+        streams.
+        """
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             engine, reference = start(sim, config(stage, overlap=False, bucket=TWO_LAYERS))
@@ -171,7 +189,9 @@ class TestFallback(DistributedTest):
 
 
 def test_clear_forgets_the_streams() -> None:
-    """A stale stream would order the next reduction after unrelated work, or keep a dead stream alive."""
+    """A stale stream would order the next reduction after unrelated work, or keep a dead stream
+    alive.
+    """
     bucket = IPGBucket()
     assert bucket.copy_streams == set()
     bucket.copy_streams.add("a stream")

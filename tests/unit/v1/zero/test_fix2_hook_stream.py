@@ -1,6 +1,8 @@
-"""Fix 2: communication waits for the stream that is current inside a gradient hook, not for one known at construction.
+"""Fix 2: communication waits for the stream that is current inside a gradient hook, not for one
+known at construction.
 
-See docs/fixes/fix2.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+See docs/fixes/fix2.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified
+against an installed one.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def start(configuration: dict[str, Any], model: nn.Module) -> Any:
     return engine
 
 
-def start_under_side_stream(sim: DeferredAccelerator, configuration: dict[str, Any], model: nn.Module) -> Any:
+def start_under_side_stream(
+    sim: DeferredAccelerator, configuration: dict[str, Any], model: nn.Module
+) -> Any:
     """The engine is built while a side stream is current, which is then done with."""
     construction = sim.make_stream(name="construction")
     with sim.stream(construction):
@@ -54,7 +58,9 @@ def start_under_side_stream(sim: DeferredAccelerator, configuration: dict[str, A
     return engine
 
 
-def train(sim: DeferredAccelerator, engine: Any, data: torch.Tensor, hook_stream: DeferredStream) -> None:
+def train(
+    sim: DeferredAccelerator, engine: Any, data: torch.Tensor, hook_stream: DeferredStream
+) -> None:
     for step in data:
         for micro in step.to(next(engine.module.parameters()).dtype):
             loss = loss_of(engine, micro[dist.get_rank()])
@@ -68,7 +74,11 @@ def zero_config(stage: int, overlap: bool, accumulation: int = 1) -> dict[str, A
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": accumulation,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": SMALL_BUCKET},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": overlap,
+            "reduce_bucket_size": SMALL_BUCKET,
+        },
     }
 
 
@@ -90,8 +100,12 @@ class TestZero(DistributedTest):
 
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_hooks_on_a_stream_of_their_own(self, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Construction, hooks and the caller are on three streams; the parameters are those of one process."""
+    def test_hooks_on_a_stream_of_their_own(
+        self, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Construction, hooks and the caller are on three streams; the parameters are those of one
+        process.
+        """
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             model = make_model()
@@ -147,14 +161,18 @@ class TestBF16Optimizer(DistributedTest):
 
     @pytest.mark.parametrize("accumulation", [1, 2])
     @pytest.mark.parametrize("immediate", [False, True])
-    def test_same_as_on_the_default_stream(self, immediate: bool, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_same_as_on_the_default_stream(
+        self, immediate: bool, accumulation: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Bit by bit the parameters that training on the default stream alone gives."""
         sim = DeferredAccelerator()
         results = []
         with sim.deferring(monkeypatch):
             for side in (False, True):
                 hooks = sim.make_stream(name="hooks") if side else sim.default
-                engine = start_under_side_stream(sim, bf16_config(immediate, accumulation), make_model())
+                engine = start_under_side_stream(
+                    sim, bf16_config(immediate, accumulation), make_model()
+                )
                 train(sim, engine, batches(accumulation), hooks)
                 results.append([param.detach().clone() for param in engine.module.parameters()])
         for on_default, on_hooks in zip(*results, strict=True):

@@ -1,6 +1,8 @@
-"""Fix 3, norm half: one small collective gives the global norm, however many parameter groups a rank has.
+"""Fix 3, norm half: one small collective gives the global norm, however many parameter groups a
+rank has.
 
-See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified against an installed one.
+See docs/fixes/fix3.md. Uses only names that upstream DeepSpeed has too, so it runs unmodified
+against an installed one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ LR = 0.01
 
 
 class ScalarCollectives(TorchDispatchMode):
-    """Counts collectives of one floating-point number, or one per parameter group: those of the norm. (Flags are integers.)"""
+    """Counts collectives of one floating-point number, or one per parameter group: those of the
+    norm. (Flags are integers.)
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,9 +38,17 @@ class ScalarCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            payload = [leaf for leaf in torch.utils._pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+            payload = [
+                leaf
+                for leaf in torch.utils._pytree.tree_leaves(args[:1])
+                if isinstance(leaf, torch.Tensor)
+            ]
             # No bucket and no gathered shard of these models is as small.
-            scalars = [tensor.dtype for tensor in payload if tensor.numel() <= LAYERS and tensor.is_floating_point()]
+            scalars = [
+                tensor.dtype
+                for tensor in payload
+                if tensor.numel() <= LAYERS and tensor.is_floating_point()
+            ]
             self.seen += scalars[:1]
         return func(*args, **(kwargs or {}))
 
@@ -56,7 +68,10 @@ def make_model() -> nn.Sequential:
 def grouped(model: nn.Sequential, num_groups: int) -> list[dict[str, Any]]:
     """The layers, dealt to parameter groups in turn."""
     layers = list(model)
-    return [{"params": [p for layer in layers[i::num_groups] for p in layer.parameters()]} for i in range(num_groups)]
+    return [
+        {"params": [p for layer in layers[i::num_groups] for p in layer.parameters()]}
+        for i in range(num_groups)
+    ]
 
 
 def config(stage: int, offload: bool, **more: Any) -> dict[str, Any]:
@@ -72,9 +87,13 @@ def config(stage: int, offload: bool, **more: Any) -> dict[str, Any]:
     }
 
 
-def start(model: nn.Module, groups: list[dict[str, Any]], configuration: dict[str, Any], mpu: Any = None) -> Any:
+def start(
+    model: nn.Module, groups: list[dict[str, Any]], configuration: dict[str, Any], mpu: Any = None
+) -> Any:
     optimizer = torch.optim.SGD(groups, lr=LR)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration, mpu=mpu)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration, mpu=mpu
+    )
     return engine
 
 
@@ -110,8 +129,12 @@ class TestOneCollective(DistributedTest):
         engine.backward(loss_of(engine, data[dist.get_rank()]))
         with counted() as seen:
             engine.step()
-        assert seen == [torch.float32], f"{len(seen)} scalar collectives for {num_groups} parameter groups: {seen}"
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm_of_one_process(data), rel=1e-5)
+        assert seen == [torch.float32], (
+            f"{len(seen)} scalar collectives for {num_groups} parameter groups: {seen}"
+        )
+        assert float(engine.get_global_grad_norm()) == pytest.approx(
+            norm_of_one_process(data), rel=1e-5
+        )
 
     @pytest.mark.parametrize("offload", [False, True])
     def test_clipping_uses_the_same_norm(self, offload: bool) -> None:
@@ -126,7 +149,8 @@ class TestOneCollective(DistributedTest):
         assert len(seen) == 1
         moved = math.sqrt(
             sum(
-                float((old - param.detach()).double().square().sum()) for old, param in zip(before, model.parameters(), strict=True)
+                float((old - param.detach()).double().square().sum())
+                for old, param in zip(before, model.parameters(), strict=True)
             )
         )
         assert moved == pytest.approx(LR * max_norm, rel=1e-2)
@@ -141,18 +165,24 @@ class TestPrecision(DistributedTest):
     def test_bf16_norm_is_not_rounded_to_bf16(self, stage: int) -> None:
         """The norm of n gradients of 1 is sqrt(n), which eight mantissa bits cannot hold."""
         numel = 40_401  # 201 squared: 201 rounds to 201 in bf16, its square and partial sums do not
-        model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(numel)), "bias": nn.Parameter(torch.zeros(601))})
+        model = nn.ParameterDict(
+            {"weight": nn.Parameter(torch.zeros(numel)), "bias": nn.Parameter(torch.zeros(601))}
+        )
         groups = [{"params": [model["weight"]]}, {"params": [model["bias"]]}]
         engine = start(model, groups, config(stage, False, bf16={"enabled": True}))
         engine.backward(sum(param.float().sum() for param in engine.module.parameters()))
         with counted() as seen:
             engine.step()
         assert seen == [torch.float32]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(numel + 601), rel=1e-5)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(
+            math.sqrt(numel + 601), rel=1e-5
+        )
 
 
 class Stages:
-    """An mpu whose every rank is a pipeline stage: model parallel over the world, data parallel alone."""
+    """An mpu whose every rank is a pipeline stage: model parallel over the world, data parallel
+    alone.
+    """
 
     def __init__(self) -> None:
         rank = dist.get_rank()
@@ -190,7 +220,9 @@ class TestStagesWithDifferentGroups(DistributedTest):
 
     @pytest.mark.parametrize("offload", [False, True])
     def test_no_deadlock_and_the_norm_of_the_whole(self, offload: bool) -> None:
-        """One group on rank 0, three on rank 1: with a collective per group, rank 1 would wait for ever."""
+        """One group on rank 0, three on rank 1: with a collective per group, rank 1 would wait for
+        ever.
+        """
         rank = dist.get_rank()
         model = make_model()
         for param in model.parameters():
@@ -201,5 +233,7 @@ class TestStagesWithDifferentGroups(DistributedTest):
         with counted() as seen:
             engine.step()
         squares = [norm_of_one_process(part[None]) ** 2 for part in data]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(
+            math.sqrt(sum(squares)), rel=1e-5
+        )
         assert len(seen) == 1, f"{len(seen)} scalar collectives"

@@ -1,7 +1,9 @@
-"""The situation of Megatron-LM issue 3670: wrapper built inside a side-stream context, overlap on, two optimizer instances.
+"""The situation of Megatron-LM issue 3670: wrapper built inside a side-stream context, overlap on,
+two optimizer instances.
 
-Gradients are then accumulated, and their hooks run, on the side stream, since the accumulation nodes were made there; the reduction
-(inside the instance, then across) may not start before that work is done. The simulated device makes a missing wait a wrong number.
+Gradients are then accumulated, and their hooks run, on the side stream, since the accumulation
+nodes were made there; the reduction (inside the instance, then across) may not start before that
+work is done. The simulated device makes a missing wait a wrong number.
 """
 
 from __future__ import annotations
@@ -47,8 +49,15 @@ def batches() -> torch.Tensor:
 
 
 def train(config: dict[str, Any]) -> list[torch.Tensor]:
-    """Parameters after training with a wrapper that was built under a side stream, if the accelerator has streams."""
-    zero = {"overlap_comm": True, "reduce_bucket_size": WIDTH * (WIDTH + 1), "num_optimizer_instances": 2, **config["zero"]}
+    """Parameters after training with a wrapper that was built under a side stream, if the
+    accelerator has streams.
+    """
+    zero = {
+        "overlap_comm": True,
+        "reduce_bucket_size": WIDTH * (WIDTH + 1),
+        "num_optimizer_instances": 2,
+        **config["zero"],
+    }
     config = {
         **{key: value for key, value in config.items() if key != "zero"},
         "train_micro_batch_size_per_gpu": ROWS,
@@ -62,12 +71,16 @@ def train(config: dict[str, Any]) -> list[torch.Tensor]:
     with device.stream(side):
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        # As Megatron-LM does to hook them: whoever makes an accumulation node decides on which stream its hooks run from then on.
-        nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
+        # As Megatron-LM does to hook them: whoever makes an accumulation node decides on which
+        # stream its hooks run from then on.
+        nodes = [
+            param.expand_as(param).grad_fn.next_functions[0][0] for param in model.parameters()
+        ]
     device.current_stream().wait_stream(side)
     for step in batches().to(next(model.parameters()).dtype):
         for index, micro in enumerate(step):
-            # What the first micro-batch leaves in param.grad the second is added to, by a kernel on the hooks' stream.
+            # What the first micro-batch leaves in param.grad the second is added to, by a kernel on
+            # the hooks' stream.
             with engine.no_sync() if index == 0 else nullcontext():
                 engine.backward(engine(micro).float().square().mean())
             engine.step()
@@ -77,7 +90,9 @@ def train(config: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def deviates(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return any(not torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    return any(
+        not torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, expected, strict=True)
+    )
 
 
 class TestBuiltUnderASideStream(DistributedTest):
@@ -88,11 +103,14 @@ class TestBuiltUnderASideStream(DistributedTest):
 
     @pytest.fixture(autouse=True)
     def device_collectives(self) -> None:
-        """The process group was made for the host; while a device is simulated its collectives are a device's."""
+        """The process group was made for the host; while a device is simulated its collectives are
+        a device's.
+        """
         stream_collectives.install()
 
     def test_same_as_without_streams(self) -> None:
-        # Kills: waiting for a stream known at construction, or for the default one; see below for the proof that it does.
+        # Kills: waiting for a stream known at construction, or for the default one; see below for
+        # the proof that it does.
         for name, config in CONFIGS.items():
             expected = train(config)
             for schedule in range(3):
@@ -100,10 +118,15 @@ class TestBuiltUnderASideStream(DistributedTest):
                     assert not deviates(train(config), expected), (name, schedule)
 
     @pytest.mark.parametrize("stage", ["stage 1", "stage 2"])
-    def test_waiting_for_the_default_stream_is_found(self, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a simulation in which the hooks run on the default stream after all, so that the test above would test nothing.
+    def test_waiting_for_the_default_stream_is_found(
+        self, stage: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a simulation in which the hooks run on the default stream after all, so that the
+        # test above would test nothing.
         expected = train(CONFIGS[stage])
-        monkeypatch.setattr(CommContext, "current_stream", lambda self: get_accelerator().default_stream())
+        monkeypatch.setattr(
+            CommContext, "current_stream", lambda self: get_accelerator().default_stream()
+        )
         wrong = []
         for schedule in range(1, 4):
             with simulate(schedule=schedule), check_streams(raises=False) as checker:

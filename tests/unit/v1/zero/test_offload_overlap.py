@@ -1,4 +1,6 @@
-"""The offloaded step in pieces: the same bits as in one piece, in the right order, and without a race on a device with streams."""
+"""The offloaded step in pieces: the same bits as in one piece, in the right order, and without a
+race on a device with streams.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ STAGED = 50
 WHOLE = 1 << 30
 
 
-def config(precision: str = "bf16", stage: int = 2, offload: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
+def config(
+    precision: str = "bf16", stage: int = 2, offload: dict[str, Any] | None = None, **zero: Any
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.05,
-        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **(offload or {})}, **zero},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu", **(offload or {})},
+            **zero,
+        },
         **({} if precision == "fp32" else {precision: {"enabled": True}}),
         **({"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}),
     }
@@ -41,12 +49,16 @@ def config(precision: str = "bf16", stage: int = 2, offload: dict[str, Any] | No
 def start(settings: dict[str, Any]) -> Any:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 7))
-    return deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=0.01), config=settings)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=0.01), config=settings
+    )[0]
 
 
 def micro_batch(engine: Any, generator: torch.Generator, scale: float = 1.0) -> None:
     inputs = torch.randn(4, WIDTH, generator=generator) * scale
-    engine.backward(engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean())
+    engine.backward(
+        engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean()
+    )
     engine.step()
 
 
@@ -74,18 +86,30 @@ class TestPieces(DistributedTest):
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
     def test_same_bits_as_the_whole(self, precision: str) -> None:
-        # Kills: a piece that is left out, updated twice, counted as a step of its own or gathered before it is updated; clipping or
-        # unscaling that misses a piece; pieces that are cut otherwise where gathers are bounded (100 elements) or broadcasts.
-        for stage, gathers in itertools.product((1, 2), ({}, {"allgather_bucket_size": 200}, {"allgather_partitions": False})):
+        # Kills: a piece that is left out, updated twice, counted as a step of its own or gathered
+        # before it is updated; clipping or unscaling that misses a piece; pieces that are cut
+        # otherwise where gathers are bounded (100 elements) or broadcasts.
+        for stage, gathers in itertools.product(
+            (1, 2), ({}, {"allgather_bucket_size": 200}, {"allgather_partitions": False})
+        ):
             settings = config(precision, stage, **gathers)
-            assert same(trained(settings, PIECE, WHOLE), trained(settings, WHOLE, WHOLE)), (stage, gathers)
+            assert same(trained(settings, PIECE, WHOLE), trained(settings, WHOLE, WHOLE)), (
+                stage,
+                gathers,
+            )
 
     def test_a_piece_is_on_its_way_before_the_next_is_updated_and_the_norm_known_before_the_first(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Kills: an update before the norm is decided, and gathers that begin when all pieces are updated: nothing would overlap.
+        # Kills: an update before the norm is decided, and gathers that begin when all pieces are
+        # updated:
+        # nothing would overlap.
         log: list[str] = []
-        for owner, name in ((StepSequence, "_norm_of"), (HostOptimizer, "_run"), (Publisher, "_gather")):
+        for owner, name in (
+            (StepSequence, "_norm_of"),
+            (HostOptimizer, "_run"),
+            (Publisher, "_gather"),
+        ):
             monkeypatch.setattr(owner, name, _logging(log, name, getattr(owner, name)))
         monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
         engine = start(config())
@@ -95,7 +119,9 @@ class TestPieces(DistributedTest):
         pieces = math.ceil(engine.optimizer.groups[0].table.shard_numel / PIECE)
         assert pieces == 7 and log == ["_norm_of", *["_run", "_gather"] * pieces]
 
-    def test_a_gradient_that_is_not_finite_updates_no_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gradient_that_is_not_finite_updates_no_piece(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: pieces that are updated while other ranks may still have an infinity to report.
         monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
         engine = start(config())
@@ -103,7 +129,9 @@ class TestPieces(DistributedTest):
         before = [group.master.clone() for group in engine.optimizer.groups]
         micro_batch(engine, generator, math.inf if deepspeed.comm.get_rank() == 1 else 1.0)
         micro_batch(engine, generator)
-        assert engine.optimizer.overflow and same(before, [group.master for group in engine.optimizer.groups])
+        assert engine.optimizer.overflow and same(
+            before, [group.master for group in engine.optimizer.groups]
+        )
         assert not engine.optimizer.state
 
 
@@ -116,11 +144,12 @@ def _logging(log: list[str], name: str, original: Any) -> Any:
 
 
 class TestOnStreams(DistributedTest):
-    # On one rank too: to the simulation, waiting for a collective of gloo's holds the host up, and so hides waits that are missing.
+    # On one rank too: to the simulation, waiting for a collective of gloo's holds the host up, and
+    # so hides waits that are missing.
     world_size = [1, 2]
 
-    # Schedule, buffers for staged gradients, overlap_comm (and then no bucket buffer is used twice). Memory that is not page-locked
-    # is the device's to the simulation.
+    # Schedule, buffers for staged gradients, overlap_comm (and then no bucket buffer is used
+    # twice). Memory that is not page-locked is the device's to the simulation.
     @pytest.mark.parametrize(
         "precision, pin, runs",
         [
@@ -129,9 +158,12 @@ class TestOnStreams(DistributedTest):
             ("bf16", False, [(0, 4, True)]),
         ],
     )
-    def test_silent_and_the_same_bits(self, precision: str, pin: bool, runs: list[tuple[int, int, bool]]) -> None:
-        # Kills: a copy to the host that waits for no reduction, gradients read before their copy, a bucket that is filled while
-        # its slice is still being copied, a staging buffer that is written before its copy has left, weights gathered too early.
+    def test_silent_and_the_same_bits(
+        self, precision: str, pin: bool, runs: list[tuple[int, int, bool]]
+    ) -> None:
+        # Kills: a copy to the host that waits for no reduction, gradients read before their copy, a
+        # bucket that is filled while its slice is still being copied, a staging buffer that is
+        # written before its copy has left, weights gathered too early.
         from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
 
@@ -139,7 +171,11 @@ class TestOnStreams(DistributedTest):
             plain = trained(config(precision), WHOLE, WHOLE)
         for schedule, buffers, overlap in runs:
             offload = {"pin_memory": pin, "buffer_count": buffers}
-            zero = {"overlap_comm": overlap, "contiguous_gradients": not overlap, "reduce_bucket_size": 200}
+            zero = {
+                "overlap_comm": overlap,
+                "contiguous_gradients": not overlap,
+                "reduce_bucket_size": 200,
+            }
             settings = config(precision, offload=offload, **zero)
             with simulate(schedule=schedule, backward_streams=2), check_streams():
                 values = trained(settings, PIECE, STAGED)
@@ -157,7 +193,10 @@ class Recorder:
         self.seen: list[torch.Tensor] = []
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        yield from ((start, min(start + 3, self._param.numel())) for start in range(0, self._param.numel(), 3))
+        yield from (
+            (start, min(start + 3, self._param.numel()))
+            for start in range(0, self._param.numel(), 3)
+        )
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor:
         return self.out[start:end]

@@ -1,8 +1,9 @@
-"""Several optimizer instances: everything that one instance does, done by n of them, gives the same numbers.
+"""Several optimizer instances: everything that one instance does, done by n of them, gives the same
+numbers.
 
-The contract suite holds gradients, norm and parameters against the single-process reference (`contract/matrix.py`,
-`instance_cases`); here are the groups, the collectives' number and order, the ways in which scripts drive an engine, and what is
-refused.
+The contract suite holds gradients, norm and parameters against the single-process reference
+(`contract/matrix.py`, `instance_cases`); here are the groups, the collectives' number and order,
+the ways in which scripts drive an engine, and what is refused.
 """
 
 from __future__ import annotations
@@ -64,11 +65,19 @@ class Net(nn.Module):
         return (x * self.sometimes if last else x).float().square().mean()
 
 
-def start(count: int, stage: int, accumulation: int = 1, zero: dict[str, Any] | None = None, **keys: Any) -> Any:
+def start(
+    count: int, stage: int, accumulation: int = 1, zero: dict[str, Any] | None = None, **keys: Any
+) -> Any:
     torch.manual_seed(3)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    shards = {"stage": stage, "reduce_bucket_size": 20, "overlap_comm": True, "num_optimizer_instances": count, **(zero or {})}
+    shards = {
+        "stage": stage,
+        "reduce_bucket_size": 20,
+        "overlap_comm": True,
+        "num_optimizer_instances": count,
+        **(zero or {}),
+    }
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
@@ -98,7 +107,8 @@ def look(engine: Any) -> dict[str, torch.Tensor]:
     return seen
 
 
-# The ways in which scripts drive an engine: each takes an engine and yields what must not depend on the number of instances.
+# The ways in which scripts drive an engine: each takes an engine and yields what must not depend on
+# the number of instances.
 
 
 def managed(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -168,7 +178,8 @@ def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
         names, params = zip(*engine.module.named_parameters(), strict=True)
         yield dict(zip(names, safe_get_full_grads(params) or (), strict=False))
     if dist.get_rank() == 1:
-        # Alone: reading what one owns must not start a collective that the others come to later, or never.
+        # Alone: reading what one owns must not start a collective that the others come to later, or
+        # never.
         for param in engine.module.parameters():
             safe_get_local_grad(param)
     for param in engine.module.parameters():
@@ -178,7 +189,9 @@ def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def late_on_one_instance(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Only the last rank's gradient of the layer used twice comes in parts; all must agree to send a bucket again."""
+    """Only the last rank's gradient of the layer used twice comes in parts; all must agree to send
+    a bucket again.
+    """
     engine.module.recompute = dist.get_rank() == dist.get_world_size() - 1
     yield from managed(engine)
 
@@ -198,8 +211,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 1, all-reduce": {"stage": 1, "zero": {"reduce_scatter": False, "overlap_comm": False}},
     "stage 2": {"stage": 2},
-    "stage 2, nothing overlaps": {"stage": 2, "zero": {"overlap_comm": False, "contiguous_gradients": False}},
-    "stage 2, offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True}},
+    "stage 2, nothing overlaps": {
+        "stage": 2,
+        "zero": {"overlap_comm": False, "contiguous_gradients": False},
+    },
+    "stage 2, offload": {
+        "stage": 2,
+        "zero": {"offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True},
+    },
     "stage 2, prescale": {"stage": 2, "prescale_gradients": True, "gradient_allreduce_op": "sum"},
     "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
 }
@@ -232,8 +251,9 @@ class TestWays(DistributedTest):
 
     @each(options=tuple(OPTIONS))
     def test_as_with_one_instance(self, options: str) -> None:
-        # Kills: crossing in some reductions only (a second backward would mix sums of an instance with sums of all); gradients that
-        # are read before they have crossed; agreeing on late gradients inside an instance; a factor that knows of n.
+        # Kills: crossing in some reductions only (a second backward would mix sums of an instance
+        # with sums of all); gradients that are read before they have crossed; agreeing on late
+        # gradients inside an instance; a factor that knows of n.
         for way in WAYS:
             expected = run(way, 1, OPTIONS[options])
             for count in COUNTS[options]:
@@ -245,12 +265,16 @@ class TestWays(DistributedTest):
                     for name, value in one.items():
                         # bf16 parameters are compared through their fp32 masters.
                         if value.dtype == torch.float32:
-                            torch.testing.assert_close(several[name], value, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}")
+                            torch.testing.assert_close(
+                                several[name], value, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}"
+                            )
 
     def test_one_rank_of_one_instance_overflows(self) -> None:
         # Kills: a decision to skip that an instance takes from its own ranks' gradients.
         for count in (2, 4):
-            engine = start(count, 2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+            engine = start(
+                count, 2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+            )
             before = [param.detach().clone() for param in engine.module.parameters()]
             x = data(engine, 0)
             if dist.get_rank() == 3:
@@ -258,11 +282,14 @@ class TestWays(DistributedTest):
             engine.backward(engine(x))
             engine.step()
             assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
-            assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)
+            )
             engine.destroy()
 
     def test_an_interrupted_backward_leaves_nothing_that_is_not_crossed(self) -> None:
-        # Kills: a bucket that is completed after an error without having been to the other instances.
+        # Kills: a bucket that is completed after an error without having been to the other
+        # instances.
         engine = start(2, 2)
         handle = engine.module.before.weight.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -281,11 +308,17 @@ class TestWays(DistributedTest):
 
 
 class Recorder:
-    """Which collectives this rank issues, in order: "inside", "across" or "all", and their sizes."""
+    """Which collectives this rank issues, in order: "inside", "across" or "all", and their
+    sizes.
+    """
 
     def __init__(self) -> None:
         instances = groups._get_optimizer_instances(2)
-        self.names = {id(instances.inside): "inside", id(instances.across): "across", id(dist.get_world_group()): "all"}
+        self.names = {
+            id(instances.inside): "inside",
+            id(instances.across): "across",
+            id(dist.get_world_group()): "all",
+        }
         self.calls: list[tuple[str, str, int]] = []
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
@@ -295,8 +328,14 @@ class Recorder:
         return proceed()
 
     def buckets(self) -> str:
-        """Reductions of buckets as letters: R and S for a slice received and sent inside the instance, A for one summed across."""
-        letters = {("inside", "irecv"): "R", ("inside", "isend"): "S", ("across", "all_reduce"): "A"}
+        """Reductions of buckets as letters: R and S for a slice received and sent inside the
+        instance, A for one summed across.
+        """
+        letters = {
+            ("inside", "irecv"): "R",
+            ("inside", "isend"): "S",
+            ("across", "all_reduce"): "A",
+        }
         return "".join(letters.get(call[:2], "") for call in self.calls)
 
 
@@ -317,7 +356,11 @@ def expected_order(splits: list[tuple[int, ...]], rank: int, overlap: bool) -> s
     if not overlap:
         return "".join(a + b for a, b in zip(inside, across, strict=True))
     # The next bucket is on its way inside while one is waited for to go across.
-    return inside[0] + "".join(a + b for a, b in zip(inside[1:], across[:-1], strict=True)) + across[-1]
+    return (
+        inside[0]
+        + "".join(a + b for a, b in zip(inside[1:], across[:-1], strict=True))
+        + across[-1]
+    )
 
 
 class TestCollectives(DistributedTest):
@@ -326,8 +369,9 @@ class TestCollectives(DistributedTest):
     world_size = 4
 
     def test_every_bucket_crosses_once_after_it_was_reduced_inside(self) -> None:
-        # Kills: crossing before the instance's sum is there; waiting for each bucket in turn although overlap is asked for;
-        # collectives that depend on the rank; crossing again at the step; sending more than the owned slice.
+        # Kills: crossing before the instance's sum is there; waiting for each bucket in turn
+        # although overlap is asked for; collectives that depend on the rank; crossing again at the
+        # step; sending more than the owned slice.
         for stage, overlap in ((1, False), (1, True), (2, False), (2, True)):
             engine = start(2, stage, 2, zero={"overlap_comm": overlap})
             splits = [plan.splits for plan in engine.optimizer.plans]
@@ -339,14 +383,20 @@ class TestCollectives(DistributedTest):
                     engine.backward(engine(data(engine, 1)))
                 sends = stage == 2 or boundary
                 expected = expected_order(splits, rank, overlap) if sends else ""
-                assert recorder.buckets() == expected, (stage, overlap, boundary, recorder.buckets())
+                assert recorder.buckets() == expected, (
+                    stage,
+                    overlap,
+                    boundary,
+                    recorder.buckets(),
+                )
                 sent = [numel for group, _, numel in recorder.calls if group == "across"]
                 assert sent == [split[rank] for split in splits if sends and split[rank]]
                 with recording() as recorder:
                     engine.step()
                 assert "A" not in recorder.buckets()
                 scalars = [call for call in recorder.calls if call[2] == 1]
-                # One norm over all ranks, in which instance 0 counts: norms of their own may differ in the last bit.
+                # One norm over all ranks, in which instance 0 counts: norms of their own may differ
+                # in the last bit.
                 assert scalars == ([("all", "all_reduce", 1)] if boundary else []), recorder.calls
             engine.destroy()
 
@@ -357,10 +407,14 @@ class TestCollectives(DistributedTest):
             engine.backward(engine(data(engine, 0)))
         reduced = [call for call in recorder.calls if call[1] == "all_reduce"]
         assert reduced and {group for group, _, _ in reduced} == {"all"}
-        assert sum(numel for _, _, numel in reduced) == engine.optimizer.groups[0].table.padded_numel
+        assert (
+            sum(numel for _, _, numel in reduced) == engine.optimizer.groups[0].table.padded_numel
+        )
         with recording() as recorder:
             engine.step()
-        assert {group for group, name, _ in recorder.calls if name in ("isend", "irecv")} == {"inside"}
+        assert {group for group, name, _ in recorder.calls if name in ("isend", "irecv")} == {
+            "inside"
+        }
 
 
 def train_step(engine: Any) -> None:
@@ -375,10 +429,16 @@ class TestGroups(DistributedTest):
     world_size = 4
 
     def test_consecutive_ranks_are_an_instance(self) -> None:
-        # Kills: instances of strided ranks; groups made anew for each engine; groups that outlive a reset.
+        # Kills: instances of strided ranks; groups made anew for each engine; groups that outlive a
+        # reset.
         rank = dist.get_rank()
         one = groups._get_optimizer_instances(1)
-        assert (one.inside, one.across, one.index, one.count) == (dist.get_world_group(), None, 0, 1)
+        assert (one.inside, one.across, one.index, one.count) == (
+            dist.get_world_group(),
+            None,
+            0,
+            1,
+        )
         two, four = groups._get_optimizer_instances(2), groups._get_optimizer_instances(4)
         assert dist.get_all_ranks_from_group(two.inside) == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert dist.get_all_ranks_from_group(two.across) == [rank % 2, rank % 2 + 2]
@@ -390,7 +450,8 @@ class TestGroups(DistributedTest):
         assert groups._get_optimizer_instances(2) is not two
 
     def test_beside_model_parallelism(self) -> None:
-        # Kills: groups made of the own data-parallel ranks only, whose making the other ranks do not take part in.
+        # Kills: groups made of the own data-parallel ranks only, whose making the other ranks do
+        # not take part in.
         rank = dist.get_rank()
         own = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
         groups.initialize(mpu=SimpleNamespace(get_data_parallel_group=lambda: own))
@@ -401,11 +462,18 @@ class TestGroups(DistributedTest):
 
     def test_what_cannot_be_split_is_refused(self) -> None:
         # Kills: instances of different sizes; a count that is accepted where it means nothing.
-        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 3 does not divide the 4 .* use one of 1, 2, 4"):
+        with pytest.raises(
+            DeepSpeedConfigError,
+            match=r"num_optimizer_instances: 3 does not divide the 4 .* use one of 1, 2, 4",
+        ):
             start(3, 1)
-        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0 .* use stage 1 or 2"):
+        with pytest.raises(
+            DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0 .* use stage 1 or 2"
+        ):
             start(2, 0)
         with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0"):
             start(2, 0, **BF16_OPTIMIZER)
-        with pytest.raises(ValueError, match="4 data-parallel ranks cannot be split into 3 optimizer instances"):
+        with pytest.raises(
+            ValueError, match="4 data-parallel ranks cannot be split into 3 optimizer instances"
+        ):
             groups._get_optimizer_instances(3)

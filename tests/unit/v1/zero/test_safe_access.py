@@ -1,4 +1,6 @@
-"""`safe_get_*` and `safe_set_*` on every optimizer: full and local, values, gradients and optimizer state."""
+"""`safe_get_*` and `safe_set_*` on every optimizer: full and local, values, gradients and optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from unit.v1.looping import each
 LR = 0.5
 CONFIGS: dict[str, dict[str, Any]] = {
     "zero1-fp32": {"zero_optimization": {"stage": 1}},
-    "zero2-fp32": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 8, "overlap_comm": True}},
+    "zero2-fp32": {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 8, "overlap_comm": True}
+    },
     "zero1-bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
     "zero2-fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 64}},
     "zero2-offload": {
@@ -62,7 +66,9 @@ SHARDED = [name for name in CONFIGS if not name.startswith("stage0")]
 
 
 class Net(nn.Module):
-    """Sizes that shards of two or three ranks cut in the middle; the gradients are powers of two times the input."""
+    """Sizes that shards of two or three ranks cut in the middle; the gradients are powers of two
+    times the input.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +79,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Sum with weights 1, 2 and 4, times the scalar `x`."""
-        return x * (self.first.sum() + 2 * self.second.sum() + 4 * self.third.sum() + self.frozen.sum())
+        return x * (
+            self.first.sum() + 2 * self.second.sum() + 4 * self.third.sum() + self.frozen.sum()
+        )
 
 
 def make_engine(name: str, **optimizer: Any) -> Any:
@@ -112,8 +120,9 @@ class TestFullAccess(DistributedTest):
 
     @each(name=CONFIGS)
     def test_values_gradients_and_state_are_read(self, name: str) -> None:
-        # Kills: a fragment read at the wrong place, a shard that is missing in the sum, a gradient that carries the loss scale, one
-        # that was not averaged, and state read from the neighbour's place.
+        # Kills: a fragment read at the wrong place, a shard that is missing in the sum, a gradient
+        # that carries the loss scale, one that was not averaged, and state read from the
+        # neighbour's place.
         engine = make_engine(name)
         initial = Net()
         for key, param in trainable(engine).items():
@@ -134,11 +143,14 @@ class TestFullAccess(DistributedTest):
 
     @each(name=CONFIGS)
     def test_vectorized_getters_equal_the_single_ones(self, name: str) -> None:
-        # Kills: an order of parameters that is not the caller's (here it is neither the groups' nor the registration's).
+        # Kills: an order of parameters that is not the caller's (here it is neither the groups' nor
+        # the registration's).
         engine = make_engine(name)
         params = [engine.module.third, engine.module.first, engine.module.second]
         backward(engine)
-        for many, one in zip(safe_get_full_grads(params), map(safe_get_full_grad, params), strict=True):
+        for many, one in zip(
+            safe_get_full_grads(params), map(safe_get_full_grad, params), strict=True
+        ):
             assert torch.equal(many, one)
         engine.step()
         assert safe_get_full_grads(params) is None
@@ -150,7 +162,8 @@ class TestFullAccess(DistributedTest):
 
     @each(name=CONFIGS)
     def test_what_is_set_is_used(self, name: str) -> None:
-        # Kills: a value written to the master but not the model or the other way round, a gradient that the step overwrites.
+        # Kills: a value written to the master but not the model or the other way round, a gradient
+        # that the step overwrites.
         engine = make_engine(name)
         param = engine.module.second
         value = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
@@ -182,7 +195,10 @@ class TestFullAccess(DistributedTest):
         backward(engine)
         safe_update_full_grad_vectorized(params, lambda grad, param: grad * param.numel())
         for key, param in trainable(engine).items():
-            assert torch.equal(safe_get_full_grad(param), torch.full(param.shape, WEIGHTS[key] * mean_input() * param.numel()))
+            assert torch.equal(
+                safe_get_full_grad(param),
+                torch.full(param.shape, WEIGHTS[key] * mean_input() * param.numel()),
+            )
 
     @each(name=CONFIGS)
     def test_bad_questions_are_answered_by_name(self, name: str) -> None:
@@ -217,16 +233,24 @@ class TestLocalAccess(DistributedTest):
 
     @each(name=SHARDED)
     def test_fragments_make_up_the_whole(self, name: str) -> None:
-        # Kills: fragments that overlap, leave a gap, or are handed out in another order than the elements'.
+        # Kills: fragments that overlap, leave a gap, or are handed out in another order than the
+        # elements'.
         engine = make_engine(name)
         backward(engine)
         for param in trainable(engine).values():
-            assert torch.equal(gathered_local(safe_get_local_grad(param)), safe_get_full_grad(param).reshape(-1))
+            assert torch.equal(
+                gathered_local(safe_get_local_grad(param)), safe_get_full_grad(param).reshape(-1)
+            )
         engine.step()
         for param in trainable(engine).values():
-            assert torch.equal(gathered_local(safe_get_local_fp32_param(param)), safe_get_full_fp32_param(param).reshape(-1))
+            assert torch.equal(
+                gathered_local(safe_get_local_fp32_param(param)),
+                safe_get_full_fp32_param(param).reshape(-1),
+            )
             local = gathered_local(safe_get_local_optimizer_state(param, "momentum_buffer"))
-            assert torch.equal(local, safe_get_full_optimizer_state(param, "momentum_buffer").reshape(-1))
+            assert torch.equal(
+                local, safe_get_full_optimizer_state(param, "momentum_buffer").reshape(-1)
+            )
 
     @each(name=SHARDED)
     def test_local_assignments(self, name: str) -> None:
@@ -246,7 +270,9 @@ class TestLocalAccess(DistributedTest):
         assert torch.equal(safe_get_full_fp32_param(param), torch.full((7, 1), 3.0 - LR * 8.0))
         assert torch.equal(param.detach().float(), torch.full((7, 1), 3.0 - LR * 8.0))
         safe_set_local_optimizer_state(param, torch.full((held,), 16.0), "momentum_buffer")
-        assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), torch.full((7, 1), 16.0))
+        assert torch.equal(
+            safe_get_full_optimizer_state(param, "momentum_buffer"), torch.full((7, 1), 16.0)
+        )
         with pytest.raises(ValueError, match=f"{held + 1} elements, this rank owns {held}"):
             safe_set_local_fp32_param(param, torch.zeros(held + 1))
 
@@ -257,7 +283,8 @@ class TestWithoutMasters(DistributedTest):
     world_size = 2
 
     def test_the_parameter_itself_is_read(self) -> None:
-        # Kills: None, or a gradient before averaging, where the caller can't know which optimizer is in use.
+        # Kills: None, or a gradient before averaging, where the caller can't know which optimizer
+        # is in use.
         CONFIGS["stage0-fp32"] = {}
         engine = make_engine("stage0-fp32")
         param = engine.module.second
@@ -271,7 +298,8 @@ class TestWithoutMasters(DistributedTest):
             safe_set_full_fp32_param(param, torch.zeros(5))
 
     def test_a_gradient_that_was_set_is_clipped(self) -> None:
-        # Kills: putting another tensor into param.grad: norm and clipping read the buffer, and the update would not be clipped.
+        # Kills: putting another tensor into param.grad: norm and clipping read the buffer, and the
+        # update would not be clipped.
         CONFIGS["stage0-clipped"] = {"gradient_clipping": 1.0}
         engine = make_engine("stage0-clipped")
         backward(engine)

@@ -31,7 +31,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 128}},
 }
-# fp32: summation order. Half precision: a few roundings of the gradient (1/256 for bf16), times the learning rate.
+# fp32: summation order. Half precision: a few roundings of the gradient (1/256 for bf16), times the
+# learning rate.
 TOLERANCE = {"fp32": 2e-6, "bf16": 5e-3, "bf16+fp32": 5e-3, "fp16": 1e-3}
 
 
@@ -53,20 +54,37 @@ def make_net(seed: int = 3, cls: type[nn.Module] = Net) -> nn.Module:
     return cls()
 
 
-def config_of(stage: int, accumulation: int = 1, precision: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> Any:
+def config_of(
+    stage: int,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
     """Many small buckets and overlap, where ordering mistakes show."""
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20, "overlap_comm": True, **(zero or {})},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 20,
+            "overlap_comm": True,
+            **(zero or {}),
+        },
         **PRECISIONS[precision],
         **more,
     }
     return config
 
 
-def make_engine(stage: int, accumulation: int = 1, precision: str = "fp32", model: nn.Module | None = None, **more: Any) -> Any:
+def make_engine(
+    stage: int,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    model: nn.Module | None = None,
+    **more: Any,
+) -> Any:
     model = make_net() if model is None else model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     config = config_of(stage, accumulation, precision, **more)
@@ -101,7 +119,9 @@ def reference_params(
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def assert_close(engine: Any, wanted: dict[str, torch.Tensor], tolerance: float = TOLERANCE["fp32"]) -> None:
+def assert_close(
+    engine: Any, wanted: dict[str, torch.Tensor], tolerance: float = TOLERANCE["fp32"]
+) -> None:
     """fp32 parameters of the engine, relative to their norm."""
     for name, param in engine.module.named_parameters():
         found = safe_get_full_fp32_param(param)
@@ -119,11 +139,21 @@ class TestBackwardForms(DistributedTest):
 
     world_size = 2
 
-    @each(stage=STAGES, accumulation=(1, 3), precision=("fp32", "bf16", "bf16+fp32"), form=("managed", "plain", "scale"))
-    def test_all_forms_train_alike(self, stage: int, accumulation: int, precision: str, form: str) -> None:
-        # Kills: a plain backward that isn't noticed (never reduced), divided twice or not at all by the accumulation steps.
+    @each(
+        stage=STAGES,
+        accumulation=(1, 3),
+        precision=("fp32", "bf16", "bf16+fp32"),
+        form=("managed", "plain", "scale"),
+    )
+    def test_all_forms_train_alike(
+        self, stage: int, accumulation: int, precision: str, form: str
+    ) -> None:
+        # Kills: a plain backward that isn't noticed (never reduced), divided twice or not at all by
+        # the accumulation steps.
         engine = make_engine(stage, accumulation, precision)
-        windows = [[step * accumulation + micro for micro in range(accumulation)] for step in range(2)]
+        windows = [
+            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
+        ]
         for index in itertools.chain(*windows):
             loss = loss_of(engine(inputs(engine, index)))
             if form == "managed":
@@ -139,7 +169,8 @@ class TestBackwardForms(DistributedTest):
 
     @each(stage=STAGES)
     def test_fp16_needs_the_scale(self, stage: int) -> None:
-        # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a word.
+        # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a
+        # word.
         engine = make_engine(stage, precision="fp16")
         with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
             loss_of(engine(inputs(engine, 0))).backward()
@@ -152,10 +183,15 @@ class TestBackwardForms(DistributedTest):
             engine.step()
 
     @each(stage=STAGES, accumulation=(1, 2), precision=("fp32", "bf16+fp32"), bucket=(20, 10**6))
-    def test_the_model_called_directly(self, stage: int, accumulation: int, precision: str, bucket: int) -> None:
-        # Kills: a sum over micro-batches where the mean is wanted, because no forward of the engine noticed the backward.
+    def test_the_model_called_directly(
+        self, stage: int, accumulation: int, precision: str, bucket: int
+    ) -> None:
+        # Kills: a sum over micro-batches where the mean is wanted, because no forward of the engine
+        # noticed the backward.
         engine = make_engine(stage, accumulation, precision, zero={"reduce_bucket_size": bucket})
-        windows = [[step * accumulation + micro for micro in range(accumulation)] for step in range(2)]
+        windows = [
+            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
+        ]
         for index in itertools.chain(*windows):
             loss_of(engine.module(inputs(engine, index))).backward()
             engine.step()
@@ -177,8 +213,8 @@ class TestBackwardForms(DistributedTest):
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_several_losses_and_backwards_per_step(self, stage: int, precision: str) -> None:
-        # Kills: averaging the first backward's sum again with the second's (its share would shrink with the world), and a second
-        # backward at the boundary that replaces the first.
+        # Kills: averaging the first backward's sum again with the second's (its share would shrink
+        # with the world), and a second backward at the boundary that replaces the first.
         engine = make_engine(stage, precision=precision)
         for step in range(2):
             output = engine(inputs(engine, step))
@@ -196,13 +232,18 @@ class TestBackwardForms(DistributedTest):
         for step in range(2):
             optimizer.zero_grad()
             for rank in range(world):
-                ((total(model, data(step, rank)) + loss_of(model(data(10 + step, rank)))) / world).backward()
+                (
+                    (total(model, data(step, rank)) + loss_of(model(data(10 + step, rank)))) / world
+                ).backward()
             optimizer.step()
-        assert_close(engine, {n: p.detach() for n, p in model.named_parameters()}, 4 * TOLERANCE[precision])
+        assert_close(
+            engine, {n: p.detach() for n, p in model.named_parameters()}, 4 * TOLERANCE[precision]
+        )
 
     @each(stage=STAGES, plain=(False, True))
     def test_a_module_used_twice(self, stage: int, plain: bool) -> None:
-        # Kills: a plain backward that ends at the first output's gradient, and a parameter whose second use is lost.
+        # Kills: a plain backward that ends at the first output's gradient, and a parameter whose
+        # second use is lost.
         engine = make_engine(stage)
         loss = loss_of(engine(data(0)) - 2 * engine(data(1)).square())
         loss.backward() if plain else engine.backward(loss)
@@ -217,7 +258,8 @@ class TestBackwardForms(DistributedTest):
 
     @each(stage=STAGES)
     def test_a_backward_that_raises_and_then_a_good_one(self, stage: int) -> None:
-        # Kills: state of the broken backward (counts, buckets, the running flag) that leaks into the next one.
+        # Kills: state of the broken backward (counts, buckets, the running flag) that leaks into
+        # the next one.
         engine = make_engine(stage)
         for plain in (False, True):
             output = engine(data(7))
@@ -249,7 +291,9 @@ class TestBackwardForms(DistributedTest):
 
 
 class SharedLayers(nn.Module):
-    """Reentrant checkpoints over segments that share a layer: its hook fires once per segment, in autograd tasks of their own."""
+    """Reentrant checkpoints over segments that share a layer: its hook fires once per segment, in
+    autograd tasks of their own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,9 +321,11 @@ class TestCheckpointing(DistributedTest):
     world_size = 2
 
     @each(stage=STAGES, overlap=(True, False), bucket=(1, 60, 10**6), plain=(False, True))
-    def test_late_gradients_count_once(self, stage: int, overlap: bool, bucket: int, plain: bool) -> None:
-        # Kills: sending the shared layer after its first firing and dropping (or sending twice) what comes later; a plain backward
-        # that is closed by an inner autograd task.
+    def test_late_gradients_count_once(
+        self, stage: int, overlap: bool, bucket: int, plain: bool
+    ) -> None:
+        # Kills: sending the shared layer after its first firing and dropping (or sending twice)
+        # what comes later; a plain backward that is closed by an inner autograd task.
         zero = {"overlap_comm": overlap, "reduce_bucket_size": bucket}
         engine = make_engine(stage, 2, model=make_net(cls=SharedLayers), zero=zero)
         windows = [[0, 1], [2, 3], [4, 5]]
@@ -302,7 +348,8 @@ class TestAccumulationControl(DistributedTest):
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_no_sync(self, stage: int, precision: str) -> None:
-        # Kills: a collective inside no_sync, a gradient of the block that the next reduction drops or averages twice.
+        # Kills: a collective inside no_sync, a gradient of the block that the next reduction drops
+        # or averages twice.
         engine = make_engine(stage, 3, precision)
         for index in range(6):
             if index % 3 == 2:
@@ -313,13 +360,17 @@ class TestAccumulationControl(DistributedTest):
                     engine.backward(loss_of(engine(inputs(engine, index))))
                     with pytest.raises(RuntimeError, match="no_sync"):
                         engine.step()
-                assert all(torch.equal(value, dict(params_of(engine))[name]) for name, value in before.items())
+                assert all(
+                    torch.equal(value, dict(params_of(engine))[name])
+                    for name, value in before.items()
+                )
             engine.step()
         assert_close(engine, reference_params([[0, 1, 2], [3, 4, 5]]), TOLERANCE[precision])
 
     @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32"))
     def test_boundary_set_from_outside(self, stage: int, precision: str) -> None:
-        # Kills: a second count of micro-batches beside the caller's; dividing although the caller did (accelerate's way).
+        # Kills: a second count of micro-batches beside the caller's; dividing although the caller
+        # did (accelerate's way).
         engine = make_engine(stage, 1, precision)
         for index in range(6):
             last = index % 3 == 2
@@ -333,7 +384,8 @@ class TestAccumulationControl(DistributedTest):
 
     @each(stage=STAGES)
     def test_unmanaged_accumulation(self, stage: int) -> None:
-        # Kills: dividing or counting by gradient_accumulation_steps when the caller said that it does so.
+        # Kills: dividing or counting by gradient_accumulation_steps when the caller said that it
+        # does so.
         engine = make_engine(stage, 4, managed_gradient_accumulation=False)
         for step in range(2):
             for index in range(2):
@@ -370,28 +422,40 @@ class TestLifetime(DistributedTest):
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_destroy_leaves_a_usable_model(self, stage: int, precision: str) -> None:
-        # Kills: hooks or links that stay on parameters, parameters that are views of a freed or shared buffer.
-        immediate = {"bf16": {"enabled": True, "immediate_grad_update": True}} if precision != "fp32" else {}
+        # Kills: hooks or links that stay on parameters, parameters that are views of a freed or
+        # shared buffer.
+        immediate = (
+            {"bf16": {"enabled": True, "immediate_grad_update": True}}
+            if precision != "fp32"
+            else {}
+        )
         engine = make_engine(stage, precision=precision, **immediate)
         engine.backward(loss_of(engine(inputs(engine, 0))))
         engine.step()
         model, dtype = engine.module, engine.model_dtype
         before = params_of(engine)
         if stage == 2:
-            assert hook_count(model) > 0, "nothing to remove: this test would not notice hooks that stay"
+            assert hook_count(model) > 0, (
+                "nothing to remove: this test would not notice hooks that stay"
+            )
         engine.destroy()
         del engine
         gc.collect()
         assert hook_count(model) == 0
         assert not any(hasattr(param, "_hp_mapping") for param in model.parameters())
-        assert all(torch.equal(value, dict(model.named_parameters())[name]) for name, value in before)
-        assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == len(list(model.parameters()))
+        assert all(
+            torch.equal(value, dict(model.named_parameters())[name]) for name, value in before
+        )
+        assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == len(
+            list(model.parameters())
+        )
         loss_of(model(data(1).to(dtype))).backward()
         assert all(param.grad is not None for param in model.parameters())
 
     @each(stage=STAGES)
     def test_evaluation_between_micro_batches(self, stage: int) -> None:
-        # Kills: a forward under no_grad or eval that is counted as a micro-batch or confuses the running one.
+        # Kills: a forward under no_grad or eval that is counted as a micro-batch or confuses the
+        # running one.
         engine = make_engine(stage, 2)
         for index in range(4):
             engine.eval()
@@ -407,8 +471,11 @@ class TestLifetime(DistributedTest):
         assert_close(engine, reference_params([[0, 1], [2, 3]]))
 
     def test_engine_without_optimizer(self) -> None:
-        # Kills: an engine that can't evaluate without an optimizer, or fails far from the cause when asked to train.
-        engine, optimizer, loader, schedule = deepspeed.initialize(model=make_net(), config=config_of(0))
+        # Kills: an engine that can't evaluate without an optimizer, or fails far from the cause
+        # when asked to train.
+        engine, optimizer, loader, schedule = deepspeed.initialize(
+            model=make_net(), config=config_of(0)
+        )
         assert optimizer is None and loader is None and schedule is None
         assert engine(data(0)).shape == (ROWS, 3)
         for call in (lambda: engine.backward(loss_of(engine(data(0)))), engine.step):
@@ -419,7 +486,8 @@ class TestLifetime(DistributedTest):
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_the_module_can_be_copied_and_saved_whole(self, stage: int, precision: str) -> None:
-        # Kills: links on parameters that drag the optimizer, and process groups that can't be pickled, into the file.
+        # Kills: links on parameters that drag the optimizer, and process groups that can't be
+        # pickled, into the file.
         engine = make_engine(stage, precision=precision)
         file = io.BytesIO()
         torch.save(engine.module, file)
@@ -443,7 +511,8 @@ class TestLifetime(DistributedTest):
 
     @each(stages=[(0, 0), (1, 2)])
     def test_two_engines_on_one_module(self, stages: tuple[int, int]) -> None:
-        # Kills: two optimizers that both move one module's parameters into their own buffers, silently training different weights.
+        # Kills: two optimizers that both move one module's parameters into their own buffers,
+        # silently training different weights.
         model = nn.ModuleDict({"left": make_net(3), "right": make_net(4)})
         left = make_engine(stages[0], model=model["left"])
         right = make_engine(stages[1], model=model["right"])
@@ -455,7 +524,8 @@ class TestLifetime(DistributedTest):
         assert_close(right, reference_params([[0]], model=make_net(4)))
 
     def test_compile(self) -> None:
-        # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward loses.
+        # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
+        # loses.
         compiled: list[int] = []
 
         def backend(graph: Any, example: Any) -> Any:
@@ -483,7 +553,8 @@ class TestInitializeForms(DistributedTest):
 
     @each(stage=STAGES)
     def test_optimizer_and_scheduler_as_callables(self, stage: int) -> None:
-        # Kills: a callable that is taken for an optimizer, gets no parameters, or a schedule on groups that nobody reads.
+        # Kills: a callable that is taken for an optimizer, gets no parameters, or a schedule on
+        # groups that nobody reads.
         seen: list[int] = []
 
         def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -506,17 +577,25 @@ class TestInitializeForms(DistributedTest):
 
     @each(stage=STAGES)
     def test_model_parameters_as_generator_and_groups(self, stage: int) -> None:
-        # Kills: a generator that is consumed twice, and groups that are flattened (the second one has learning rate 0).
+        # Kills: a generator that is consumed twice, and groups that are flattened (the second one
+        # has learning rate 0).
         sgd = {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
         model = make_net()
         config = config_of(stage, **sgd)
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
         engine.backward(loss_of(engine(data(0))))
         engine.step()
         assert_close(engine, reference_params([[0]]))
         model = make_net()
-        groups = [{"params": list(model.first.parameters())}, {"params": list(model.third.parameters()), "lr": 0.0}]
-        engine = deepspeed.initialize(model=model, model_parameters=groups, config=config_of(stage, **sgd))[0]
+        groups = [
+            {"params": list(model.first.parameters())},
+            {"params": list(model.third.parameters()), "lr": 0.0},
+        ]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=groups, config=config_of(stage, **sgd)
+        )[0]
         engine.backward(loss_of(engine(data(0))))
         engine.step()
         wanted, initial = reference_params([[0]]), dict(make_net().named_parameters())
@@ -530,7 +609,9 @@ class TestInitializeForms(DistributedTest):
         path.write_text(json.dumps(config_of(1, optimizer={"type": "SGD", "params": {"lr": LR}})))
         parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
         parser.add_argument("--local_rank", type=int, default=-1)
-        args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path), "--local_rank", str(dist.get_rank())])
+        args = parser.parse_args(
+            ["--deepspeed", "--deepspeed_config", str(path), "--local_rank", str(dist.get_rank())]
+        )
         engine = deepspeed.initialize(args=args, model=make_net())[0]
         assert engine.zero_optimization_stage() == 1 and engine.local_rank == dist.get_rank()
         engine.backward(loss_of(engine(data(0))))
@@ -559,7 +640,8 @@ class TestReductionSettings(DistributedTest):
         plain=(False, True),
     )
     def test_where_divisions_stand(self, stage: int, more: dict[str, Any], plain: bool) -> None:
-        # Kills: a division that is lost or doubled when it moves to the other side of the collective.
+        # Kills: a division that is lost or doubled when it moves to the other side of the
+        # collective.
         engine = make_engine(stage, 3, **more)
         for index in range(3):
             loss = loss_of(engine(data(index)))
@@ -578,14 +660,25 @@ class TestReductionSettings(DistributedTest):
         initial = dict(make_net().named_parameters())
         mean = reference_params([[0, 1]])
         world = dist.get_world_size()
-        wanted = {name: value.detach() + world * (mean[name] - value.detach()) for name, value in initial.items()}
+        wanted = {
+            name: value.detach() + world * (mean[name] - value.detach())
+            for name, value in initial.items()
+        }
         assert_close(engine, wanted, TOLERANCE[precision])
-        norm = sum(((mean[n] - v.detach()) / LR * world).square().sum() for n, v in initial.items()).sqrt()
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-4 if precision == "fp32" else 2e-2)
+        norm = sum(
+            ((mean[n] - v.detach()) / LR * world).square().sum() for n, v in initial.items()
+        ).sqrt()
+        assert float(engine.get_global_grad_norm()) == pytest.approx(
+            norm.item(), rel=1e-4 if precision == "fp32" else 2e-2
+        )
 
-    @each(stage=STAGES, settings=[("fp32", "bf16", 1e-3), ("bf16", "fp32", 5e-3), ("fp32", "fp16", 1e-4)])
+    @each(
+        stage=STAGES,
+        settings=[("fp32", "bf16", 1e-3), ("bf16", "fp32", 5e-3), ("fp32", "fp16", 1e-4)],
+    )
     def test_communication_data_type(self, stage: int, settings: tuple[str, str, float]) -> None:
-        # Kills: a key that is ignored: bf16 on the wire must round an fp32 gradient, fp32 must not break a bf16 model.
+        # Kills: a key that is ignored: bf16 on the wire must round an fp32 gradient, fp32 must not
+        # break a bf16 model.
         precision, travels, tolerance = settings
         engine = make_engine(stage, precision=precision, communication_data_type=travels)
         engine.backward(loss_of(engine(inputs(engine, 0))))
@@ -598,7 +691,8 @@ class TestReductionSettings(DistributedTest):
 
     @each(stage=STAGES)
     def test_torch_autocast(self, stage: int) -> None:
-        # Kills: a key that is ignored; the output would be fp32. Parameters and their masters stay fp32.
+        # Kills: a key that is ignored; the output would be fp32. Parameters and their masters stay
+        # fp32.
         engine = make_engine(stage, torch_autocast={"enabled": True, "dtype": "bf16"})
         output = engine(data(0))
         assert output.dtype == torch.bfloat16
@@ -617,11 +711,20 @@ class TestReductionSettings(DistributedTest):
         # Kills: an option without effect.
         model = make_net()
         model.spare = nn.Linear(2, 2)
-        engine = make_engine(stage, model=model, zero={"ignore_unused_parameters": False, "overlap_comm": False})
+        engine = make_engine(
+            stage, model=model, zero={"ignore_unused_parameters": False, "overlap_comm": False}
+        )
         with pytest.raises(RuntimeError, match="spare.weight.*ignore_unused_parameters"):
             engine.backward(loss_of(engine(data(0))))
 
-    @each(stage=(1, 2), zero=[{"round_robin_gradients": True}, {"contiguous_gradients": False}, {"allgather_partitions": False}])
+    @each(
+        stage=(1, 2),
+        zero=[
+            {"round_robin_gradients": True},
+            {"contiguous_gradients": False},
+            {"allgather_partitions": False},
+        ],
+    )
     def test_layout_options_change_no_number(self, stage: int, zero: dict[str, Any]) -> None:
         # Kills: an option that mixes up owners.
         engine = make_engine(stage, 2, zero={**zero, "allgather_bucket_size": 30})
@@ -638,15 +741,24 @@ class TestWholeParameterOptimizers(DistributedTest):
 
     @each(precision=("fp32", "bf16", "bf16+fp32"))
     def test_lamb_without_zero_sees_whole_parameters(self, precision: str) -> None:
-        # Kills: bf16 with fp32 accumulation handing Lamb a shard at stage 0 (its trust ratio would be the shard's).
+        # Kills: bf16 with fp32 accumulation handing Lamb a shard at stage 0 (its trust ratio would
+        # be the shard's).
         lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 0.05}}}
-        engine = deepspeed.initialize(model=make_net(), config=config_of(0, precision=precision, **lamb))[0]
-        updated = [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
-        assert [param.shape for param in updated] == [param.shape for param in engine.module.parameters()]
+        engine = deepspeed.initialize(
+            model=make_net(), config=config_of(0, precision=precision, **lamb)
+        )[0]
+        updated = [
+            param for group in engine.basic_optimizer.param_groups for param in group["params"]
+        ]
+        assert [param.shape for param in updated] == [
+            param.shape for param in engine.module.parameters()
+        ]
         engine.backward(loss_of(engine(inputs(engine, 0))))
         engine.step()
         assert engine.was_step_applied()
-        with pytest.raises(deepspeed.DeepSpeedConfigError, match="FusedLamb.*zero_optimization.stage 0"):
+        with pytest.raises(
+            deepspeed.DeepSpeedConfigError, match="FusedLamb.*zero_optimization.stage 0"
+        ):
             deepspeed.initialize(model=make_net(), config=config_of(1, precision=precision, **lamb))
 
 
@@ -657,9 +769,12 @@ class TestOneRank(DistributedTest):
 
     @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32", "fp16"), accumulation=(1, 2))
     def test_world_of_one(self, stage: int, precision: str, accumulation: int) -> None:
-        # Kills: a path that is only taken with several ranks and leaves gradients unaccumulated or unscaled here.
+        # Kills: a path that is only taken with several ranks and leaves gradients unaccumulated or
+        # unscaled here.
         engine = make_engine(stage, accumulation, precision)
-        windows = [[step * accumulation + micro for micro in range(accumulation)] for step in range(2)]
+        windows = [
+            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
+        ]
         for index in itertools.chain(*windows):
             engine.backward(loss_of(engine(inputs(engine, index))))
             engine.step()
@@ -677,7 +792,9 @@ class TestOneRank(DistributedTest):
                     grad = safe_get_full_grad(engine.module.third.bias).clone()
                 engine.step()
             moved = make_net().third.bias.detach() - LR * grad
-            torch.testing.assert_close(engine.module.third.bias.detach(), moved, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                engine.module.third.bias.detach(), moved, rtol=1e-6, atol=1e-7
+            )
 
 
 def test_each_names_the_combination() -> None:

@@ -1,4 +1,6 @@
-"""The configurations of the pipeline's contract suite: pairs of values, and the whole product. Pure, as `contract.matrix`."""
+"""The configurations of the pipeline's contract suite: pairs of values, and the whole product.
+Pure, as `contract.matrix`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ SHARES = 6
 
 @dataclass(frozen=True)
 class PipeCase(Case):
-    """One configuration of a pipeline; `world` is stages times data-parallel ranks, `stage` that of ZeRO.
+    """One configuration of a pipeline; `world` is stages times data-parallel ranks, `stage` that of
+    ZeRO.
 
     Attributes:
         pipe: Pipeline stages.
@@ -50,7 +53,9 @@ class PipeCase(Case):
         recomputed = [f"checkpoint{self.checkpoint}"] if self.checkpoint else []
         switches = [word for word in ("dynamic", "tied", "adaptive") if getattr(self, word)]
         cut = [f"parts{self.parts}"] if self.parts else []
-        return "-".join((f"pipe{self.pipe}", self.schedule, *recomputed, *switches, *cut, super().name))
+        return "-".join(
+            (f"pipe{self.pipe}", self.schedule, *recomputed, *switches, *cut, super().name)
+        )
 
 
 # Stages and data-parallel ranks, together: only these fit into 4 ranks.
@@ -90,11 +95,15 @@ def case_of(row: dict[str, Any], bucket: str) -> PipeCase:
 
 def pair_cases() -> list[PipeCase]:
     """All pairs of values."""
-    return [case_of(row, ("tiny", "huge")[index % 2]) for index, row in enumerate(pairwise(FACTORS))]
+    return [
+        case_of(row, ("tiny", "huge")[index % 2]) for index, row in enumerate(pairwise(FACTORS))
+    ]
 
 
 def _rows() -> Iterator[dict[str, Any]]:
-    turns = itertools.cycle(itertools.product((True, False), (False, True), (4, 7, 1), ((0, 1), (0, 0), (0, 2))))
+    turns = itertools.cycle(
+        itertools.product((True, False), (False, True), (4, 7, 1), ((0, 1), (0, 0), (0, 2)))
+    )
     for values in itertools.product(*(FACTORS[name] for name in _PRODUCT)):
         for schedule in ("1f1b", "interleaved", "zero_bubble"):
             overlap, offload, accumulation, recomputed = next(turns)

@@ -1,10 +1,13 @@
-"""The single-process reference of a pipeline: plain torch, one chain of layers, no process group, no deepspeed.
+"""The single-process reference of a pipeline: plain torch, one chain of layers, no process group,
+no deepspeed.
 
-A weight that first and last layer share is two parameters here, kept equal: the gradient of the shared one is the sum of theirs.
-That is what stages do, and it says how large each part of the sum is. (`test_contract` holds it to a weight that really is shared.)
+A weight that first and last layer share is two parameters here, kept equal: the gradient of the
+shared one is the sum of theirs. That is what stages do, and it says how large each part of the sum
+is. (`test_contract` holds it to a weight that really is shared.)
 
-fp32 without half precision's roundings: the reference adds micro-batches in the engine's order and then ranks, so results are
-*equal*, bit for bit, wherever the engine's arithmetic has that order; see `is_exact`. Half precision: see `contract.reference`.
+fp32 without half precision's roundings: the reference adds micro-batches in the engine's order and
+then ranks, so results are *equal*, bit for bit, wherever the engine's arithmetic has that order;
+see `is_exact`. Half precision: see `contract.reference`.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Chain(nn.Module):
                 param.copy_(masters[SHARED if shared else name])
 
     def backward(self, micro: Micro, factor: float, scale: float) -> float:
-        """Add the gradients of a micro-batch, in the order of operations that training code has; returns its loss."""
+        """Add the gradients of a micro-batch, in the order of operations that training code has;
+        returns its loss.
+        """
         loss = self(micro)
         (loss / factor * scale).backward()
         return loss.item()
@@ -79,26 +84,42 @@ def merged_sizes(sizes: dict[str, float], tied: bool) -> dict[str, float]:
 def is_exact(case: PipeCase) -> bool:
     """Whether the engine has the reference's order of additions, to the last bit.
 
-    Clipping has a square root of sums in another order; one stage that has both uses of a shared weight adds them in autograd's.
-    ZeRO's parameters lie in one buffer, not aligned, for which matrix kernels may add in another order.
+    Clipping has a square root of sums in another order; one stage that has both uses of a shared
+    weight adds them in autograd's. ZeRO's parameters lie in one buffer, not aligned, for which
+    matrix kernels may add in another order.
     """
-    return case.precision == "fp32" and case.stage == 0 and not case.clip and not (case.tied and case.pipe == 1)
+    return (
+        case.precision == "fp32"
+        and case.stage == 0
+        and not case.clip
+        and not (case.tied and case.pipe == 1)
+    )
 
 
 def batch(case: PipeCase, step: int, replica: int) -> list[Micro]:
     """The micro-batches of one data-parallel rank."""
-    return [micro_batch(step, replica, micro, case.replicas, case.dynamic) for micro in range(case.accumulation)]
+    return [
+        micro_batch(step, replica, micro, case.replicas, case.dynamic)
+        for micro in range(case.accumulation)
+    ]
 
 
 def mean_loss(chain: Chain, case: PipeCase, step: int) -> float:
     """Of a batch, without gradients."""
     with torch.no_grad():
-        losses = [chain(micro).item() for replica in range(case.replicas) for micro in batch(case, step, replica)]
+        losses = [
+            chain(micro).item()
+            for replica in range(case.replicas)
+            for micro in batch(case, step, replica)
+        ]
     return sum(losses) / len(losses)
 
 
 def _values(params: dict[str, nn.Parameter]) -> Tensors:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in params.items()
+    }
 
 
 def _sum(parts: Iterable[Tensors]) -> Tensors:
@@ -122,19 +143,40 @@ def _sizes(chain: Chain, case: PipeCase, step: int) -> dict[str, float]:
 
 
 def fp32_run(case: PipeCase, steps: int) -> list[tuple[Expected, float]]:
-    """One process that trains with torch alone, from the first step to the last; with the mean loss of each step."""
-    return _fp32_run(case.replicas, case.accumulation, case.clip, case.dynamic, case.tied, is_exact(case), steps)
+    """One process that trains with torch alone, from the first step to the last; with the mean loss
+    of each step.
+    """
+    return _fp32_run(
+        case.replicas, case.accumulation, case.clip, case.dynamic, case.tied, is_exact(case), steps
+    )
 
 
 @functools.cache
 def _fp32_run(
     replicas: int, accumulation: int, clip: bool, dynamic: bool, tied: bool, exact: bool, steps: int
 ) -> list[tuple[Expected, float]]:
-    case = PipeCase(0, "fp32", accumulation, clip, False, True, False, "huge", replicas, dynamic=dynamic, tied=tied)
+    case = PipeCase(
+        0,
+        "fp32",
+        accumulation,
+        clip,
+        False,
+        True,
+        False,
+        "huge",
+        replicas,
+        dynamic=dynamic,
+        tied=tied,
+    )
     chain = Chain(tied)
-    masters = merged({name: param.detach().clone() for name, param in chain.trainable().items()}, False)
+    masters = merged(
+        {name: param.detach().clone() for name, param in chain.trainable().items()}, False
+    )
     if tied:
-        masters = {SHARED: masters.pop(FIRST), **{name: value for name, value in masters.items() if name != LAST}}
+        masters = {
+            SHARED: masters.pop(FIRST),
+            **{name: value for name, value in masters.items() if name != LAST},
+        }
     params = {name: nn.Parameter(value) for name, value in masters.items()}
     optimizer = torch.optim.SGD(parameter_groups(params), lr=contract.LEARNING_RATE)
     run = []
@@ -158,7 +200,14 @@ def _fp32_run(
         masters = {name: param.detach().clone() for name, param in params.items()}
         grad_bounds = {name: tolerance * size for name, size in sizes.items()}
         param_bounds = {name: tolerance * value.norm().item() for name, value in masters.items()}
-        run.append((Expected(grads, norm, masters, grad_bounds, contract.FP32_TOLERANCE * norm, param_bounds), loss))
+        run.append(
+            (
+                Expected(
+                    grads, norm, masters, grad_bounds, contract.FP32_TOLERANCE * norm, param_bounds
+                ),
+                loss,
+            )
+        )
     return run
 
 
@@ -174,7 +223,9 @@ def half_chain(case: PipeCase, masters: Tensors) -> Chain:
     return chain
 
 
-def half_step(case: PipeCase, masters: Tensors, weight_decay: dict[str, float], step: int) -> tuple[Expected, float]:
+def half_step(
+    case: PipeCase, masters: Tensors, weight_decay: dict[str, float], step: int
+) -> tuple[Expected, float]:
     """What one SGD step from `masters` must give in half precision, and the mean loss."""
     precision = case.precision.partition("+")[0]
     chain = half_chain(case, masters)
@@ -195,5 +246,7 @@ def half_step(case: PipeCase, masters: Tensors, weight_decay: dict[str, float], 
     roundings = case.accumulation + case.replicas + 1 + case.tied
     # One stage that has both uses of a weight leaves that addition to autograd.
     sums_in = contract.DTYPES[precision] if case.tied and case.pipe == 1 else sums_dtype(case)
-    expected = contract.rounded_step(masters, weight_decay, grads, sizes, precision, sums_in, roundings, case.clip)
+    expected = contract.rounded_step(
+        masters, weight_decay, grads, sizes, precision, sums_in, roundings, case.clip
+    )
     return expected, sum(losses) / len(losses)

@@ -1,4 +1,6 @@
-"""Runs one configuration of the pipeline's contract suite on this rank and compares it with the reference. Collective."""
+"""Runs one configuration of the pipeline's contract suite on this rank and compares it with the
+reference. Collective.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ EVALUATED = 50  # the step whose data is evaluated
 def pipe_config(case: PipeCase) -> dict[str, Any]:
     """The case as a configuration."""
     config = config_of(case)
-    config["pipeline"] = {"schedule": case.schedule, "activation_checkpoint_interval": case.checkpoint}
+    config["pipeline"] = {
+        "schedule": case.schedule,
+        "activation_checkpoint_interval": case.checkpoint,
+    }
     if case.adaptive:
-        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": int(math.log2(contract.LOSS_SCALE))}
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": int(math.log2(contract.LOSS_SCALE)),
+        }
     return config
 
 
@@ -57,7 +66,9 @@ class PipeRun(Checks):
         self.pipe_case = case
         self.replica = module.grid.data_parallel_id
         optimizer = torch.optim.SGD(self.parameter_groups(), lr=contract.LEARNING_RATE)
-        self.engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=pipe_config(case))
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=pipe_config(case)
+        )
         self.found: Tensors = {}
         self._observe_gradients()
 
@@ -67,11 +78,15 @@ class PipeRun(Checks):
 
     def train(self, step: int) -> torch.Tensor:
         """One step; returns the loss."""
-        loss: torch.Tensor = self.engine.train_batch(iter(reference.batch(self.pipe_case, step, self.replica)))
+        loss: torch.Tensor = self.engine.train_batch(
+            iter(reference.batch(self.pipe_case, step, self.replica))
+        )
         return loss
 
     def _observe_gradients(self) -> None:
-        """Read the reduced gradients right before each step, which `train_batch` takes by itself."""
+        """Read the reduced gradients right before each step, which `train_batch` takes by
+        itself.
+        """
         original: Callable[..., None] = self.engine._take_model_step
 
         def observed(*args: Any) -> None:
@@ -103,7 +118,9 @@ class PipeRun(Checks):
                 with on_host():
                     self._compare_loss(step, float(found), loss)
                     self.compare_gradients(step, self.found, self._own(expected))
-                    self.compare_tensors(step, "parameter", masters, expected.params, expected.param_bounds)
+                    self.compare_tensors(
+                        step, "parameter", masters, expected.params, expected.param_bounds
+                    )
                 self._check_model(step, masters)
             self._evaluate(masters)
         finally:
@@ -126,7 +143,9 @@ class PipeRun(Checks):
             self.fail(step, f"loss {found!r} is not {wanted!r}")
 
     def _check_model(self, step: int, masters: Tensors) -> None:
-        """Parameters are the rounded masters, frozen ones are untouched, and no step was skipped."""
+        """Parameters are the rounded masters, frozen ones are untouched, and no step was
+        skipped.
+        """
         for name, param in self.params.items():
             if not torch.equal(param.detach(), masters[name].to(self.dtype)):
                 self.fail(step, f"{name} is not its master rounded to {self.dtype}")
@@ -134,7 +153,10 @@ class PipeRun(Checks):
             if not torch.equal(self.model.get_parameter(name), before):
                 self.fail(step, f"frozen {name} changed")
         if self.engine.skipped_steps or self.engine.global_steps != step + 1:
-            self.fail(step, f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped")
+            self.fail(
+                step,
+                f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped",
+            )
 
     def _evaluate(self, masters: Tensors) -> None:
         """`eval_batch` says the mean loss on all ranks and changes nothing."""
@@ -143,13 +165,21 @@ class PipeRun(Checks):
             wanted = reference.mean_loss(reference.half_chain(case, masters), case, EVALUATED)
         found = self.engine.eval_batch(iter(reference.batch(case, EVALUATED, self.replica)))
         self._compare_loss(EVALUATED, float(found), wanted)
-        self.compare_tensors(EVALUATED, "parameter", self.everywhere(self.masters()), masters, dict.fromkeys(masters, 0.0))
+        self.compare_tensors(
+            EVALUATED,
+            "parameter",
+            self.everywhere(self.masters()),
+            masters,
+            dict.fromkeys(masters, 0.0),
+        )
 
 
 def leave_together() -> None:
-    """End a test in which a batch failed: its connections are closed, so the harness's barrier would have nothing to run on.
+    """End a test in which a batch failed: its connections are closed, so the harness's barrier
+    would have nothing to run on.
 
-    A rank that has noticed stays until the others have, so that none of them notices that it left instead.
+    A rank that has noticed stays until the others have, so that none of them notices that it left
+    instead.
     """
     store = dist.get_store()
     store.set(f"noticed/{dist.get_rank()}", "1")

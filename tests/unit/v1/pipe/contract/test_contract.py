@@ -1,7 +1,9 @@
-"""The pipeline's contract: losses, gradients, norm and parameters of every configuration equal those of one process.
+"""The pipeline's contract: losses, gradients, norm and parameters of every configuration equal
+those of one process.
 
-`make test` runs a subset in which every pair of values occurs; `pytest -m contract tests/unit/v1/pipe` the whole product. The
-bounds, and where they are zero, stand in `reference`; faults that these tests were seen to find in `test_contract_bites`.
+`make test` runs a subset in which every pair of values occurs; `pytest -m contract
+tests/unit/v1/pipe` the whole product. The bounds, and where they are zero, stand in `reference`;
+faults that these tests were seen to find in `test_contract_bites`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ class TestPairs(DistributedTest):
 
     @pytest.mark.world_size(1)
     def test_world_1(self) -> None:
-        # Kills: what assumes a neighbour (a message to itself, chunks of one stage, a last stage that is not the first).
+        # Kills: what assumes a neighbour (a message to itself, chunks of one stage, a last stage
+        # that is not the first).
         run_cases(of_world(pair_cases(), 1), PipeRun)
 
     @pytest.mark.world_size(2)
     def test_world_2(self) -> None:
-        # Kills: data ranks taken for stages or the other way round, a loss divided twice or never, ties not summed.
+        # Kills: data ranks taken for stages or the other way round, a loss divided twice or never,
+        # ties not summed.
         run_cases(of_world(pair_cases(), 2), PipeRun)
 
     @pytest.mark.world_size(4)
@@ -63,26 +67,52 @@ def test_pairs_are_covered() -> None:
     assert {(case.pipe, case.replicas) for case in cases} == set(FACTORS["grid"])
     assert {(case.schedule, case.checkpoint) for case in cases} == set(FACTORS["plan"])
     assert {case.precision for case in cases} == {"fp32", "bf16", "bf16+fp32", "fp16"}
-    assert any(case.adaptive for case in cases) and any(not case.adaptive and case.precision == "fp16" for case in cases)
+    assert any(case.adaptive for case in cases) and any(
+        not case.adaptive and case.precision == "fp16" for case in cases
+    )
     assert len({case.name for case in cases}) == len(cases) < 50
 
 
 def test_product_is_whole() -> None:
     # Kills: a product that drops a schedule, or turns that never bring a value to some schedule.
     cases = product_cases()
-    wanted = ("pipe", "world", "schedule", "precision", "adaptive", "stage", "dynamic", "tied", "clip")
-    assert len({tuple(getattr(case, name) for name in wanted) for case in cases}) == len(cases) == 5 * 3 * 5 * 2**4
+    wanted = (
+        "pipe",
+        "world",
+        "schedule",
+        "precision",
+        "adaptive",
+        "stage",
+        "dynamic",
+        "tied",
+        "clip",
+    )
+    assert (
+        len({tuple(getattr(case, name) for name in wanted) for case in cases})
+        == len(cases)
+        == 5 * 3 * 5 * 2**4
+    )
     turns = {(case.schedule, case.overlap, case.offload, case.accumulation) for case in cases}
-    assert turns == set(itertools.product(("1f1b", "interleaved", "zero_bubble"), (True, False), (True, False), (1, 4, 7)))
+    assert turns == set(
+        itertools.product(
+            ("1f1b", "interleaved", "zero_bubble"), (True, False), (True, False), (1, 4, 7)
+        )
+    )
 
 
 def test_two_uses_are_one_weight() -> None:
-    # Kills: a reference that is wrong about ties. In double precision, against a weight that the layers really share.
+    # Kills: a reference that is wrong about ties. In double precision, against a weight that the
+    # layers really share.
     case = PipeCase(0, "fp32", 3, False, False, True, False, "huge", 1, tied=True)
     apart, shared = (reference.Chain(tied=True).double() for _ in range(2))
     shared.layers[-1].weight = shared.layers[0].weight  # type: ignore[union-attr]  # both are modules
     for chain in (apart, shared):
         for micro in reference.batch(case, 0, 0):
             chain.backward(micro, 3, 1.0)
-    total = reference.merged({name: param.grad for name, param in apart.trainable().items() if param.grad is not None}, True)
-    torch.testing.assert_close(total[reference.SHARED], shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15)
+    total = reference.merged(
+        {name: param.grad for name, param in apart.trainable().items() if param.grad is not None},
+        True,
+    )
+    torch.testing.assert_close(
+        total[reference.SHARED], shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15
+    )

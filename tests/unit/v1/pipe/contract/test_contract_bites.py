@@ -1,4 +1,6 @@
-"""The pipeline's contract finds what it is there for: the engine is broken on purpose, and the suite has to say so."""
+"""The pipeline's contract finds what it is there for: the engine is broken on purpose, and the
+suite has to say so.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from unit.v1.pipe.contract.runner import PipeRun, leave_together
 
 def case(stage: int, precision: str, clip: bool, schedule: str = "1f1b", **more: Any) -> PipeCase:
     """Two stages by two data-parallel ranks."""
-    values = {"overlap": False, "reduce_scatter": True, "offload": False, "bucket": "huge", "accumulation": 4, **more}
+    values = {
+        "overlap": False,
+        "reduce_scatter": True,
+        "offload": False,
+        "bucket": "huge",
+        "accumulation": 4,
+        **more,
+    }
     return PipeCase(stage, precision, clip=clip, world=4, pipe=2, schedule=schedule, **values)
 
 
@@ -39,8 +48,12 @@ ZERO_BUBBLE = case(0, "fp32", False, "zero_bubble")
 INTERLEAVED = case(0, "fp32", False, "interleaved", accumulation=7)
 
 
-def instead(patch: pytest.MonkeyPatch, kind: type[schedule.PipeInstruction], execute: Callable[..., None]) -> None:
-    """Execute an instruction otherwise; `execute` gets what is executed now as its first argument."""
+def instead(
+    patch: pytest.MonkeyPatch, kind: type[schedule.PipeInstruction], execute: Callable[..., None]
+) -> None:
+    """Execute an instruction otherwise; `execute` gets what is executed now as its first
+    argument.
+    """
     original = PipelineEngine._INSTRUCTION_MAP[kind]
 
     def replaced(self: PipelineEngine, **kwargs: Any) -> None:
@@ -53,7 +66,9 @@ def sum_over_micro_batches(patch: pytest.MonkeyPatch) -> None:
     """The loss is divided by nothing."""
     original = PipelineEngine._backward_roots
 
-    def roots(self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int) -> list[torch.Tensor | None]:
+    def roots(
+        self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
+    ) -> list[torch.Tensor | None]:
         grads = original(self, buffer, micro_batch, chunk)
         return [grad * self.micro_batches for grad in grads] if self._is_last_part(chunk) else grads  # type: ignore[operator]
 
@@ -63,7 +78,9 @@ def sum_over_micro_batches(patch: pytest.MonkeyPatch) -> None:
 def divide_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Each stage divides what it hands back by the micro-batches."""
     original = PipeBuffer.input_grads
-    patch.setattr(PipeBuffer, "input_grads", lambda self: tuple(grad / 4 for grad in original(self)))
+    patch.setattr(
+        PipeBuffer, "input_grads", lambda self: tuple(grad / 4 for grad in original(self))
+    )
 
 
 def leave_ties_apart(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +143,9 @@ def skip_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """The loss of the last one is left out of backward."""
     original = PipelineEngine._backward_roots
 
-    def roots(self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int) -> list[torch.Tensor | None]:
+    def roots(
+        self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
+    ) -> list[torch.Tensor | None]:
         grads = original(self, buffer, micro_batch, chunk)
         is_last = micro_batch == self.micro_batches - 1 and self._is_last_part(chunk)
         return [torch.zeros_like(grad) for grad in grads if grad is not None] if is_last else grads
@@ -137,7 +156,9 @@ def skip_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
 def skip_the_last_weights(patch: pytest.MonkeyPatch) -> None:
     """Zero bubble: the last weight pass is forgotten."""
 
-    def all_but_the_last(original: Callable[..., None], self: PipelineEngine, **kwargs: Any) -> None:
+    def all_but_the_last(
+        original: Callable[..., None], self: PipelineEngine, **kwargs: Any
+    ) -> None:
         if kwargs["micro_batch"] == self.micro_batches - 1:
             self.pipe_buffers[kwargs["buffer_id"]].split = None
         original(self, **kwargs)
@@ -151,7 +172,11 @@ def receive_in_half(patch: pytest.MonkeyPatch) -> None:
 
     def recv(self: Channel) -> Any:
         def rounded(tensor: torch.Tensor) -> torch.Tensor:
-            half = tensor.detach().bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
+            half = (
+                tensor.detach().bfloat16().to(tensor.dtype)
+                if tensor.is_floating_point()
+                else tensor
+            )
             return half.requires_grad_(tensor.requires_grad)
 
         return torch.utils._pytree.tree_map_only(torch.Tensor, rounded, original(self))
@@ -162,7 +187,9 @@ def receive_in_half(patch: pytest.MonkeyPatch) -> None:
 def sum_of_data_ranks_losses(patch: pytest.MonkeyPatch) -> None:
     """The mean loss is over micro-batches only."""
     original = BatchOutputs.mean_loss
-    patch.setattr(BatchOutputs, "mean_loss", lambda self, micro_batches: original(self, micro_batches) * 2)
+    patch.setattr(
+        BatchOutputs, "mean_loss", lambda self, micro_batches: original(self, micro_batches) * 2
+    )
 
 
 def labels_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +229,9 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[PipeCase]]]
 def let_go_when_sent(patch: pytest.MonkeyPatch) -> None:
     """A buffer is released as soon as its activations have been sent."""
 
-    def send_and_release(original: Callable[..., None], self: PipelineEngine, **kwargs: Any) -> None:
+    def send_and_release(
+        original: Callable[..., None], self: PipelineEngine, **kwargs: Any
+    ) -> None:
         original(self, **kwargs)
         self.pipe_buffers[kwargs["buffer_id"]].release()
 
@@ -226,7 +255,10 @@ class TestContractBites(DistributedTest):
 
     def test_unbroken_cases_pass(self) -> None:
         # Kills: cases below that fail for another reason than their mutation.
-        run_cases(sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name), PipeRun)
+        run_cases(
+            sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name),
+            PipeRun,
+        )
 
     def test_every_mutation_is_found(self) -> None:
         # Kills: a comparison that lets a wrong loss, gradient, norm or parameter through.
@@ -248,7 +280,8 @@ class TestContractBites(DistributedTest):
     def test_a_buffer_that_is_let_go_early_is_noticed(
         self, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Kills: a buffer that is used again without a word, and the gradient of a micro-batch with it.
+        # Kills: a buffer that is used again without a word, and the gradient of a micro-batch with
+        # it.
         mutate(monkeypatch)
         with pytest.raises(AssertionError, match=r"PipeBufferError|PipelineShapeError"):
             run_cases([PLAIN], PipeRun)

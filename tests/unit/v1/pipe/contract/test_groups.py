@@ -1,4 +1,6 @@
-"""Stages with other numbers of parameter groups train, and the step's one norm costs one collective whatever they are."""
+"""Stages with other numbers of parameter groups train, and the step's one norm costs one collective
+whatever they are.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ from unit.v1.pipe.contract.runner import PipeRun, leave_together
 SPLITS: dict[tuple[int, ...], tuple[int, ...]] = {
     (0, 9, 10): (3, 1),
     (0, 1, 10): (1, 3),
-    (0, 3, 4, 5, 10): (4, 1, 1, 2),  # four: one of them is empty; the third stage has a frozen layer only
+    # four: one of them is empty; the third stage has a frozen layer only
+    (0, 3, 4, 5, 10): (4, 1, 1, 2),
 }
-SMALL = 4  # elements; the norm has one per parameter group, and no gradient that is reduced is so small
+# elements; the norm has one per parameter group, and no gradient that is reduced is so small
+SMALL = 4
 
 
 class SmallReductions:
@@ -59,13 +63,21 @@ class GroupsRun(PipeRun):
         stage = self.model.stage_id
         matrices = [param for param in self.params.values() if param.dim() >= 2]
         vectors = [param for param in self.params.values() if param.dim() < 2]
-        empty = {"params": []} if self.case.stage else {"params": [p for p in self.model.parameters() if not p.requires_grad]}
+        empty = (
+            {"params": []}
+            if self.case.stage
+            else {"params": [p for p in self.model.parameters() if not p.requires_grad]}
+        )
         decayed = {"params": matrices, "weight_decay": 0.1}
         rest = {"params": vectors, "weight_decay": 0.0}
         if counts[stage] == 1:
             return [decayed if matrices else empty]
         first, others = {**decayed, "params": matrices[:1]}, {**decayed, "params": matrices[1:]}
-        return {2: [decayed, rest], 3: [first, others, rest], 4: [first, others, {"params": []}, rest]}[counts[stage]]
+        return {
+            2: [decayed, rest],
+            3: [first, others, rest],
+            4: [first, others, {"params": []}, rest],
+        }[counts[stage]]
 
     def train(self, step: int) -> torch.Tensor:
         """One step; norm and mean loss are all that ranks tell each other in few numbers."""
@@ -79,15 +91,22 @@ class GroupsRun(PipeRun):
         if self.reductions.shapes != wanted:
             self.fail(step, f"reductions of {self.reductions.shapes} elements, not of {wanted}")
         norms, norm = self.engine.get_group_grad_norms(), float(self.engine.get_global_grad_norm())
-        if len(norms) != wanted[0][0] or not abs(sum(n * n for n in norms) - norm * norm) <= 1e-5 * norm * norm:
+        if (
+            len(norms) != wanted[0][0]
+            or not abs(sum(n * n for n in norms) - norm * norm) <= 1e-5 * norm * norm
+        ):
             self.fail(step, f"norms {norms} of the groups do not make up the norm {norm}")
         return loss
 
 
-def case(parts: tuple[int, ...], world: int, stage: int, precision: str, clip: bool, **more: Any) -> PipeCase:
+def case(
+    parts: tuple[int, ...], world: int, stage: int, precision: str, clip: bool, **more: Any
+) -> PipeCase:
     """Two micro-batches on the stages of `SPLITS`."""
     values = {"overlap": False, "offload": False, "bucket": "huge", "reduce_scatter": True, **more}
-    return PipeCase(stage, precision, 2, clip, world=world, pipe=len(parts) - 1, parts=parts, **values)
+    return PipeCase(
+        stage, precision, 2, clip, world=world, pipe=len(parts) - 1, parts=parts, **values
+    )
 
 
 CASES = {
@@ -114,17 +133,23 @@ class TestTwoStages(DistributedTest):
     exec_timeout = 60
 
     def test_trains(self) -> None:
-        # Kills: a collective per group; a norm that counts a stage's first group only, or differs between stages.
+        # Kills: a collective per group; a norm that counts a stage's first group only, or differs
+        # between stages.
         run_cases(CASES[2], GroupsRun)
 
     @pytest.mark.parametrize("stage", (0, 1))
-    def test_a_collective_per_group_is_found(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_collective_per_group_is_found(
+        self, stage: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: an intent check that is silent about what would hang, or make norms of losses.
         monkeypatch.setattr(ReplicatedOptimizer, "scaled_global_norm", reduce_per_group)
         monkeypatch.setattr(DeepSpeedZeroOptimizer, "scaled_global_norm", reduce_per_group)
         run = GroupsRun(case((0, 9, 10), 2, stage, "fp32", False))
         intent.enable(timeout_s=5.0)
-        with pytest.raises((intent.CollectiveMismatchError, PipelinePeerError), match=r"(?s)all_reduce.*reduce_per_group"):
+        with pytest.raises(
+            (intent.CollectiveMismatchError, PipelinePeerError),
+            match=r"(?s)all_reduce.*reduce_per_group",
+        ):
             run.train(0)
         intent.disable()
         leave_together()
@@ -135,7 +160,8 @@ class TestFourRanks(DistributedTest):
     exec_timeout = 90
 
     def test_trains(self) -> None:
-        # Kills: a stage without trainable parameters, or with an empty group, that leaves the others waiting.
+        # Kills: a stage without trainable parameters, or with an empty group, that leaves the
+        # others waiting.
         run_cases(CASES[4], GroupsRun)
 
 

@@ -1,4 +1,6 @@
-"""A pipeline of m micro-batches trains as a plain engine that accumulates them: the gradient is the mean over the whole batch."""
+"""A pipeline of m micro-batches trains as a plain engine that accumulates them: the gradient is the
+mean over the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ TOLERANCE = 1e-6
 
 def whole_batch(step: int, accumulation: int) -> list[Micro]:
     """Micro-batches of an even number of rows: two of `micro_batch`, one after the other."""
-    pairs = [[micro_batch(step, half, micro, 2, False) for half in range(2)] for micro in range(accumulation)]
+    pairs = [
+        [micro_batch(step, half, micro, 2, False) for half in range(2)]
+        for micro in range(accumulation)
+    ]
     return [
-        Micro(tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)), torch.cat((a.labels, b.labels)))  # type: ignore[arg-type]
+        Micro(
+            tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)),
+            torch.cat((a.labels, b.labels)),
+        )  # type: ignore[arg-type]
         for a, b in pairs
     ]
 
@@ -69,18 +77,36 @@ class TestTwoRanks(DistributedTest):
 
     @each(accumulation=(1, 4, 7))
     def test_mean_of_micro_batches(self, accumulation: int) -> None:
-        # Kills: a division by the wrong number (or by m and by the stages), a micro-batch left out of a ragged last round.
+        # Kills: a division by the wrong number (or by m and by the stages), a micro-batch left out
+        # of a ragged last round.
         wanted = plain_run(accumulation)
         for schedule in ("1f1b", "interleaved", "zero_bubble"):
-            case = PipeCase(0, "fp32", accumulation, False, False, True, False, "huge", 2, pipe=2, schedule=schedule)
+            case = PipeCase(
+                0,
+                "fp32",
+                accumulation,
+                False,
+                False,
+                True,
+                False,
+                "huge",
+                2,
+                pipe=2,
+                schedule=schedule,
+            )
             run = PipeRun(case)
             for step, (loss, grads, norm, params) in enumerate(wanted):
                 found = run.engine.train_batch(iter(whole_batch(step, accumulation)))
                 assert abs(found.item() - loss) <= TOLERANCE * loss
                 assert abs(float(run.engine.get_global_grad_norm()) - norm) <= TOLERANCE * norm
-                bounds = {name: TOLERANCE * max(norm, value.norm().item()) for name, value in params.items()}
+                bounds = {
+                    name: TOLERANCE * max(norm, value.norm().item())
+                    for name, value in params.items()
+                }
                 own = {name: value for name, value in grads.items() if name in run.params}
                 run.compare_tensors(step, "gradient", run.found, own, bounds)
-                run.compare_tensors(step, "parameter", run.everywhere(run.masters()), params, bounds)
+                run.compare_tensors(
+                    step, "parameter", run.everywhere(run.masters()), params, bounds
+                )
             run.engine.destroy()
             assert run.failures == []

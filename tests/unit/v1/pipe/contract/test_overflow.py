@@ -1,4 +1,6 @@
-"""A gradient that overflows on one stage: all stages skip the step, adapt the scale alike, and go on."""
+"""A gradient that overflows on one stage: all stages skip the step, adapt the scale alike, and go
+on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def config_without_patience(case: PipeCase) -> dict[str, Any]:
 
 
 class OverflowRun(PipeRun):
-    """One weight's gradient, on one stage and data-parallel rank, is infinite in the steps that are told to be."""
+    """One weight's gradient, on one stage and data-parallel rank, is infinite in the steps that are
+    told to be.
+    """
 
     def __init__(self, case: PipeCase, stage: int) -> None:
         super().__init__(case)
@@ -38,7 +42,12 @@ class OverflowRun(PipeRun):
     def state(self) -> tuple[Any, ...]:
         """What all ranks must agree on."""
         engine = self.engine
-        return engine.skipped_steps, engine.global_steps, engine.was_step_applied(), engine.optimizer.cur_scale
+        return (
+            engine.skipped_steps,
+            engine.global_steps,
+            engine.was_step_applied(),
+            engine.optimizer.cur_scale,
+        )
 
     def overflow(self, step: int, wanted: tuple[Any, ...]) -> None:
         """A step that changes the scale, and nothing else, on all ranks."""
@@ -46,9 +55,13 @@ class OverflowRun(PipeRun):
         self.is_infinite = True
         self.train(step)
         self.is_infinite = False
-        self.compare_tensors(step, "parameter", self.everywhere(self.masters()), before, dict.fromkeys(before, 0.0))
+        self.compare_tensors(
+            step, "parameter", self.everywhere(self.masters()), before, dict.fromkeys(before, 0.0)
+        )
         if self.state() != wanted:
-            self.fail(step, f"skipped steps, steps, applied and scale are {self.state()}, not {wanted}")
+            self.fail(
+                step, f"skipped steps, steps, applied and scale are {self.state()}, not {wanted}"
+            )
 
     def check(self) -> None:
         """Overflow twice, then train.
@@ -62,7 +75,9 @@ class OverflowRun(PipeRun):
         before = self.everywhere(self.masters())
         self.train(2)
         after = self.everywhere(self.masters())
-        if self.state() != (2, 3, True, scales[-1]) or all(torch.equal(before[name], after[name]) for name in before):
+        if self.state() != (2, 3, True, scales[-1]) or all(
+            torch.equal(before[name], after[name]) for name in before
+        ):
             self.fail(2, f"the step after the skipped ones is not applied: {self.state()}")
         self.engine.destroy()
         failures: list[Any] = [None] * dist.get_world_size()
@@ -74,11 +89,16 @@ class TestFourRanks(DistributedTest):
     world_size = 4
 
     @each(grid=((2, 2), (4, 1)), zero=(0, 1), adaptive=(False, True))
-    def test_all_stages_skip(self, grid: tuple[int, int], zero: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a stage that decides by its own gradients or its own replicas', a scale that adapts on that stage only.
+    def test_all_stages_skip(
+        self, grid: tuple[int, int], zero: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a stage that decides by its own gradients or its own replicas', a scale that adapts
+        # on that stage only.
         monkeypatch.setattr(runner, "pipe_config", config_without_patience)
         pipe, _ = grid
-        for stage, schedule in zip((0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True):
+        for stage, schedule in zip(
+            (0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True
+        ):
             case = PipeCase(
                 zero, "fp16", 3, True, False, True, False, "huge", 4, pipe=pipe, schedule=schedule, tied=True, adaptive=adaptive
             )  # fmt: skip

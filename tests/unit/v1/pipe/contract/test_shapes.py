@@ -1,4 +1,6 @@
-"""Activations whose number, shapes and dtypes change: right results, no hang, and no more descriptions than are needed."""
+"""Activations whose number, shapes and dtypes change: right results, no hang, and no more
+descriptions than are needed.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Grow(Mix):
         """One step."""
         hidden, mask, positions, bias, nothing, factor = super().forward(inputs)
         if self.grown:
-            hidden, mask, bias = (torch.cat((tensor, tensor[:1])) for tensor in (hidden, mask, bias))
+            hidden, mask, bias = (
+                torch.cat((tensor, tensor[:1])) for tensor in (hidden, mask, bias)
+            )
         return hidden, mask, positions, bias, nothing, factor
 
 
@@ -87,8 +91,14 @@ def micro_batch(seed: int, rows: int, columns: int, varied: bool) -> Micro:
     """Random values; with `varied`, random dtypes, None and empty shapes too."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    integers = draw.choice((torch.int64, torch.int32, torch.int16, torch.uint8)) if varied else torch.int64
-    floats = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16, None)) if varied else torch.float32
+    integers = (
+        draw.choice((torch.int64, torch.int32, torch.int16, torch.uint8)) if varied else torch.int64
+    )
+    floats = (
+        draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16, None))
+        if varied
+        else torch.float32
+    )
     empty = torch.empty(draw.choice(((0,), (0, 3), (4, 0, 2))) if varied else (0,), dtype=integers)
     carried = Carried(
         torch.randn(rows, columns, WIDTH, generator=generator),
@@ -104,7 +114,10 @@ def micro_batch(seed: int, rows: int, columns: int, varied: bool) -> Micro:
 def random_batch(step: int) -> list[Micro]:
     """Micro-batches of random sizes."""
     draw = random.Random(step)
-    return [micro_batch(1_000 * step + m, draw.randint(1, 5), draw.randint(1, 9), True) for m in range(MICRO_BATCHES)]
+    return [
+        micro_batch(1_000 * step + m, draw.randint(1, 5), draw.randint(1, 9), True)
+        for m in range(MICRO_BATCHES)
+    ]
 
 
 def fixed_batch(step: int, rows: int) -> list[Micro]:
@@ -130,7 +143,9 @@ class Twin:
     @torch.no_grad()
     def evaluate(self, batch: list[Micro]) -> float:
         """The mean loss."""
-        return sum(loss_of(self.layers(inputs), labels).item() for inputs, labels in batch) / len(batch)
+        return sum(loss_of(self.layers(inputs), labels).item() for inputs, labels in batch) / len(
+            batch
+        )
 
 
 def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
@@ -169,13 +184,23 @@ def check_parameters(engine: PipelineEngine, twin: Twin) -> None:
 
 def descriptions(engine: PipelineEngine) -> list[tuple[int, int]]:
     """Messages and descriptions among them, of this rank's ends of activations."""
-    ends = [channel for chunk in engine.channels.chunks for channel in (chunk.activations_in, chunk.activations_out)]
-    return [(channel.messages, channel.metadata_messages) for channel in ends if channel is not None]
+    ends = [
+        channel
+        for chunk in engine.channels.chunks
+        for channel in (chunk.activations_in, chunk.activations_out)
+    ]
+    return [
+        (channel.messages, channel.metadata_messages) for channel in ends if channel is not None
+    ]
 
 
 def gradient_channels(engine: PipelineEngine) -> list[Channel]:
     """This rank's ends of gradients."""
-    ends = [channel for chunk in engine.channels.chunks for channel in (chunk.gradients_in, chunk.gradients_out)]
+    ends = [
+        channel
+        for chunk in engine.channels.chunks
+        for channel in (chunk.gradients_in, chunk.gradients_out)
+    ]
     return [channel for channel in ends if channel is not None]
 
 
@@ -186,26 +211,36 @@ class Shapes(DistributedTest):
 
     @each(schedule=SCHEDULES)
     def test_every_micro_batch_looks_different(self, schedule: str) -> None:
-        # Kills: a shape, dtype, None or flag of another micro-batch; a wait for what is not sent; a description too few or many.
+        # Kills: a shape, dtype, None or flag of another micro-batch; a wait for what is not sent; a
+        # description too few or many.
         engine, twin = make_engine(self.world_size, schedule, dynamic=True), Twin()  # type: ignore[arg-type]  # one number
         for step in range(STEPS):
             batch = random_batch(step)
             wanted = twin.train(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
             if step % 10 == 9:
-                check_loss(engine.eval_batch(iter(random_batch(1_000 + step))), twin.evaluate(random_batch(1_000 + step)), "eval")
+                check_loss(
+                    engine.eval_batch(iter(random_batch(1_000 + step))),
+                    twin.evaluate(random_batch(1_000 + step)),
+                    "eval",
+                )
         check_parameters(engine, twin)
         count = (STEPS + STEPS // 10) * MICRO_BATCHES
         assert set(descriptions(engine)) == {(count, count)}
-        assert {(end.messages, end.metadata_messages) for end in gradient_channels(engine)} == {(STEPS * MICRO_BATCHES, 0)}
+        assert {(end.messages, end.metadata_messages) for end in gradient_channels(engine)} == {
+            (STEPS * MICRO_BATCHES, 0)
+        }
         engine.destroy()
 
     @each(schedule=SCHEDULES)
     def test_one_shape_is_described_once(self, schedule: str) -> None:
-        # Kills: a description per message or batch; shapes of one batch that outlive `reset_activation_shape` or an evaluation.
+        # Kills: a description per message or batch; shapes of one batch that outlive
+        # `reset_activation_shape` or an evaluation.
         engine, twin = make_engine(self.world_size, schedule, dynamic=False), Twin()  # type: ignore[arg-type]  # one number
         wanted_descriptions = 0
-        for step, (rows, resets) in enumerate(((3, False), (3, False), (5, True), (5, False), (2, True))):
+        for step, (rows, resets) in enumerate(
+            ((3, False), (3, False), (5, True), (5, False), (2, True))
+        ):
             if resets:
                 engine.reset_activation_shape()
             wanted_descriptions += resets or step == 0
@@ -214,7 +249,11 @@ class Shapes(DistributedTest):
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
         assert set(descriptions(engine)) == {(5 * MICRO_BATCHES, wanted_descriptions)}
         evaluated = fixed_batch(90, 7)
-        check_loss(engine.eval_batch(iter(evaluated)), twin.evaluate(evaluated), "evaluation of another shape")
+        check_loss(
+            engine.eval_batch(iter(evaluated)),
+            twin.evaluate(evaluated),
+            "evaluation of another shape",
+        )
         batch = fixed_batch(6, 2)
         wanted = twin.train(batch)
         check_loss(engine.train_batch(iter(batch)), wanted, "after evaluation")
@@ -225,7 +264,8 @@ class Shapes(DistributedTest):
     @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("where", ("data", "layer"))
     def test_another_shape_is_refused_everywhere(self, schedule: str, where: str) -> None:
-        # Kills: a receiver that fills the old shape with a part of the message, or waits for the rest; a rank that is not told.
+        # Kills: a receiver that fills the old shape with a part of the message, or waits for the
+        # rest; a rank that is not told.
         engine = make_engine(self.world_size, schedule, dynamic=False)  # type: ignore[arg-type]  # one number
         engine.train_batch(iter(fixed_batch(0, 3)))
         for layer in engine.module.modules():
