@@ -4,7 +4,9 @@
 other guards. Texts are exact and must occur once, so that a fault that no longer fits the code is
 an error and not a test of nothing.
 
-    python -m unit.mutation.table fix1        prints the fault as a patch (run in tests/, needs no torch)
+    python -m unit.mutation.table fix1
+
+in `tests/` prints the fault as a patch; it needs no torch.
 """
 
 from __future__ import annotations
@@ -75,29 +77,36 @@ class Fault:
 
 RECORD_AND_COMMENT = """\
         if self.comm_context.has_streams:
-            # [fix 2] The stream current here, inside the hook, is the one that produced this gradient: autograd runs the hook on
-            # the stream of the accumulation node, which need not be the default stream nor the one the optimizer was built on.
+            # [fix 2] The stream current here, inside the hook, is the one that produced this
+            # gradient: autograd runs the hook on the stream of the accumulation node, which need
+            # not be the default stream nor the one the optimizer was built on.
             self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
 """
-WAIT = (
-    "        self.comm_context.wait_for(bucket.copy_streams or "
-    "{self.comm_context.current_stream()})\n"
-)
-WAIT_COMMENT = """\
-        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on. Reading them is safe only after the
-        # work of *all* of these streams; the one current now is right only if no hook recorded any.
+WAIT = """\
+        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
 """
+WAIT_COMMENT = """\
+        # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on.
+        # Reading them is safe only after the work of *all* of these streams; the one current now is
+        # right only if no hook recorded any.
+"""
+CLEAR = '''\
+        """Forget the contributions. The streams too [fix 1]: a stale one would order the next
+        reduction after unrelated work.
+        """
+'''
 REMAINING_STREAMS = """\
             streams = self.ipg_buckets[index].copy_streams
             if streams:
-                # Of a bucket that is not complete, some gradients may be left from earlier backwards (no_sync), whose streams
-                # autograd has joined to the one current here.
+                # Of a bucket that is not complete, some gradients may be left from earlier
+                # backwards (no_sync), whose streams autograd has joined to the one current here.
                 streams.add(self.comm_context.current_stream())
 """
 NORM_LOOP = """\
             squares[group_index] += local(group_index).squeeze()
-        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own different numbers of groups
-        # (pipeline stages do), and a collective per group would then never match. fp32 whatever the model's dtype.
+        # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own
+        # different numbers of groups (pipeline stages do), and a collective per group would then
+        # never match. fp32 whatever the model's dtype.
         if self.norm_group is not None:
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
 """
@@ -119,9 +128,9 @@ EPILOGUE_REDUCES_FIRST = """\
         sequence.backward_epilogue()
         self._exit_backward(sequence)
 """
-ABSORB = (
-    "            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)\n"
-)
+ABSORB = """\
+            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)
+"""
 ABSORB_ELSEWHERE = """\
             from deepspeed.accelerator import get_accelerator
 
@@ -136,11 +145,7 @@ UNDO_FIXES = (
         (
             ("        copy_streams: Streams that the gradients were produced on.\n", ""),
             ("    copy_streams: set[Any] = field(default_factory=set)\n", ""),
-            (
-                " The streams too [fix 1]: a stale one would order the next reduction after "
-                "unrelated work.",
-                "",
-            ),
+            (CLEAR, '        """Forget the contributions."""\n'),
             ("        self.copy_streams.clear()\n", ""),
             (RECORD_AND_COMMENT, ""),
             (REMAINING_STREAMS, ""),
@@ -199,7 +204,8 @@ FAULTS = (
         (
             (
                 'self._squared_norm(group_index, torch.device("cpu")).to(self.device)',
-                'self._reduced(self._squared_norm(group_index, torch.device("cpu")).to(self.device))\n\n'
+                'self._reduced(self._squared_norm(group_index, torch.device("cpu"))'
+                ".to(self.device))\n\n"
                 "    def _reduced(self, squared: torch.Tensor) -> torch.Tensor:\n"
                 "        dist.all_reduce(squared, group=self.norm_group)\n"
                 "        return squared",
@@ -225,9 +231,8 @@ FAULTS = (
         ZERO,
         (
             (
-                "            dist.all_reduce(squares, op=dist.ReduceOp.SUM, "
-                "group=self.norm_group)\n",
-                "            pass\n",
+                "dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)",
+                "pass",
             ),
         ),
         FIX3,
@@ -253,8 +258,8 @@ FAULTS = (
         (
             (
                 "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n        return "
-                "float(self.loss_scaler.loss_scale)\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n"
+                "        return float(self.loss_scaler.loss_scale)\n",
             ),
         ),
         SCALING,
@@ -284,8 +289,8 @@ FAULTS = (
         (
             (
                 "        return range(first, self._next)\n\n    def remaining",
-                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def "
-                "remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n"
+                "    def remaining",
             ),
         ),
         "tests/unit/runtime/test_readiness.py",

@@ -94,8 +94,8 @@ CHECKER = (
         STREAMS,
         (
             (
-                "if self.reduction_stream is None else "
-                "get_accelerator().stream(self.reduction_stream)",
+                "            if self.reduction_stream is None\n"
+                "            else get_accelerator().stream(self.reduction_stream)\n",
                 "",
             ),
         ),
@@ -126,24 +126,14 @@ CHECKER = (
     Mutation(
         "the step does not wait for the reduction",
         STREAMS,
-        (
-            (
-                JOIN,
-                "            self._alive.clear()\n",
-            ),
-        ),
+        ((JOIN, "            self._alive.clear()\n"),),
         "streams: stage 2",
         r"gradient shard of group(.|\n)*local_squared_norm",
     ),
     Mutation(
         "the default stream waits for the reduction",
         STREAMS,
-        (
-            (
-                JOIN,
-                JOIN.replace("current_stream()", "default_stream()"),
-            ),
-        ),
+        ((JOIN, JOIN.replace("current_stream()", "default_stream()")),),
         "streams: stage 2 on a side stream",
         r"gradient shard of group(.|\n)*local_squared_norm",
     ),
@@ -152,8 +142,9 @@ CHECKER = (
         SHARD_OPS,
         (
             (
-                "        for work in self._works:\n            work.wait()\n        self._works = "
-                "[]\n",
+                "        for work in self._works:\n"
+                "            work.wait()\n"
+                "        self._works = []\n",
                 "        self._works = []\n",
             ),
         ),
@@ -216,11 +207,12 @@ LEDGER = (
         ZERO,
         (
             (
-                "            if self.contiguous_gradients:\n                "
-                "reduction.buffer.last_read = read\n",
+                "            if self.contiguous_gradients:\n"
+                "                reduction.buffer.last_read = read\n",
                 "            self.sink.add(reduction.index, group, segments, pieces, "
-                "reduction.factors.post)\n            if "
-                "self.contiguous_gradients:\n                reduction.buffer.last_read = read\n",
+                "reduction.factors.post)\n"
+                "            if self.contiguous_gradients:\n"
+                "                reduction.buffer.last_read = read\n",
             ),
         ),
         "ledger: stage 1",
@@ -296,8 +288,8 @@ LEDGER = (
         (
             (
                 "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n",
-                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n        "
-                "self._free_buffers.append(buffer)\n",
+                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n"
+                "        self._free_buffers.append(buffer)\n",
             ),
         ),
         "ledger: stage 2",
@@ -335,8 +327,8 @@ INTENT = (
         (
             (
                 "        return range(first, self._next)\n\n    def remaining",
-                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n    def "
-                "remaining",
+                "        return range(bucket, bucket + (not self._missing[bucket]))\n\n"
+                "    def remaining",
             ),
         ),
         "intent: stage 2",
@@ -350,8 +342,8 @@ ORACLE = (
         (
             (
                 "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n        return "
-                "float(self.loss_scaler.loss_scale)\n",
+                "        self.loss_scaler.update_scale(self.overflow)\n"
+                "        return float(self.loss_scaler.loss_scale)\n",
             ),
         ),
         "oracle: fp16",

@@ -15,9 +15,9 @@ MODEL_RANKS = "deepspeed/runtime/sharding/model_ranks.py"
 SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
 
 TIED = "            dist.all_reduce(sequence.local_gradient(param), group=group)\n"
-SEND_GRADS = (
-    "        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above\n"
-)
+SEND_GRADS = """\
+        channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above
+"""
 COMPLETE = "    def _complete(self, posted: _Posted) -> list[torch.Tensor]:\n"
 COMPLETE_WAITS = COMPLETE + "        for work in posted.works:\n            self._wait(work)\n"
 DESCRIBE = "        if is_first or self.dynamic:\n            self._send_description(spec)\n"
@@ -32,8 +32,8 @@ PIPELINE = (
         (
             (
                 "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part:",
-                "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part and "
-                "micro_batch != 2:",
+                "if kind in (BackwardPass, BackwardInputPass) and part < self._last_part "
+                "and micro_batch != 2:",
             ),
         ),
         "simulator: schedules",
@@ -44,10 +44,8 @@ PIPELINE = (
         SCHEDULE,
         (
             (
-                "            self._sends.append(SendGrad(buffer_id, micro_batch=micro_batch, "
-                "chunk=chunk))\n",
-                "            step.insert(-1, SendGrad(buffer_id, micro_batch=micro_batch, "
-                "chunk=chunk))\n",
+                "self._sends.append(SendGrad(buffer_id, micro_batch=micro_batch, chunk=chunk))",
+                "step.insert(-1, SendGrad(buffer_id, micro_batch=micro_batch, chunk=chunk))",
             ),
         ),
         "simulator: schedules",
@@ -59,8 +57,9 @@ PIPELINE = (
         (
             (
                 "        channel = self.channels.chunks[chunk].activations_in\n",
-                "        channel = self.channels.chunks[chunk].activations_in\n        if "
-                "micro_batch == 2:\n            return\n",
+                "        channel = self.channels.chunks[chunk].activations_in\n"
+                "        if micro_batch == 2:\n"
+                "            return\n",
             ),
         ),
         "engine: pipe",
@@ -83,7 +82,8 @@ PIPELINE = (
         CHANNEL,
         ((DESCRIBE + SEND_TENSORS, SEND_TENSORS + DESCRIBE),),
         "intent: pipe",
-        r"message number 0 (.|\n)*_send_piece(.|\n)*_receive_piece|message number 0 (.|\n)*_receive_piece(.|\n)*_send_piece",
+        r"message number 0 (.|\n)*_send_piece(.|\n)*_receive_piece|"
+        r"message number 0 (.|\n)*_receive_piece(.|\n)*_send_piece",
     ),
     Mutation(
         "gradients are received into fp32 buffers",
@@ -126,14 +126,16 @@ PIPELINE = (
         ENGINE,
         ((TIED, TIED + TIED),),
         "ledger: pipe",
-        r"doubled: summed over the parts of the model that share it twice; 1 parameter\(s\): tied_modules.embed.weight",
+        r"doubled: summed over the parts of the model that share it twice; "
+        r"1 parameter\(s\): tied_modules.embed.weight",
     ),
     Mutation(
         "a tied gradient stays on its stage",
         ENGINE,
         ((TIED, "            sequence.local_gradient(param)\n"),),
         "ledger: pipe, stage 1, 4 ranks",
-        r"not summed over the parts of the model that share it: each has its own; 1 parameter\(s\): tied_modules.embed.weight",
+        r"not summed over the parts of the model that share it: each has its own; "
+        r"1 parameter\(s\): tied_modules.embed.weight",
     ),
     Mutation(
         "a tied gradient leaves before it is summed",
@@ -152,8 +154,8 @@ PIPELINE = (
         ENGINE,
         (
             (
-                "            plan = schedule.make_schedule(self._schedule_name, count, self",
-                "            plan = schedule.make_schedule(self._schedule_name, count - 1, self",
+                "                self._schedule_name, count, self",
+                "                self._schedule_name, count - 1, self",
             ),
         ),
         "ledger: pipe",
@@ -164,9 +166,8 @@ PIPELINE = (
         ENGINE,
         (
             (
-                "        if buffer.split is not None and not buffer.split.is_whole:\n",
-                "        if buffer.split is not None and not buffer.split.is_whole and micro_batch "
-                "!= 1:\n",
+                "if buffer.split is not None and not buffer.split.is_whole:",
+                "if buffer.split is not None and not buffer.split.is_whole and micro_batch != 1:",
             ),
         ),
         "ledger: pipe, zero bubble, bf16",
@@ -189,8 +190,8 @@ PIPELINE = (
         MODEL_RANKS,
         (
             (
-                '        if getattr(param, "ds_pipe_replicated", False):\n            return '
-                "False\n",
+                '        if getattr(param, "ds_pipe_replicated", False):\n'
+                "            return False\n",
                 "",
             ),
         ),
@@ -203,11 +204,8 @@ PIPELINE = (
         (
             (
                 NORM,
-                NORM
-                + (
-                    "            squares[index] = reduce_squared_norm(squares[index].clone(), "
-                    "self.norm_group)\n"
-                ),
+                NORM + "            squares[index] = "
+                "reduce_squared_norm(squares[index].clone(), self.norm_group)\n",
             ),
             (REDUCED_NORM, "        return self._norm_of(squares)\n"),
         ),
@@ -220,9 +218,10 @@ PIPELINE = (
         (
             (
                 "        super()._settle(self.read_factor)\n",
-                "        for flat, group in zip(flats, replicas, strict=True):\n            "
-                "flat.mul_(dist.get_world_size(group=self.dp_process_group) / "
-                "dist.get_world_size(group=group))\n        super()._settle(self.read_factor)\n",
+                "        for flat, group in zip(flats, replicas, strict=True):\n"
+                "            flat.mul_(dist.get_world_size(group=self.dp_process_group) / "
+                "dist.get_world_size(group=group))\n"
+                "        super()._settle(self.read_factor)\n",
             ),
             ("import torch\n\n", "import torch\n\nfrom deepspeed import comm as dist\n"),
         ),
@@ -247,13 +246,13 @@ PIPELINE = (
         (
             (
                 SEND_GRADS,
-                "        with get_accelerator().stream(get_accelerator().Stream()):\n    "
-                + SEND_GRADS,
+                "        with get_accelerator().stream(get_accelerator().Stream()):\n"
+                "    " + SEND_GRADS,
             ),
             (
                 "from deepspeed import comm as dist\n",
-                "from deepspeed import comm as dist\nfrom deepspeed.accelerator import "
-                "get_accelerator\n",
+                "from deepspeed import comm as dist\n"
+                "from deepspeed.accelerator import get_accelerator\n",
             ),
         ),
         "streams: pipe",
@@ -279,7 +278,8 @@ PIPELINE = (
         (
             (
                 "        posted.arrival = layout_of(plain).allocate(self._wire_device)\n",
-                '        self._one = getattr(self, "_one", None) or layout_of(plain).allocate(self._wire_device)\n'
+                '        self._one = getattr(self, "_one", None) or '
+                "layout_of(plain).allocate(self._wire_device)\n"
                 "        posted.arrival = self._one\n",
             ),
         ),
