@@ -84,7 +84,7 @@ class Worker:
         """Save in the background: seconds until the call returned, and until the end of each step
         until the checkpoint is there.
         """
-        # a run gives each checkpoint a name of its own, so saving replaces none
+        # A run gives each checkpoint a name of its own, so saving replaces none.
         if dist.get_rank() == 0:
             shutil.rmtree(Path(self.folder, TAG), ignore_errors=True)
         dist.barrier()

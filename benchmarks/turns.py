@@ -59,7 +59,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                # not the checkout: its deepspeed must not shadow upstream's
+                # Not the checkout: its deepspeed must not shadow upstream's.
                 cwd=tempfile.gettempdir(),
             )
             for rank in range(num_ranks)

@@ -106,10 +106,9 @@ def main() -> None:
     )
     while engine.global_steps < args.steps:
         wait_while(args.checkpoints / f"hold{engine.global_steps}")
-        if (
-            os.environ.get("FAIL_AT")
-            == f"{engine.global_steps}:{os.environ['RANK']}:{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        ):
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        here = f"{engine.global_steps}:{os.environ['RANK']}:{restarts}"
+        if os.environ.get("FAIL_AT") == here:
             os.kill(os.getpid(), 9)
         loss = step(engine)
         engine.save_checkpoint(str(args.checkpoints))

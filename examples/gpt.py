@@ -86,14 +86,15 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, 3 * config.width, config.wide_products)
         self.out = Linear(config.width, config.width, config.wide_products)
 
-    # x [batch, positions, width]
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return each position's mixture of itself and earlier ones, of the shape of `x`."""
+        """Return each position's mixture of itself and earlier ones, of the shape of `x`:
+        [batch, positions, width].
+        """
         batch, positions, width = x.shape
         qkv = self.qkv(x).view(batch, positions, 3, self.heads, width // self.heads)
         if self.wide:
             qkv = qkv.float()
-        # each [batch, heads, positions, width / heads]
+        # Each is [batch, heads, positions, width / heads].
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
             rotate(query, angles), rotate(key, angles), value, is_causal=True
@@ -126,9 +127,8 @@ class Block(nn.Module):
         self.feed_norm = nn.LayerNorm(config.width)
         self.feed = FeedForward(config)
 
-    # x [batch, positions, width]
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return the block's output, of the shape of `x`."""
+        """Return the block's output, of the shape of `x`: [batch, positions, width]."""
         x = x + self.attention(self.attention_norm(x), angles)
         return x + self.feed(self.feed_norm(x))
 

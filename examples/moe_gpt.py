@@ -59,7 +59,7 @@ class RoutedFeed(nn.Module):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        # initialize() does it too; earlier here, to know which experts this rank has
+        # `initialize` does it too; earlier here, to know which experts this rank has.
         self.moe.set_deepspeed_parallelism()
         for number, expert in zip(
             self.moe.global_expert_ids,

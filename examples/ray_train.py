@@ -1,7 +1,9 @@
 """Training on a Ray cluster: Ray places the workers, deepspeed trains in them.
 
-    python examples/ray_train.py --workers 2            a cluster on this machine
-    python examples/ray_train.py --workers 8 --address auto --gpus 1   the cluster that this node belongs to
+    python examples/ray_train.py --workers 2
+    python examples/ray_train.py --workers 8 --address auto --gpus 1
+
+on a cluster that it starts on this machine, and on the one that this node belongs to.
 
 Needs `pip install ray`. Each worker gets what the `deepspeed` command would give it: RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Prints the losses, which do not depend on the

@@ -26,7 +26,7 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self._name = "cuda"
-        # NCCL is not built there
+        # NCCL is not built there.
         self._communication_backend_name = "gloo" if sys.platform == "win32" else "nccl"
 
     def _is_rocm(self) -> bool:

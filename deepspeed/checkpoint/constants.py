@@ -115,7 +115,8 @@ def optimizer_file(data_parallel_rank: int, model_parallel_rank: int, bf16: bool
 
 def expert_optimizer_file(expert_parallel_rank: int, model_parallel_rank: int) -> str:
     """Name of an expert rank's optimizer-states file, of a model with experts at stage 0."""
-    return f"{EXPERT_FILE_PREFIX}{expert_parallel_rank}_mp_rank_{model_parallel_rank:02d}{OPTIM_FILE_SUFFIX}"
+    ranks = f"{expert_parallel_rank}_mp_rank_{model_parallel_rank:02d}"
+    return f"{EXPERT_FILE_PREFIX}{ranks}{OPTIM_FILE_SUFFIX}"
 
 
 def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:

@@ -25,7 +25,7 @@ from deepspeed.checkpoint.checksum import FileRecord, file_checksum
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
 from deepspeed.checkpoint.files import DCP_FOLDER, write_file
 
-# first item of a pair that stands for a tensor; the second is its name
+# First item of a pair that stands for a tensor; the second is its name.
 _TENSOR = "torch.distributed.checkpoint tensor"
 _METADATA = ".metadata"
 _CLASSES = {

@@ -28,10 +28,10 @@ from deepspeed.checkpoint.checksum import Checksum, FileRecord
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# with 64, two thirds of the processor time more: fresh memory, and no longer in the cache
+# With 64 MiB, two thirds of the processor time more: fresh memory, and no longer in the cache.
 DEFAULT_BUFFER_BYTES = 16 << 20
 _PAGE = mmap.PAGESIZE
-# of a piece that is not copied: less, and what threads tell each other costs more than the copy
+# Of a piece that is not copied. Less, and what threads tell each other costs more than the copy.
 _LARGE_BYTES = 1 << 20
 _AHEAD_BYTES = 32 << 20  # that the disk is told to begin with
 
@@ -188,7 +188,7 @@ class FileWriter:
             except OSError as error:
                 if not (self._is_direct and error.errno == errno.EINVAL):
                     raise
-                # its blocks are larger than a page, or the disk is full and has taken a part of one
+                # The disk's blocks are larger than a page, or it is full and took a part of one.
                 self._end_direct()
                 continue
             self._begin_flush(count)
@@ -222,7 +222,7 @@ def _open(path: str, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-# one: fresh memory costs more than filling it, and the copy of the state is kept too
+# At most one: fresh memory costs more than filling it, and the copy of the state is kept too.
 _kept: list[memoryview] = []
 _kept_lock = threading.Lock()
 

@@ -27,7 +27,7 @@ from deepspeed.checkpoint.constants import LATEST
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
 from deepspeed.checkpoint.utils import separate
 
-# key of files whose tensors are elsewhere; see `dcp_files`
+# Key of files whose tensors are elsewhere; see `dcp_files`.
 DCP_FOLDER = "torch.distributed.checkpoint folder"
 
 
@@ -136,7 +136,7 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
             with read_by(None):  # it may call this function
                 return load(path, map_location)
         with torch.serialization.safe_globals(safe_classes()):
-            # torch's older format has no place of its own for a tensor
+            # Torch's older format has no place of its own for a tensor.
             mapped = mmap and zipfile.is_zipfile(path)
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
         if isinstance(content, dict) and DCP_FOLDER in content:

@@ -142,8 +142,9 @@ def read_manifest(folder: str) -> Manifest | None:
     body = content[len(first) :]
     if first != _first_line(body):
         raise CheckpointError(
-            f"{path} ({len(content)} bytes) is damaged: its first line is not the checksum of the rest. Restore the "
-            'file, load another tag, or load without checks by checkpoint.verify "off"'
+            f"{path} ({len(content)} bytes) is damaged: its first line is not the checksum of the "
+            "rest. Restore the file, load another tag, or load without checks by "
+            'checkpoint.verify "off"'
         )
     known = json.loads(b"{" + body)
     if known["version"] != VERSION:

@@ -132,7 +132,9 @@ def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterato
         if found != size:
             yield f"{path} has {found} bytes, {size} were written: it is truncated or another's"
         elif checksums and (actual := file_checksum(path)) != checksum:
-            yield f"{path} has checksum {actual}, {checksum} was written: it is damaged or another's"
+            yield (
+                f"{path} has checksum {actual}, {checksum} was written: it is damaged or another's"
+            )
     except FileNotFoundError:
         yield f"{path} is missing"
     except OSError as error:
@@ -179,7 +181,7 @@ def _fragments(files: Mapping[str, Mapping[str, Any]]) -> dict[str, list[_Fragme
         slots = [frozenset(entry) for entry in content.get("slots", ())]
         known = frozenset(found) if content.get("whole") else frozenset()
         for name, start, numel, which in content.get("fragments", ()):
-            # else a copy of what an expert rank before it has, which nobody reads
+            # A known one is a copy of what an expert rank before it has, which nobody reads.
             if name not in known:
                 found.setdefault(name, []).append(
                     _Fragment(start, start + numel, file, slots[which])

@@ -1,21 +1,22 @@
 """Collectives of a device whose work is deferred: NCCL's order on streams, carried out by a host
 backend.
 
-[Note: how a collective is ordered] An operation goes to an internal stream of its group, which
-waits for the stream current at the call. Waiting for its handle makes the stream current *then*
-wait; the host goes on. An operation that isn't asynchronous is both at once. In the queue it is two
-entries: *start* copies the inputs and hands them to the backend, *finish* waits for the backend and
-stores the outputs. Copies, because the backend's threads must not see what the program does to the
-memory meanwhile: only the order of the queues decides it.
+[Note: how a collective is ordered]
+An operation goes to an internal stream of its group, which waits for the stream current at the
+call. Waiting for its handle makes the stream current *then* wait; the host goes on. An operation
+that isn't asynchronous is both at once. In the queue it is two entries: *start* copies the inputs
+and hands them to the backend, *finish* waits for the backend and stores the outputs. Copies,
+because the backend's threads must not see what the program does to the memory meanwhile: only the
+order of the queues decides it.
 
-[Note: no rank waits in vain] Ranks run their queues at different moments. Whoever finishes an
-operation has started every operation that was issued before its handle was waited for, in the order
-of issue: a device would have carried them out meanwhile, and another rank may need one of them
-before it can do its part of this one. None of them can need the result of this one, because nothing
-waited for it yet. Point-to-point operations that came later are started too as far as they can be.
-They start on a stream of their own: behind the finish of the one before they could not, and that
-may need something from here first. A host that is about to wait for other ranks by itself calls
-`start_issued` before.
+[Note: no rank waits in vain]
+Ranks run their queues at different moments. Whoever finishes an operation has started every
+operation that was issued before its handle was waited for, in the order of issue: a device would
+have carried them out meanwhile, and another rank may need one of them before it can do its part of
+this one. None of them can need the result of this one, because nothing waited for it yet.
+Point-to-point operations that came later are started too as far as they can be. They start on a
+stream of their own: behind the finish of the one before they could not, and that may need something
+from here first. A host that is about to wait for other ranks by itself calls `start_issued` before.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def _run_on_some_port(plan: LaunchPlan, folder: Path, logs: RankLogs) -> None:
     )
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
     if port == 0:
-        # every rank must be told the same number, so it is chosen here and not by the first who
-        # binds
+        # Every rank must be told the same number, so it is chosen here and not by the first who
+        # binds.
         port = free_port()
     for attempts_left in reversed(range(PORT_ATTEMPTS)):
         try:

@@ -256,7 +256,9 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of one launcher's command line."""
     parser = argparse.ArgumentParser(
-        description="Start the training processes of one node. `deepspeed` is the command for users.",
+        description=(
+            "Start the training processes of one node. `deepspeed` is the command for users."
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--node_rank", type=int, default=0, help="rank of this node")

@@ -126,7 +126,7 @@ class MonitorMaster(Monitor):
             try:
                 monitor.write_events(events)
             except Exception as error:
-                # whatever a logging service raises, days of training are worth more than its point
+                # Whatever a logging service raises, days of training are worth more than its point.
                 self._warn(type(monitor).__name__, error)
 
     def _warn(self, name: str, error: Exception) -> None:

@@ -2,12 +2,14 @@
 
 Upstream's names, over `global_samples`:
 
-    Train/Samples/train_loss        mean over the step's micro-batches, of rank 0 (no rank is asked for it); of a pipeline, over all
+    Train/Samples/train_loss        mean over the step's micro-batches, of rank 0 (no rank is asked
+                                    for it); of a pipeline, over all
     Train/Samples/lr                of the first parameter group
     Train/Samples/loss_scale        with fp16
     Train/Samples/grad_norm         global norm before clipping (an addition)
-    Train/Samples/elapsed_time_ms_* forward, backward, backward_inner, backward_allreduce and step; with `wall_clock_breakdown`, on
-                                    the steps that are logged, over the steps since the last log
+    Train/Samples/elapsed_time_ms_* forward, backward, backward_inner, backward_allreduce and step;
+                                    with `wall_clock_breakdown`, on the steps that are logged, over
+                                    the steps since the last log
 """
 
 from __future__ import annotations

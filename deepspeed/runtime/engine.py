@@ -125,7 +125,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._configure_distributed(args, mpu, mesh_device)
         configure_for_engine(self._config, mpu)
         self._start_counters()
-        # raises without its packages: before the model is touched
+        # Raises without its packages: before the model is touched.
         self.monitor = MonitorMaster(self._config.monitor_config)
         cast_model(model, self._config)
         if not dont_change_device:
@@ -205,7 +205,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation
         )
         self._reduced_at_boundary = False
-        # how this accumulation window runs backward; None until it begins
+        # How this accumulation window runs backward; None until it begins.
         self._window_is_plain: bool | None = None
         self._unscaled_plain = False  # a plain backward is running that needed a loss scale
         self._step_applied = False
@@ -242,8 +242,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if is_clients and self.zero_cpu_offload() and self._config.tree.zero_force_ds_cpu_optimizer:
             if not type(basic).__name__.startswith("DeepSpeedCPU"):
                 raise DeepSpeedConfigError(
-                    f"zero_optimization.offload_optimizer with the client optimizer {type(basic).__name__}: give "
-                    'deepspeed.ops.adam.DeepSpeedCPUAdam (or Adagrad, Lion), or set "zero_force_ds_cpu_optimizer": false'
+                    "zero_optimization.offload_optimizer with the client optimizer "
+                    f"{type(basic).__name__}: give deepspeed.ops.adam.DeepSpeedCPUAdam (or "
+                    'Adagrad, Lion), or set "zero_force_ds_cpu_optimizer": false'
                 )
 
     def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:

@@ -27,7 +27,7 @@ from deepspeed.utils.timer import (
 
 FORWARD = FORWARD_GLOBAL_TIMER
 BACKWARD = BACKWARD_GLOBAL_TIMER
-# autograd's part of backward, with the reductions that overlap it
+# Autograd's part of backward, with the reductions that overlap it.
 INNER = BACKWARD_INNER_GLOBAL_TIMER
 REDUCE = BACKWARD_REDUCE_GLOBAL_TIMER
 STEP = STEP_GLOBAL_TIMER

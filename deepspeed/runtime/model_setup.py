@@ -47,7 +47,8 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
     ]
     if halves:
         raise ValueError(
-            f"neither bf16 nor fp16 is enabled, but {len(halves)} trainable parameters are in half precision ({halves[0]}, ...): "
+            f"neither bf16 nor fp16 is enabled, but {len(halves)} trainable parameters are in half "
+            f"precision ({halves[0]}, ...): "
             'set "bf16": {"enabled": true} (or fp16), or pass the model in fp32'
         )
 
@@ -116,7 +117,7 @@ def sum_sequence_parallel_gradients(model: nn.Module, group: Any) -> list[Any]:
     """
 
     def whole(grad: torch.Tensor) -> torch.Tensor:
-        # autograd may hand the same tensor to others
+        # Autograd may hand the same tensor to others.
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total

@@ -266,8 +266,9 @@ def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
         )
     if name not in ELEMENTWISE and not config.tree.zero_allow_untested_optimizer:
         raise DeepSpeedConfigError(
-            f"{name} is not known to work on shards. If it updates every element from that element alone, set "
-            '"zero_allow_untested_optimizer": true; otherwise use zero_optimization.stage 0'
+            f"{name} is not known to work on shards. If it updates every element from that element "
+            'alone, set "zero_allow_untested_optimizer": true; otherwise use '
+            "zero_optimization.stage 0"
         )
 
 

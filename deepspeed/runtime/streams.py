@@ -1,10 +1,11 @@
 """Side streams, events and buffers kept alive across them: the only place that creates a stream.
 
-[Note: lifetimes across streams] A buffer written on one stream and read on another needs two
-things: the reader's stream waits for the writer's, and the memory isn't handed out again before the
-reader is done. The first is `CommContext.wait_for`; the second is a Python reference held in a
-keep-alive pair `(tensors, event)` until the event, recorded on the reader's stream after its last
-use, has passed. `record_stream` is not used: it defers reuse by an amount that nobody can predict.
+[Note: lifetimes across streams]
+A buffer written on one stream and read on another needs two things: the reader's stream waits for
+the writer's, and the memory isn't handed out again before the reader is done. The first is
+`CommContext.wait_for`; the second is a Python reference held in a keep-alive pair `(tensors,
+event)` until the event, recorded on the reader's stream after its last use, has passed.
+`record_stream` is not used: it defers reuse by an amount that nobody can predict.
 
 On devices without streams (CPU) the same code runs: entering the stream is a no-op and overlap
 comes from asynchronous handles.

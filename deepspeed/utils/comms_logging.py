@@ -13,9 +13,11 @@ from deepspeed.utils.logging import log_dist
 
 # Share of the algorithm bandwidth that crosses each link, with n ranks (the formulas of
 # nccl-tests):
-#   all_reduce       2 (n - 1) / n   every byte is sent once to be reduced and once to be distributed
-#   gather, scatter, all_gather, reduce_scatter, all_to_all   (n - 1) / n   a rank's own share does not travel
-#   broadcast, reduce, send, recv   1
+#   all_reduce                       2 (n - 1) / n   every byte is sent once to be reduced and once
+#                                                    to be distributed
+#   gather, scatter, all_gather,     (n - 1) / n     a rank's own share does not travel
+#   reduce_scatter, all_to_all
+#   broadcast, reduce, send, recv    1
 # The size is that of the whole result (all_gather) or of the whole input (reduce_scatter,
 # all_to_all).
 _TWO_WAY_OPS = ("all_reduce",)

@@ -377,7 +377,8 @@ class ThroughputTimer:
             self.batch_size * steps / self.step_elapsed_time if self.step_elapsed_time > 0 else 0.0
         )
         text = (
-            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}"
+            f"/global_step={self.global_step_count}, "
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={current}"
         )
         if self.monitor_memory:

@@ -89,8 +89,10 @@ def _read(path: str) -> Any:
         ) from error
     if isinstance(content, dict) and _DCP_FOLDER in content:
         raise ValueError(
-            f"{path} keeps its tensors in {content[_DCP_FOLDER]}, in the format of torch.distributed.checkpoint, which is not read "
-            'here: convert the folder with deepspeed.checkpoint.ds_to_universal, or save with another checkpoint.writer than "dcp"'
+            f"{path} keeps its tensors in {content[_DCP_FOLDER]}, in the format of "
+            "torch.distributed.checkpoint, which is not read here: convert the folder with "
+            "deepspeed.checkpoint.ds_to_universal, or save with another checkpoint.writer than "
+            '"dcp"'
         )
     return content
 
@@ -227,7 +229,7 @@ class LazyTensor:
     """
 
     def __init__(self, pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> None:
-        # upstream's masters are saved as requiring a gradient
+        # Upstream's masters are saved as requiring a gradient.
         self.pieces = [piece.detach() for piece in pieces]
         self.shape = torch.Size(shape)
         saved = pieces[0].dtype if pieces else torch.float32
@@ -607,7 +609,7 @@ def _read_below_stage3(folder: str, exclude_frozen: bool) -> dict[str, LazyTenso
     for part, model in models.items():
         of_part = _masters_of_part(folder, part, model)
         shapes = {**of_part.shapes, **shapes}
-        # the first of several stages with one tied weight
+        # Of several stages with one tied weight the first is taken.
         masters = {**of_part.tensors(folder), **masters}
     weights = _weights(folder, models, shapes, masters)
     if not masters and any(

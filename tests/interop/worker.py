@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-# with the engine below: the first optimizer asks for it, and every forked rank would import both
-# anew
+# startup: the first optimizer asks for it, and every forked rank would import it anew; so it
+# would the engine below.
 import torch._dynamo
 from torch import distributed, nn
 
@@ -180,7 +180,7 @@ def run(rank: int, job: dict[str, Any], store: str) -> None:
         WORLD_SIZE=str(WORLD),
         LOCAL_SIZE=str(WORLD),
     )
-    # asked for by upstream; the store is a file
+    # Asked for by upstream; the store is a file.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
     deepspeed.init_distributed(
         dist_backend="gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD

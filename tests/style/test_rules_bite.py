@@ -107,12 +107,12 @@ def test_rule_finds_the_offence(
 @pytest.mark.parametrize(
     "text",
     [
-        "def f() -> None:\n    # optional: rarely there\n    import os\n    from a import "
-        "(\n        b,\n        c,\n    )\n",
+        "def f() -> None:\n    # optional: rarely there\n    import os\n"
+        "    from a import (\n        b,\n        c,\n    )\n",
         "def f() -> None:\n    import os  # startup: slow\n",
         'def f() -> None:\n    """Load lazily (cycle: a needs b)."""\n    import os\n',
-        "def f() -> None:\n    # optional: maybe\n    try:\n        import os\n    except "
-        "ImportError:\n        pass\n",
+        "def f() -> None:\n    # optional: maybe\n    try:\n        import os\n"
+        "    except ImportError:\n        pass\n",
     ],
 )
 def test_a_reason_allows_an_import_in_a_function(package: Path, text: str) -> None:

@@ -420,5 +420,5 @@ def test_what_is_unpickled_is_data() -> None:
                 if loads_weights or given.get("allow_pickle", False) is not False:
                     yield node.lineno
 
-    # whose unpickler has a list of classes
+    # The file that is skipped has an unpickler with a list of classes.
     report(offences(find, skip=("checkpoint/dcp_files.py",)))

@@ -409,14 +409,16 @@ def _failure_lines(
     failed: list[RankResult], stuck: list[RankResult], num_ranks: int, timeout_s: float
 ) -> Iterator[str]:
     if not any(result.ended_at != float("inf") for result in failed):
-        yield f"ranks {sorted(r.rank for r in failed + stuck)} of {num_ranks} did not end within {timeout_s:g} s"
+        ranks = sorted(r.rank for r in failed + stuck)
+        yield f"ranks {ranks} of {num_ranks} did not end within {timeout_s:g} s"
     for result in failed:
         yield f"==== rank {result.rank} of {num_ranks} failed ===="
         yield result.text.rstrip()
         if result.stacks:
             yield f"---- stacks of rank {result.rank} ----\n{result.stacks.rstrip()}"
     for result in stuck:
-        yield f"==== rank {result.rank} of {num_ranks} finished the test but did not end ====\n{result.stacks.rstrip()}"
+        yield f"==== rank {result.rank} of {num_ranks} finished the test but did not end ===="
+        yield result.stacks.rstrip()
 
 
 # -- pytest's hooks --------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def _run_rank(job: Job, rank: int) -> None:
     directory = Path(job.directory)
     os.environ.update(job.env)
     _redirect_output(directory / f"rank{rank}.out")
-    # open until the process ends
+    # It stays open until the process ends.
     stacks = open(directory / f"rank{rank}.stacks", "w", encoding="utf-8")
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -305,7 +305,7 @@ def _serve(connection: socket.socket) -> None:
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     preload()
     gc.collect()
-    # keeps the collector from touching, and thereby copying, shared pages in every rank
+    # This keeps the collector from touching, and thereby copying, shared pages in every rank.
     gc.freeze()
     while (message := _receive(connection)) is not None:
         watch = _Watch(pickle.loads(message), connection, wakeup)

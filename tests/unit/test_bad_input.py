@@ -56,7 +56,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "inconsistent batch sizes": (
         give(train_batch_size=7, gradient_accumulation_steps=2),
-        r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*gradient_accumulation_steps = 2.*world size = 1",
+        r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*"
+        r"gradient_accumulation_steps = 2.*world size = 1",
     ),
     "no batch size": (
         give("train_micro_batch_size_per_gpu"),

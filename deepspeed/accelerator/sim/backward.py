@@ -1,10 +1,10 @@
 """On which stream a gradient is made, as autograd decides on a device.
 
-[Note: streams of a backward] A node of the graph runs on the stream that was current when it was
-made in forward; an accumulation node on the stream that was current when *it* was made, which is
-when its parameter was first used, or earlier if somebody holds it. A node's stream waits for those
-of its producers; at the end the caller's stream waits for all streams that accumulated. Hooks run
-inside of their node.
+[Note: streams of a backward]
+A node of the graph runs on the stream that was current when it was made in forward; an accumulation
+node on the stream that was current when *it* was made, which is when its parameter was first used,
+or earlier if somebody holds it. A node's stream waits for those of its producers; at the end the
+caller's stream waits for all streams that accumulated. Hooks run inside of their node.
 
 torch numbers nodes in the order in which they are made, so a list of stream switches says where
 each one was. Accumulation nodes have no number. One that was held since earlier carries a mark, set

@@ -175,7 +175,7 @@ class Operators(TorchDispatchMode):
         if types and any(
             t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types
         ):
-            # a tensor subclass that consists of tensors: they come here one by one
+            # A tensor subclass that consists of tensors: they come here one by one.
             return NotImplemented
         if self.in_forked_child and torch.utils.data.get_worker_info() is not None:
             return func(*args, **kwargs)  # a data loader's worker computes on the host
@@ -192,7 +192,7 @@ class Operators(TorchDispatchMode):
         key = _call_key(func, args, kwargs, tensors)
         plan = self._plans.get(key)
         if plan is not None and not self._allocator.has_host_memory:
-            # such a call has passed all that follows
+            # Such a call has passed all that follows.
             return self._defer(facts, args, kwargs, tensors, plan)
         if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
@@ -549,7 +549,7 @@ def _plan_of(
         operators.tensors_in((args, kwargs)),
         operators.tensors_in((dummies, dummy_kwargs)),
     )
-    # `out=` may be given another size
+    # `out=` may be given another size.
     keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))
     on_host = all(
         t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values)

@@ -1,10 +1,11 @@
 """The caching allocator of the simulated device.
 
-[Note: adversarial reuse] Memory that Python lets go of returns at once to the stream it was
-allocated for, and the next allocation there gets it, most recently freed first. Work that another
-stream has still queued on it then reads or writes somebody else's tensor, as on a device. Work of
-the same stream is safe, as on a device: its queue runs in order. Fresh memory is poisoned: with
-NaN, or with a number that no index can be.
+[Note: adversarial reuse]
+Memory that Python lets go of returns at once to the stream it was allocated for, and the next
+allocation there gets it, most recently freed first. Work that another stream has still queued on it
+then reads or writes somebody else's tensor, as on a device. Work of the same stream is safe, as on
+a device: its queue runs in order. Fresh memory is poisoned: with NaN, or with a number that no
+index can be.
 """
 
 from __future__ import annotations

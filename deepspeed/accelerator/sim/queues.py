@@ -1,10 +1,11 @@
 """Streams, events, and the order in which deferred work runs.
 
-[Note: as late as possible] A stream is a first-in first-out queue. Nothing runs when it is issued;
-something runs when the host waits for it, and then only what the queue order and the waits between
-queues put before it. So a producer that a consumer doesn't wait for has not run when the consumer
-does: the result is wrong, each time. Schedules other than 0 run some ready work early, chosen by
-the seed, because a write that comes too early is an error too.
+[Note: as late as possible]
+A stream is a first-in first-out queue. Nothing runs when it is issued; something runs when the host
+waits for it, and then only what the queue order and the waits between queues put before it. So a
+producer that a consumer doesn't wait for has not run when the consumer does: the result is wrong,
+each time. Schedules other than 0 run some ready work early, chosen by the seed, because a write
+that comes too early is an error too.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class PairCheck:
                 number = key.rpartition("/")[2]
                 self._board.fail(
                     f"ranks {peer} and {self._rank} do not agree on message number {number} "
-                    f"between them with tag {call.argument('tag')}.\n  rank {peer}: "
-                    f"{theirs['what']}\n  rank {self._rank}: {what}"
+                    f"between them with tag {call.argument('tag')}.\n"
+                    f"  rank {peer}: {theirs['what']}\n  rank {self._rank}: {what}"
                 )
             self._board.erase(key)
             return None

@@ -102,7 +102,7 @@ class FlopsProfiler:
         self._counter = FlopCounterMode(display=False, custom_mapping=_HOST_KERNELS)
         self._counting = False
         self._handles: list[Any] = []
-        # modules that are in their forward: operations and time at its start
+        # Modules that are in their forward: operations and time at its start.
         self._open: list[tuple[nn.Module, int, float]] = []
         self._ignored_depth = 0
         self._ignored_flops = 0

@@ -5,10 +5,11 @@ autograd asks through saved-tensor hooks: what `pack` returns lives exactly as l
 needs the input, also over several backwards of one graph, and whether or not recomputation is
 reentrant.
 
-[Note: order of copies] A copy to the host runs on a side stream, behind the stream that made the
-tensor; `CommContext` keeps the tensor until it is done. The copy back runs on the stream of
-backward, behind that side stream. A block of a long buffer remembers the event of its last use, on
-whatever stream that was; its next user waits for it.
+[Note: order of copies]
+A copy to the host runs on a side stream, behind the stream that made the tensor; `CommContext`
+keeps the tensor until it is done. The copy back runs on the stream of backward, behind that side
+stream. A block of a long buffer remembers the event of its last use, on whatever stream that was;
+its next user waits for it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class BackgroundSave:
         self.job = job
         self._description = description
         self._fill = fill
-        # the client may destroy the process group while the threads run
+        # The client may destroy the process group while the threads run.
         self._store = dist.get_store()
         self._prefix = f"deepspeed/save/{next(_numbers)}"
         self._ranks = range(dist.get_world_size())

@@ -8,18 +8,27 @@ descriptions is `checkpoint.verification`'s.
 
 A rank's description is JSON:
 
-    {"part": 0,                                       the model-parallel rank
+    {"part": 0,
      "files": {
        "mp_rank_00_model_states.pt": {
-         "weights": {"a.weight": [[4, 3], "bfloat16", "trained"],          kind: trained, unused, frozen or buffer
-                     "b.weight": [[4, 3], "bfloat16", "trained", "a.weight"]},           the weight that it is tied to
+         "weights": {"a.weight": [[4, 3], "bfloat16", "trained"],
+                     "b.weight": [[4, 3], "bfloat16", "trained", "a.weight"]},
          "scheduler": "WarmupLR"},
        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {
-         "slots": [{"fp32": "float32", "exp_avg": "float32"}],              per-element state and its dtype
-         "fragments": [["a.weight", 0, 12, 0]],                             parameter, first element, elements, which of the slots
-         "whole": false,                                                    true: what an earlier file has too is a copy
+         "slots": [{"fp32": "float32", "exp_avg": "float32"}],
+         "fragments": [["a.weight", 0, 12, 0]],
+         "whole": false,
          "loss_scale": 1.0},
        "host_state_rank_0.pt": {"random": ["python", "numpy", "torch"], "dataloader": true}}}
+
+where
+
+    part       the model-parallel rank
+    weights    shape, dtype, kind (trained, unused, frozen or buffer) and, of a tied weight, the
+               name of the one that it is tied to
+    slots      per-element state and its dtype
+    fragments  parameter, first element, number of elements, which of the slots
+    whole      true: what an earlier file has too is a copy
 
 Experts are numbered over all ranks. "unused" requires gradients, but the optimizer has not got it.
 """

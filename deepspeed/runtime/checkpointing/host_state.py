@@ -61,7 +61,7 @@ def restore_host_state(host: dict[str, Any], loader: Any) -> None:
     import numpy  # startup: only needed here
 
     version, words, gauss = host["python"]
-    # plain numbers in older files
+    # The words are plain numbers in older files.
     random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, words, *rest = host["numpy"]
     numpy.random.set_state((name, torch.as_tensor(words).numpy().astype(numpy.uint32), *rest))

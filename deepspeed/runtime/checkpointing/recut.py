@@ -173,7 +173,7 @@ class _Recut:
             if tensor.used == 0 and first is not None:
                 tensor.resemble(first)
         for index, options in saved.options.items():
-            # a group without parameters on this stage
+            # What is missing is a group without parameters on this stage.
             self.options.setdefault(index, dict(options))
 
     def _take_options(self, group: int, piece: SavedPiece) -> None:

@@ -1,8 +1,9 @@
 """One checkpoint being written: its folder, from a temporary name to a published one. Knows no
 engine and does not communicate.
 
-[Note: sequence of a save] Publisher is the first rank of those that share the folder. `D` is the
-folder of all checkpoints, `T` the tag.
+[Note: sequence of a save]
+Publisher is the first rank of those that share the folder. `D` is the folder of all checkpoints,
+`T` the tag.
 
 1. The publisher removes `D/.T.saving` of an earlier save and makes it anew. All wait.
 2. Each rank writes its files into it, each flushed to disk, then what it knows of them as

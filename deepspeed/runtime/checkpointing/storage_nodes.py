@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 # tells nodes apart.
 _NODE_VARIABLES = ("CROSS_RANK", "GROUP_RANK")
 
-# takes a file's name in the folder and its content, which may change after
+# Takes a file's name in the folder and its content, which may change after.
 Put = Callable[[str, Any], None]
 
 

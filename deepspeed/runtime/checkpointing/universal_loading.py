@@ -41,8 +41,9 @@ def own_slices(
         return None
     if saved != own and model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None:
         raise CheckpointError(
-            f"{folder} was saved with {saved} tensor-parallel ranks, this run has {own}: only the model knows how its weights are "
-            f"sliced, and {keys.UNIVERSAL_CHECKPOINT_INFO} is not in the checkpoint. Run with as many, or save with "
+            f"{folder} was saved with {saved} tensor-parallel ranks, this run has {own}: only the "
+            f"model knows how its weights are sliced, and {keys.UNIVERSAL_CHECKPOINT_INFO} is not "
+            "in the checkpoint. Run with as many, or save with "
             f"client_state={{{keys.UNIVERSAL_CHECKPOINT_INFO!r}: {{...}}}}"
         )
     parameters: Parameters = UniversalState(folder) if universal else WholeState(folder)

@@ -281,7 +281,10 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
         and offload.device != OffloadDeviceEnum.none
         and tree.zero_optimization.stage == ZeroStageEnum.disabled
     ):
-        yield f"zero_optimization.offload_optimizer.device={offload.device.value!r} (has no effect at stage 0)"
+        yield (
+            f"zero_optimization.offload_optimizer.device={offload.device.value!r} "
+            "(has no effect at stage 0)"
+        )
 
 
 def refuse_unsupported(tree: TrainingConfig) -> None:

@@ -86,8 +86,8 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
 
     type: Annotated[str, BeforeValidator(_writer_type)] = option(
         "FAST",
-        '"torch" (or "python"): torch.save; "fast": the same files without CRC-32 sums; "dcp": tensors in the format of '
-        "torch.distributed.checkpoint.",
+        '"torch" (or "python"): torch.save; "fast": the same files without CRC-32 sums; '
+        '"dcp": tensors in the format of torch.distributed.checkpoint.',
     )
     decoupled: Bool = option(
         False, "Copy to host memory and write in the background while training goes on."

@@ -15,9 +15,9 @@ class BackwardState(Enum):
     """What the current micro-batch's backward is doing."""
 
     IDLE = "idle"  # entered by finishing or aborting a backward, and at the start
-    # entered by engine.scale(): the next backward's loss carries 1/accumulation and the loss scale
+    # Entered by engine.scale(): the next backward's loss carries 1/accumulation and the loss scale.
     ANNOUNCED = "announced"
-    # entered by engine.backward(), or by the first hook that fires in a plain loss.backward()
+    # Entered by engine.backward(), or by the first hook that fires in a plain loss.backward().
     RUNNING = "running"
 
 

@@ -30,7 +30,7 @@ class ReadinessTracker:
         self.bucket_of = list(bucket_of)
         self.expected = [1] * len(self.bucket_of)
         self.learned = False
-        # not complete when their hook fires: their bucket waits for `remaining`
+        # Not complete when their hook fires: their bucket waits for `remaining`.
         self.held: frozenset[SlotIndex] = frozenset()
         self._sizes = [0] * num_buckets
         for bucket in self.bucket_of:

@@ -2,7 +2,7 @@
 
 Derivation. The gradient that the optimizer must see is that of one process with the whole batch B:
 
-    g = (1/|B|) sum_{s in B} grad l_s = 1/(N*A) sum_{r<N} sum_{a<A} g[r,a]                                      (1)
+    g = (1/|B|) sum_{s in B} grad l_s = 1/(N*A) sum_{r<N} sum_{a<A} g[r,a]            (1)
 
 with N data-parallel ranks, A micro-batches per step, and g[r,a] the mean gradient of one
 micro-batch. Therefore
@@ -10,9 +10,11 @@ micro-batch. Therefore
 1. *Accumulation*, 1/A. `engine.backward` divides the loss, so that half-precision sums stay in
    range. A plain `loss.backward()` has no such place; its sum is divided when it is reduced.
    `accumulation_divisor` is A in that case and 1 in the first.
-2. *World*, 1/N, split around the collective as pre * post: a. `prescale_gradients`: pre = 1/N, post
-   = 1. Smallest partial sums; loses low bits of small half-precision gradients. b. else, with
-   `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first, divides once.
+2. *World*, 1/N, split around the collective as pre * post:
+   a. `prescale_gradients`: pre = 1/N, post = 1. Smallest partial sums; loses low bits of small
+      half-precision gradients.
+   b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first,
+      divides once.
 3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and
    not a skipped division, so that a buffer that is averaged twice (a second backward at the
    boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).

@@ -81,7 +81,7 @@ class MasterWeightOptimizer(StepSequence):
         shard_rank: This rank's place among them.
     """
 
-    # sum of micro-batches in a dtype of its own, if there is one
+    # Sum of micro-batches in a dtype of its own, if there is one.
     accumulator: LocalAccumulator | None
     communication_data_type: torch.dtype | None
 

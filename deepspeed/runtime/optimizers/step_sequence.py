@@ -96,11 +96,11 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.check_grad_overflow = check_grad_overflow
         self.overflow = False
         self._grad_norm: float | torch.Tensor | None = None
-        # reduced, `[num_norm_groups]`, of the gradient as accumulated
+        # Reduced, `[num_norm_groups]`, of the gradient as accumulated.
         self._group_squares: torch.Tensor | None = None
         self._group_norm_factor = 1.0
         self._frozen = [param for param in params if not param.requires_grad]
-        # set by the engine: what a plain loss.backward() has left undivided
+        # Set by the engine: what a plain loss.backward() has left undivided.
         self.accumulation_divisor = 1.0
         self.ledger: GradientLedger | None = None  # set by whoever wants contributions checked
 

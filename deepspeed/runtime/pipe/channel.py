@@ -3,10 +3,11 @@
 How a value becomes bytes is `wire`'s, how sent memory is kept alive `outbox`'s, what ends a wait
 for a failed rank `failure`'s.
 
-[Note: what travels] ``send`` and ``recv``: a description and pieces. Static channels describe their
-first message only; both ends remember it, so later messages are received ahead of need and cost no
-description. Dynamic channels describe each, in a transfer of fixed size. ``send_like`` and
-``recv_like``: pieces only, since the receiver knows what gradients look like.
+[Note: what travels]
+``send`` and ``recv``: a description and pieces. Static channels describe their first message only;
+both ends remember it, so later messages are received ahead of need and cost no description. Dynamic
+channels describe each, in a transfer of fixed size. ``send_like`` and ``recv_like``: pieces only,
+since the receiver knows what gradients look like.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Channel:
         # Receiver
         self._spec: MessageSpec | None = None  # of all messages, on a static channel
         self._expected = 0  # messages announced by `expect` and not posted
-        # announced by `expect_like` and not posted
+        # Announced by `expect_like` and not posted.
         self._likes: deque[tuple[TensorSpec, ...]] = deque()
         self._posted: deque[_Posted] = deque()
         self._local: deque[Any] = deque()  # of a rank that sends to itself

@@ -84,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
         self._compute_loss = True
-        # of micro-batches whose last part comes later, by micro-batch
+        # Of micro-batches whose last part comes later, by micro-batch.
         self._labels: dict[int | None, Any] = {}
         self._outputs = BatchOutputs(self.grid, self.device)
         self.agg_train_loss: torch.Tensor | None = None
@@ -512,7 +512,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Average over the ranks that hold the same layers."""
-        # a stage without backwards of its own (all frozen) has not heard of it
+        # A stage without backwards of its own (all frozen) has not heard of it.
         self.tracker.set_boundary(True)
         self.timers.start_reduce()
         self.allreduce_gradients()

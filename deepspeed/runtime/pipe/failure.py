@@ -81,7 +81,7 @@ class FailureWatch:
         try:
             yield
         except BaseException as error:
-            # also what ends the process on purpose: the others would wait for it all the same
+            # Also what ends the process on purpose: the others would wait for it all the same.
             self._leave()
             self._raise(error)
         self._leave()

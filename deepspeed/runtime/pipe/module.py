@@ -319,7 +319,7 @@ class PipelineModule(LayerFiles, nn.Module):
         for weight in weights:
             dist.broadcast(weight.data, src=self.grid.stage_to_global(owner), group=comm["group"])
             if self.stage_id != owner:
-                # the norm counts the first owner's replica only
+                # The norm counts the first owner's replica only.
                 setattr(weight, PIPE_REPLICATED, True)
         tied = {id(weight) for weight in weights}
         untied = [

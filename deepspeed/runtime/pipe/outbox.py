@@ -112,7 +112,7 @@ class _Reaper:
             try:
                 transfer.work.wait()
             except Exception as error:
-                # whatever ends the wait is for the caller of `finish`; the others are let go too
+                # Whatever ends the wait is for the caller of `finish`; the others are let go too.
                 self._error = self._error or error
             # Not held while waiting for the next.
             transfer = None

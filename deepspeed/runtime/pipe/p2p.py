@@ -3,9 +3,10 @@ tensors and objects.
 
 `Channel`, which the engine uses, is imported from here and defined in `channel`.
 
-[Note: channels and communicators] gloo matches transfers by tag, so channels share a group. NCCL
-runs all transfers of two ranks in a group in one order: a receive that was posted ahead would hold
-up all later ones, and ranks could wait for each other in a circle. There each channel has a group.
+[Note: channels and communicators]
+gloo matches transfers by tag, so channels share a group. NCCL runs all transfers of two ranks in a
+group in one order: a receive that was posted ahead would hold up all later ones, and ranks could
+wait for each other in a circle. There each channel has a group.
 """
 
 from __future__ import annotations

@@ -61,9 +61,8 @@ class TensorSpec(NamedTuple):
         return size
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{' with gradient' if self.requires_grad else ''}".removeprefix(
-            "torch."
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)}{' with gradient' if self.requires_grad else ''}"
 
 
 class MessageSpec(NamedTuple):

@@ -4,13 +4,14 @@ know it.
 The groups are `deepspeed.utils.groups`'; this is their view from one model: who averages the
 gradient of a parameter, and which one of the ranks that hold it counts it in the global norm.
 
-[Note: who counts] Every element of the whole model is counted by one rank. Of the ranks that
-average its gradient, the owner of its shard counts it, or the first rank where state is not
-sharded. Of the ranks that hold other parts of the model: a slice (`model_parallel` or
-`tensor_model_parallel` is true) counts on every tensor-parallel rank, everything else on the first;
-a parameter that pipeline stages share counts where it is not marked `ds_pipe_replicated`. The
-pipeline rank does not matter otherwise: stages own different parameters. Experts that are spread
-over the tensor-parallel ranks too are different ones on each of them, so all count.
+[Note: who counts]
+Every element of the whole model is counted by one rank. Of the ranks that average its gradient, the
+owner of its shard counts it, or the first rank where state is not sharded. Of the ranks that hold
+other parts of the model: a slice (`model_parallel` or `tensor_model_parallel` is true) counts on
+every tensor-parallel rank, everything else on the first; a parameter that pipeline stages share
+counts where it is not marked `ds_pipe_replicated`. The pipeline rank does not matter otherwise:
+stages own different parameters. Experts that are spread over the tensor-parallel ranks too are
+different ones on each of them, so all count.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Publisher:
         )
         self._gather_numel = self._numel_of_gather(allgather_bucket_size)
         self._staging = StagingBuffers(NUM_STAGED, pin=group.pin)
-        # the buffer that the piece at hand is rounded to, if it is one
+        # The buffer that the piece at hand is rounded to, if it is one.
         self._staged: torch.Tensor | None = None
         self._rounded = False  # whether the piece at hand has been rounded by the optimizer
         self._sent: Any = None  # the event of the last copy to the device

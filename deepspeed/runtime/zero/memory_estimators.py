@@ -139,7 +139,7 @@ def plan_model_states(
     # Model and masters in one precision on one device share their memory.
     aliased = model_bytes == FP32_BYTES and not offload
     shard = table.shard_numel * FP32_BYTES
-    # gathered at once, into the flat buffer
+    # Gathered at once, into the flat buffer.
     whole = num_ranks == 1 or table.padded_numel <= allgather_bucket_size
     params = table.padded_numel * model_bytes
     return ModelStates(
@@ -150,7 +150,7 @@ def plan_model_states(
         frozen=frozen_numel * model_bytes,
         buffers=model_bytes * _buffers_numel(plans, overlap_comm),
         reduction=_reduction_bytes(table, plans, settings, rank),
-        # the host exchanges slices where they lie
+        # The host exchanges slices where they lie.
         gathering=0 if whole or on_host else allgather_bucket_size * model_bytes,
         building=table.numel * model_bytes,
         offload=offload,

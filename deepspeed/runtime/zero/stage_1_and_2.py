@@ -61,7 +61,7 @@ class BucketBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        # event after which it may be filled again, if that is not in stream order anyway
+        # Event after which it may be filled again, if that is not in stream order anyway.
         self.last_read: Any = None
         self._views: dict[int, list[torch.Tensor]] = {}
 

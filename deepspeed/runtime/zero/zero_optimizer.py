@@ -4,9 +4,10 @@ ranks.
 Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards, and optimizer
 instances.
 
-[Note: optimizer instances] `zero_optimization.num_optimizer_instances` = n splits the D
-data-parallel ranks into n instances of D/n consecutive ranks. Masters and moments are sharded
-inside an instance, so there are n copies of each shard. In the reduce rule's terms (its N is D)
+[Note: optimizer instances]
+`zero_optimization.num_optimizer_instances` = n splits the D data-parallel ranks into n instances of
+D/n consecutive ranks. Masters and moments are sharded inside an instance, so there are n copies of
+each shard. In the reduce rule's terms (its N is D)
 
     g = post * sum_{r<D} pre * g[r] = post * sum_{i<n} ( sum_{r in instance i} pre * g[r] ),
 

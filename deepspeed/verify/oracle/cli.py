@@ -43,7 +43,8 @@ from deepspeed.verify.oracle.workload import (
 FAILED, MISUSED = 1, 2
 DEFAULT_BACKEND = "inductor"
 EPILOG = """\
-FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss); see docs/ds_verify.md.
+FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss);
+see docs/ds_verify.md.
 
   ds_verify --config ds_config.json --model train.py:make_model
   ds_verify --config ds_config.json --model 'hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=256'

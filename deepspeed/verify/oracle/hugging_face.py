@@ -43,7 +43,7 @@ def build_model(
         raise UsageError(
             f"--model hf:{spec}: needs transformers; pip install 'deepspeed[transformers]'"
         ) from error
-    # special tokens outside a smaller vocabulary do not matter here
+    # Special tokens outside a smaller vocabulary do not matter here.
     transformers.logging.set_verbosity_error()
     name, _, query = spec.partition("?")
     overrides = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}

@@ -25,10 +25,11 @@ HEADINGS = (
     "",
 )
 STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 "
-    "1em}table{border-collapse:collapse;width:100%}td,th{padding:.25em .6em;border-bottom:1px "
-    "solid "
-    "#d0d7de;text-align:left;vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}pre{margin:0;white-space:pre-wrap}img{max-width:100%}td.f{font-family:monospace}"
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 1em}"
+    "table{border-collapse:collapse;width:100%}"
+    "td,th{padding:.25em .6em;border-bottom:1px solid #d0d7de;text-align:left;vertical-align:top}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}"
+    "pre{margin:0;white-space:pre-wrap}img{max-width:100%}td.f{font-family:monospace}"
 )
 
 
@@ -145,10 +146,12 @@ def page(report: Report, image: bytes) -> str:
     )
     color = COLORS[Verdict.PASS if report.passed else Verdict.FAIL]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds_verify</title><style>{STYLE}</style></head><body>'
-        f'<h1>ds_verify</h1><p style="color:{color}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds_verify</title>'
+        f"<style>{STYLE}</style></head><body><h1>ds_verify</h1>"
+        f'<p style="color:{color}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'
         f"<table><tr>{heads}</tr>{body}</table><ul>{notes}</ul>"
-        f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(image).decode()}"></body></html>\n'
+        f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
+        "</body></html>\n"
     )
 
 

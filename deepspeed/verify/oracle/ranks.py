@@ -201,7 +201,7 @@ class _Launch:
     def _watch(self) -> Outcome | None:
         heard = time.monotonic()
         while True:
-            # before reading: what a rank wrote last is then read
+            # Before reading: what a rank wrote last is then read.
             done = [process.poll() for process in self.processes]
             if self._read():
                 heard = time.monotonic()

@@ -121,7 +121,8 @@ def test_detection_leaves_the_driver_alone() -> None:
         from deepspeed.accelerator import get_accelerator
         accelerator = get_accelerator()
         assert not torch.cuda.is_initialized()
-        accelerator.is_available(), accelerator.device_count(), accelerator.communication_backend_name()
+        accelerator.is_available(), accelerator.device_count()
+        accelerator.communication_backend_name()
         assert not torch.cuda.is_initialized()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)

@@ -87,7 +87,7 @@ def test_ccl_without_its_package_is_refused(bare_env: pytest.MonkeyPatch, tmp_pa
 
 
 def test_mpi_on_one_machine(bare_env: pytest.MonkeyPatch) -> None:
-    # as if mpi4py were not installed
+    # As if mpi4py were not installed.
     bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)
     os.environ.update(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4")
     os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="3", OMPI_COMM_WORLD_LOCAL_SIZE="4")

@@ -255,7 +255,7 @@ class TestTwo(DistributedTest):
         meet_unchecked()
 
         def act() -> None:
-            # either side may come second: until the other's note is there
+            # Either side may come second: wait until the other's note is there.
             while on(late) and num_keys() == before:
                 pass
             if on(0):

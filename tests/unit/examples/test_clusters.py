@@ -42,7 +42,7 @@ def plain_losses(steps: int) -> list[float]:
         inputs = torch.randn(16, 8, generator=generator)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
         loss.backward()
-        # what gradient_clipping is unless it is given
+        # 1.0 is what gradient_clipping is unless it is given.
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

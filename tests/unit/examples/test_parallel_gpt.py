@@ -26,7 +26,8 @@ OTHER_CLIPPING = """
 import sys
 sys.path.insert(0, {examples!r})
 import one_process, {example}
-one_process.nn.utils.clip_grad_norm_ = lambda params, limit, whole=one_process.nn.utils.clip_grad_norm_: whole(params, 0.1)
+utils = one_process.nn.utils
+utils.clip_grad_norm_ = lambda params, limit, whole=utils.clip_grad_norm_: whole(params, 0.1)
 {example}.main()
 """
 

@@ -13,7 +13,8 @@ from train_gpt import engine_config, parse_arguments, saved_step, total_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120
-FLAGS = "--layers 1 --width 32 --context 16 --micro-batch 2 --steps 4 --save-every 2 --validate-every 2".split()
+MODEL = "--layers 1 --width 32 --context 16".split()
+FLAGS = [*MODEL, *"--micro-batch 2 --steps 4 --save-every 2 --validate-every 2".split()]
 # Ends a run early, as a machine that is taken away would, with the schedule of the whole run.
 STOP_AT_2 = """
 import sys

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120
 SSH = """
 #!/bin/bash
-# Options with a value, then the host; what follows goes to a shell with nothing of this one's variables.
+# Options with a value, then the host; what follows goes to a shell with nothing of this one's
+# variables.
 while [[ $1 == -* ]]; do shift 2; done
 [[ $1 == down ]] && { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
 shift
@@ -34,14 +35,17 @@ MPIRUN = """
 count=$2
 while [[ $1 != */python* ]]; do shift; done
 for ((rank = 0; rank < count; rank++)); do
-  OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$((rank % 2)) MARK_FD=9 "$@" 9< <(echo "descriptor of $rank") &
+  export OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$((rank % 2))
+  MARK_FD=9 "$@" 9< <(echo "descriptor of $rank") &
 done
 wait
 """
 SHOW = """
 import json, os, sys
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT DS_MARK".split()
-seen = {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)), **{name: os.environ.get(name) for name in names}}
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE",
+         "MASTER_ADDR", "MASTER_PORT", "DS_MARK")
+seen = {name: os.environ.get(name) for name in names}
+seen |= {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
 if "MARK_FD" in os.environ:
     seen["descriptor"] = os.fdopen(int(os.environ["MARK_FD"])).read()
 print(json.dumps(seen))

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 90
 SHOW = """
 import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
-         "CROSS_RANK", "CROSS_SIZE", "OMP_NUM_THREADS")
-cores = sorted(os.sched_getaffinity(0))
-print(json.dumps({"argv": sys.argv[1:], "cores": cores, **{name: os.environ.get(name) for name in names}}))
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR",
+         "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "OMP_NUM_THREADS")
+seen = {name: os.environ.get(name) for name in names}
+seen |= {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
+print(json.dumps(seen))
 """
 SLEEP = """
 import os, subprocess, time
@@ -116,7 +117,12 @@ def test_first_failing_rank_gives_code_and_last_words(launcher: Launcher) -> Non
             try:
                 raise KeyError("inner")
             except KeyError as error:
-                sys.excepthook = lambda *info: (sys.__excepthook__(*info), sys.stderr.flush(), os._exit(13))
+                def last_words(*info):
+                    sys.__excepthook__(*info)
+                    sys.stderr.flush()
+                    os._exit(13)
+
+                sys.excepthook = last_words
                 raise ValueError("boom") from error
         print("peer noise", file=sys.stderr, flush=True)
         time.sleep(600)
@@ -243,8 +249,8 @@ def test_logs_cores_and_pid_file(launcher: Launcher) -> None:
         SHOW + 'print(open(os.path.join(os.environ["TMPDIR"], f"{os.getppid()}.ds")).read())\n'
     )
     process = launcher.start(
-        "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{cores[1]},{cores[0]}", "--no_local_rank",
-        "--save_pid", "--enable_each_rank_log", "logs", script
+        "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{cores[1]},{cores[0]}",
+        "--no_local_rank", "--save_pid", "--enable_each_rank_log", "logs", script
     )  # fmt: skip
     out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, err

@@ -44,7 +44,8 @@ def loader():
     globals()["kept"] = iter(loader)
     next(kept)
 def breeding():
-    subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 600 & sleep 0.05; done"], start_new_session=True)
+    endless = "trap '' TERM; while :; do sleep 600 & sleep 0.05; done"
+    subprocess.Popen(["sh", "-c", endless], start_new_session=True)
 for child in behaviour["children"]:
     globals()[child]()
 if behaviour["deaf"]:

@@ -285,7 +285,10 @@ def test_torchs_state_is_taken_over_and_another_optimizers_refused() -> None:
     adagrad.load_state_dict(torchs.state_dict())
     with pytest.raises(
         ValueError,
-        match=r"DeepSpeedCPUAdagrad: the state .* without \['exp_avg_sq'\]: it was saved by another",
+        match=(
+            r"DeepSpeedCPUAdagrad: the state .* without \['exp_avg_sq'\]: "
+            "it was saved by another"
+        ),
     ):
         adagrad.state[param].pop("exp_avg_sq")
         adagrad.step()

@@ -33,7 +33,9 @@ SOURCE = """
 #include <Python.h>
 #include "answer.h"
 static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(ANSWER); }
-static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyMethodDef methods[] = {
+    {"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}
+};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", "", -1, methods};
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
@@ -275,8 +277,10 @@ def test_a_compiler_that_fails_when_asked_its_version_is_named(
 
 def test_builders_import_without_torch() -> None:
     """setup.py imports the builders where nothing is installed."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; import op_builder; " \
-        "print(sorted(op_builder.ALL_OPS))"  # fmt: skip
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; "
+        "import op_builder; print(sorted(op_builder.ALL_OPS))"
+    )
     result = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
     )

@@ -20,16 +20,19 @@ from deepspeed.runtime.fp16.loss_scaler import (
 # (overflow, scale after, hysteresis after), recorded from DeepSpeed 0.19.6 with init 64, window 3,
 # minimum 1.
 RECORDED_SHIFT_1 = [
-    (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (1, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1), (0, 32.0, 1),
-    (1, 16.0, 1), (1, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (1, 4.0, 1),
+    (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (1, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1),
+    (0, 16.0, 1), (0, 32.0, 1), (1, 16.0, 1), (1, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1),
+    (1, 4.0, 1),
 ]  # fmt: skip
 RECORDED_SHIFT_2 = [
-    (0, 64, 2), (0, 64, 2), (1, 64, 1), (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (0, 64.0, 2),
-    (0, 64.0, 2), (0, 64.0, 2), (0, 128.0, 2), (1, 128.0, 1), (0, 128.0, 1), (0, 128.0, 1), (0, 128.0, 1), (0, 256.0, 2),
+    (0, 64, 2), (0, 64, 2), (1, 64, 1), (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1),
+    (0, 64.0, 2), (0, 64.0, 2), (0, 64.0, 2), (0, 128.0, 2), (1, 128.0, 1), (0, 128.0, 1),
+    (0, 128.0, 1), (0, 128.0, 1), (0, 256.0, 2),
 ]  # fmt: skip
 RECORDED_SHIFT_2_CONSECUTIVE = [
-    (1, 64, 1), (0, 64, 2), (0, 64, 2), (0, 64, 2), (0, 128.0, 2), (1, 128.0, 1), (1, 64.0, 1), (0, 64.0, 2),
-    (1, 64.0, 1), (1, 32.0, 1), (0, 32.0, 2), (0, 32.0, 2), (0, 32.0, 2), (0, 64.0, 2),
+    (1, 64, 1), (0, 64, 2), (0, 64, 2), (0, 64, 2), (0, 128.0, 2), (1, 128.0, 1), (1, 64.0, 1),
+    (0, 64.0, 2), (1, 64.0, 1), (1, 32.0, 1), (0, 32.0, 2), (0, 32.0, 2), (0, 32.0, 2),
+    (0, 64.0, 2),
 ]  # fmt: skip
 
 
@@ -112,8 +115,9 @@ def test_pickle_keeps_class_path_and_attribute_names():
     text = pickle.dumps(machine)
     assert b"deepspeed.runtime.fp16.loss_scaler" in text and b"DynamicLossScaler" in text
     names = {
-        "cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",
-        "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale", "dtype",
+        "cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+        "min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis",
+        "raise_error_at_min_scale", "dtype",
     }  # fmt: skip
     assert set(machine.__dict__) == names
     assert pickle.loads(text).__dict__ == machine.__dict__

@@ -42,7 +42,10 @@ RECORDED = [
         "LRRangeTest",
         dict(lr_range_test_min_lr=0.01, lr_range_test_step_size=3, lr_range_test_step_rate=2.0),
         0.01,
-        [0.016666666666666666, 0.02333333333333333, 0.03, 0.03666666666666667, 0.04333333333333334, 0.05],
+        [
+            0.016666666666666666, 0.02333333333333333, 0.03, 0.03666666666666667,
+            0.04333333333333334, 0.05,
+        ],
     ),
     (
         "LRRangeTest",
@@ -72,11 +75,19 @@ RECORDED = [
             decay_lr_rate=0.5,
         ),
         0.01,
-        [0.0325, 0.055, 0.0775, 0.1, 0.055, 0.01, 0.008, 0.006666666666666667, 0.005714285714285714, 0.005],
+        [
+            0.0325, 0.055, 0.0775, 0.1, 0.055, 0.01, 0.008, 0.006666666666666667,
+            0.005714285714285714, 0.005,
+        ],
     ),
     (
         "OneCycle",
-        dict(cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4, cycle_first_stair_count=2),
+        dict(
+            cycle_min_lr=0.01,
+            cycle_max_lr=0.1,
+            cycle_first_step_size=4,
+            cycle_first_stair_count=2,
+        ),
         0.01,
         [0.01, 0.055, 0.055, 0.1, 0.055, 0.055, 0.01, 0.01, 0.01],
     ),
@@ -93,7 +104,10 @@ RECORDED = [
             decay_lr_rate=0.3,
         ),
         0.01,
-        [0.01, 0.055, 0.055, 0.1, 0.07, 0.07, 0.04, 0.04, 0.01, 0.01, 0.00909090909090909, 0.008333333333333333],
+        [
+            0.01, 0.055, 0.055, 0.1, 0.07, 0.07, 0.04, 0.04, 0.01, 0.01, 0.00909090909090909,
+            0.008333333333333333,
+        ],
     ),
     (
         "WarmupLR",
@@ -108,16 +122,30 @@ RECORDED = [
         [0.01, 0.028, 0.046, 0.064, 0.082, 0.1, 0.1],
     ),
     ("WarmupLR", dict(warmup_max_lr=0.1, warmup_num_steps=1), 0.0, [0.0, 0.1, 0.1]),
-    ("WarmupLR", dict(warmup_max_lr=0.1, warmup_num_steps=1, warmup_type="linear"), 0.0, [0.0, 0.05, 0.1]),
+    (
+        "WarmupLR",
+        dict(warmup_max_lr=0.1, warmup_num_steps=1, warmup_type="linear"),
+        0.0,
+        [0.0, 0.05, 0.1],
+    ),
     (
         "WarmupDecayLR",
         dict(warmup_max_lr=0.1, warmup_num_steps=5, total_num_steps=10),
         0.0,
-        [0.0, 0.04306765580733931, 0.06826061944859854, 0.08613531161467862, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02, 0.0, 0.0],
+        [
+            0.0, 0.04306765580733931, 0.06826061944859854, 0.08613531161467862, 0.1, 0.1, 0.08,
+            0.06, 0.04, 0.02, 0.0, 0.0,
+        ],
     ),
     (
         "WarmupDecayLR",
-        dict(warmup_min_lr=0.01, warmup_max_lr=0.1, warmup_num_steps=5, total_num_steps=3, warmup_type="linear"),
+        dict(
+            warmup_min_lr=0.01,
+            warmup_max_lr=0.1,
+            warmup_num_steps=5,
+            total_num_steps=3,
+            warmup_type="linear",
+        ),
         0.01,
         [0.01, 0.028, 0.046, 0.064, 0.082, 0.01, 0.01],
     ),
@@ -126,19 +154,31 @@ RECORDED = [
         dict(total_num_steps=10, warmup_num_steps=4),
         0.0,
         [
-            0.0, 0.05, 0.07924812503605783, 0.1, 0.09330194006220302, 0.0750025, 0.050005, 0.0250075,
-            0.006708059937796987, 1e-05, 1e-05, 1e-05,
+            0.0, 0.05, 0.07924812503605783, 0.1, 0.09330194006220302, 0.0750025, 0.050005,
+            0.0250075, 0.006708059937796987, 1e-05, 1e-05, 1e-05,
         ],
     ),
     (
         "WarmupCosineLR",
         dict(
-            total_num_steps=10, warmup_num_steps=4, warmup_min_ratio=0.1, cos_min_ratio=0.2, warmup_type="linear"
+            total_num_steps=10,
+            warmup_num_steps=4,
+            warmup_min_ratio=0.1,
+            cos_min_ratio=0.2,
+            warmup_type="linear",
         ),
         0.0,
-        [0.01, 0.0325, 0.055, 0.0775, 0.09464101615137757, 0.08, 0.06, 0.04, 0.02535898384862245, 0.02, 0.02],
+        [
+            0.01, 0.0325, 0.055, 0.0775, 0.09464101615137757, 0.08, 0.06, 0.04,
+            0.02535898384862245, 0.02, 0.02,
+        ],
     ),
-    ("WarmupCosineLR", dict(total_num_steps=3, warmup_num_steps=4), 0.0, [0.0, 0.05, 0.07924812503605783, 0.1, 1e-05]),
+    (
+        "WarmupCosineLR",
+        dict(total_num_steps=3, warmup_num_steps=4),
+        0.0,
+        [0.0, 0.05, 0.07924812503605783, 0.1, 1e-05],
+    ),
 ]  # fmt: skip
 
 

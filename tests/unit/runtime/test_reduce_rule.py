@@ -57,7 +57,7 @@ def test_an_experts_sums_are_divided_by_the_whole_world(world, ep_size, prescale
     # more. gradient of each rank's mean loss with respect to one expert
     means = [Fraction(7 * rank + 1) for rank in range(world)]
     pre, post = ReduceRule(world, prescale=prescale).factors()
-    # by all-to-all's backward, unscaled
+    # All-to-all's backward brings them unscaled.
     brought = [sum(means[first : first + ep_size]) for first in range(0, world, ep_size)]
     assert sum(float(value) * pre for value in brought) * post == pytest.approx(
         float(sum(means) / world), rel=1e-12

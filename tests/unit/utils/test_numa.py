@@ -34,7 +34,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_share_cores_equally_and_stay_near_their_memory(two_nodes: None) -> None:
     assert get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-C", "4,5,6,7", "-m", "1"])
     assert get_numactl_cmd("0-6", 3, 0) == (2, ["numactl", "-C", "0,1", "-m", "0"])
-    # both nodes: nothing to prefer
+    # Both nodes: nothing to prefer.
     assert get_numactl_cmd("2-5", 1, 0) == (4, ["numactl", "-C", "2,3,4,5"])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# startup: torch.optim imports it at its first use; here every forked rank has it already
+# startup: torch.optim imports it at its first use; here every forked rank has it already.
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

@@ -203,7 +203,7 @@ class Graph:
     streams: list[frozenset[int]] = field(default_factory=lambda: [frozenset()] * STREAMS)
     host: frozenset[int] = frozenset()
     events: dict[int, frozenset[int]] = field(default_factory=dict)
-    # storage, its stream, whom it waits for
+    # Storage, its stream, whom it waits for.
     freed: list[tuple[int, int, frozenset[int]]] = field(default_factory=list)
 
     def add(

@@ -185,9 +185,19 @@ def under_autocast(engine: Any) -> None:
 
 
 WAYS: list[Callable[[Any], None]] = [
-    managed, plain, divided_by_the_client, no_sync, coalesced, twice_at_the_boundary, zeroed_in_between, replaced,
-    clipped_by_the_client, not_finite, masked_by_a_later_hook, under_autocast,
-]  # fmt: skip
+    managed,
+    plain,
+    divided_by_the_client,
+    no_sync,
+    coalesced,
+    twice_at_the_boundary,
+    zeroed_in_between,
+    replaced,
+    clipped_by_the_client,
+    not_finite,
+    masked_by_a_later_hook,
+    under_autocast,
+]
 
 
 class TestClients(DistributedTest):
@@ -330,11 +340,16 @@ import torch.distributed as dist
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for verify in ({}, {"ledger": True}):
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "verify": verify}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "verify": verify,
+    }
     engine = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
-    print([name for name in sys.modules if "ledger" in name or "intent" in name or name.startswith("deepspeed.verify")])
+    parts = ("ledger", "intent", "deepspeed.verify")
+    print([name for name in sys.modules if any(part in name for part in parts)])
 """
 
 

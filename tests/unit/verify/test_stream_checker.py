@@ -325,9 +325,9 @@ class TestOnTheSimulatedDevice:
                 assert checker.findings == []
                 owner.buffer[2:6].add_(1)
             (finding,) = checker.findings
-            assert (
-                finding.edge
-                == f"<default stream> never waits for {side!r}, which wrote bytes 16..24 of second half"
+            assert finding.edge == (
+                f"<default stream> never waits for {side!r}, which wrote bytes 16..24 of second "
+                "half"
             )
 
     def test_raises_at_the_end(self) -> None:

@@ -163,7 +163,7 @@ class _Holder:
 
     def _one_contribution(self) -> Iterator[Hypothesis]:
         if self.num_ranks == 1:
-            # then one rank is every rank, and reads the same for parameters that have more holders
+            # One rank is every rank then, and reads the same for parameters with more holders.
             return
         for rank, micro in itertools.product(range(self.num_ranks), range(self.num_micro)):
             what = f"rank {self.family.ranks[rank]}, {self._micro(micro)}"

@@ -1,7 +1,8 @@
 """A linear fingerprint of a gradient: a few numbers that add up as gradients do.
 
-[Note: fingerprint] Element i of a parameter goes into component i mod DIMS with a fixed
-pseudo-random sign (a count sketch). Therefore
+[Note: fingerprint]
+Element i of a parameter goes into component i mod DIMS with a fixed pseudo-random sign (a count
+sketch). Therefore
 
 1. it is linear: what is summed, scaled and cut into fragments on the way to the optimizer does the
    same to the fingerprints, and the fingerprints of a parameter's fragments, each taken at its

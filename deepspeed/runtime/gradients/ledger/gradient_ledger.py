@@ -5,25 +5,27 @@ Debit: each (parameter, rank, micro-batch) contribution, fingerprinted as it lea
 Credit: the gradient that the optimizer is about to use, fingerprinted where its owners hold it.
 Both must agree with the definition of correct,
 
-    used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]          (times N for `gradient_allreduce_op` "sum")
+    used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]
 
-over the ranks that contribute to the parameter (`ledger_scope`), where g[r,a] is the gradient of
-the micro-batch's own loss: what autograd hands out divided by what the engine multiplied that loss
-by (loss scale over accumulation steps), which is measured as the gradient at the loss and not asked
-of anybody. Nothing that synchronizes is trusted: not its factors, not its buffers, not its groups.
+(times N for `gradient_allreduce_op` "sum") over the ranks that contribute to the parameter
+(`ledger_scope`), where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands
+out divided by what the engine multiplied that loss by (loss scale over accumulation steps), which
+is measured as the gradient at the loss and not asked of anybody. Nothing that synchronizes is
+trusted: not its factors, not its buffers, not its groups.
 
 Where a schedule runs the backwards, the ledger also knows how many must come. The loss is then on
 one rank only, and the others learn from it what was measured; the gradient that a stage sends to
 the one before is not checked by itself.
 
-[Note: tolerance] Synchronization makes at most F - 1 additions over the F gradients that autograd
-handed out on this rank, N - 1 over ranks and two scalings, and S - 1 additions over the S parts of
-the model that share a parameter, each with a relative error of at most u (half a unit in the last
-place of the narrowest dtype that sums pass through) of a partial sum, and no partial sum exceeds M,
-the weighted sum of the contributions' norms. One more for a vector kernel that rounds otherwise on
-other alignments, so the gradient used deviates by at most (F + N + S) u M in the 2-norm; in fp16 by
-F + N + S times half the smallest subnormal per element besides. The fingerprints of that error are
-SLACK times as long at most, and have a rounding error of their own (`fingerprint`).
+[Note: tolerance]
+Synchronization makes at most F - 1 additions over the F gradients that autograd handed out on this
+rank, N - 1 over ranks and two scalings, and S - 1 additions over the S parts of the model that
+share a parameter, each with a relative error of at most u (half a unit in the last place of the
+narrowest dtype that sums pass through) of a partial sum, and no partial sum exceeds M, the weighted
+sum of the contributions' norms. One more for a vector kernel that rounds otherwise on other
+alignments, so the gradient used deviates by at most (F + N + S) u M in the 2-norm; in fp16 by F + N
++ S times half the smallest subnormal per element besides. The fingerprints of that error are SLACK
+times as long at most, and have a rounding error of their own (`fingerprint`).
 
 Not excused: what a client does to `param.grad` itself between two backwards, and gradients that
 `torch.autograd.grad` takes from parameters of a model called past the engine; nor what it does to
@@ -151,12 +153,12 @@ class GradientLedger:
         self._fingerprints: dict[torch.device, Fingerprint] = {}
         self._micro_batches: list[_MicroBatch] = []
         self._passes: list[tuple[int, int]] = []  # that a schedule has run: (micro-batch, chunk)
-        # by micro-batch of a schedule: the gradient that its loss got
+        # By micro-batch of a schedule, the gradient that its loss got.
         self._at_loss: dict[int, torch.Tensor | None] = {}
         self._is_open = False  # whether gradients belong to the last micro-batch
         self._excused: set[nn.Parameter] = set()
         self._sealed: set[nn.Parameter] = set()
-        # (micro-batch, piece, entry)
+        # As triples of micro-batch, piece and entry.
         self._late: dict[nn.Parameter, list[tuple[_MicroBatch, int, int]]] = {}
         self._before: torch.Tensor | None = None
         self._warned: set[tuple[str, ...]] = set()
@@ -465,7 +467,7 @@ class GradientLedger:
             )
         smallest = torch.tensor(absolute, dtype=torch.float32, device=self._device)
         if self._micro_batches:
-            # subnormals are those of scaled gradients
+            # Subnormals are those of scaled gradients.
             smallest = smallest * self._weight(self._micro_batches[-1])
         return torch.tensor(relative, dtype=torch.float32, device=self._device) * norms + smallest
 

@@ -158,8 +158,8 @@ def digest(engine: Any, case: Case) -> str:
         }
     else:
         seen = runs.look(engine)
-        # the end of an epoch and the start of the next are one position; a wrong one shows in the
-        # next step
+        # The end of an epoch and the start of the next are one position; a wrong one shows in the
+        # next step.
         del seen["data"]
     found = hashlib.sha256()
     for key in sorted(seen):
@@ -431,7 +431,7 @@ def _become(
     """A forked process becomes a rank and never returns."""
 
     def tell(*message: Any) -> None:
-        # at once: shorter than a pipe's atomic write
+        # It is written at once: shorter than a pipe's atomic write.
         os.write(outbox, pickle.dumps(message).hex().encode() + b"\n")
 
     code = 1

@@ -16,7 +16,7 @@ from .runs import by_name, differences
 
 WIDTH = 6
 MICRO_BATCHES = 2
-# samples per step over all ranks: 1, 2, 3 or 4 of them take equally many per micro-batch
+# Samples per step over all ranks: 1, 2, 3 or 4 of them take equally many per micro-batch.
 BATCH = 24
 
 

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 WIDTH = 8
 # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
-# epochs
+# epochs.
 SAMPLES = 20
 
 
@@ -92,7 +92,7 @@ def train(engine: Any, steps: int) -> list[dict[str, Any]]:
         for _ in range(engine.gradient_accumulation_steps()):
             x, target = next(engine.batches)
             x = x.to(next(engine.module.parameters()).dtype)
-            # host random states matter, too
+            # Host random states matter, too.
             x = x + 0.01 * random.random() + 0.01 * numpy.random.rand()
             loss = (engine(x).float() - target).pow(2).mean()
             engine.backward(loss)

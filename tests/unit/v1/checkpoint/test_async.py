@@ -273,7 +273,7 @@ class TestInTheBackground(DistributedTest):
         engine = start(config(**KEYS))
         monkeypatch.setattr(background_save, "WAIT_S", 0.5)
         if dist.get_rank() == 1:
-            # as if killed: no word
+            # As if it was killed: it says no word.
             monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)
         engine.save_checkpoint(str(tmpdir), tag="t")
         join_threads()
@@ -291,7 +291,7 @@ class TestInTheBackground(DistributedTest):
         gate.error = OSError(28, "No space left on device")
         monkeypatch.setattr(background_save.logger, "error", told.append)
         engine.save_checkpoint(str(tmpdir), tag="t")
-        # one that does not run, as at exit
+        # A thread that does not run, as at exit.
         monkeypatch.setattr(threading, "main_thread", threading.Thread)
         gate.opened.set()
         background_save.in_flight[0]._thread.join()
@@ -320,7 +320,8 @@ SCRIPT = """
 import sys, torch, deepspeed
 model = torch.nn.Linear(300, 300)
 engine = deepspeed.initialize(model=model, config={
-    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1},
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"},
+    "zero_optimization": {"stage": 1},
     "checkpoint": {"writer": {"decoupled": True}}})[0]
 engine.save_checkpoint(sys.argv[1], tag="last")
 raise SystemExit(3)

@@ -29,7 +29,7 @@ from unit.common import DistributedTest
 from . import pipeline, runs, test_experts
 from .runs import differences
 
-# of each file, beside those at its start, middle and end
+# Flips in each file, beside those at its start, middle and end.
 RANDOM_FLIPS = int(os.environ.get("DS_CORRUPTIONS", "2"))
 OLDER, NEWER = "global_step1", "global_step2"
 
@@ -230,7 +230,7 @@ class TestLatest(DistributedTest):
             b".",
         ]
         contents += [flipped(whole, place, bit) for place in range(len(whole)) for bit in (0, 7)]
-        # a tag that is there is as good as the one that was written
+        # A tag that is there is as good as the one that was written.
         named_by_chance = OLDER.encode()
         dist.barrier()
         for content in contents:

@@ -59,7 +59,7 @@ class TestFailedSaves(DistributedTest):
         ):
             engine.save_checkpoint(str(tmpdir), tag=tag)
         dist.barrier()
-        # `latest`, the older checkpoint of that tag, and nothing half-written
+        # `latest`, the older checkpoint of that tag, and nothing half-written.
         assert contents(Path(str(tmpdir))) == before
         monkeypatch.undo()
         engine.save_checkpoint(str(tmpdir), tag=tag)
@@ -140,7 +140,7 @@ class TestBadFiles(DistributedTest):
     world_size = 2
 
     def saved(self, folder: Any) -> Any:
-        # what is found without a manifest, as of upstream's folders
+        # Unchecked: the damage must be found without a manifest too, as in upstream's folders.
         engine = start(config(**KEYS, checkpoint={"verify": "off"}))
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="good")

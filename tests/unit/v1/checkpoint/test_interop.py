@@ -179,7 +179,7 @@ def test_both_ways(tmp_path: Path) -> None:
         assert outcome.equal_state == outcome.all_state > 0, outcome
         tolerance = 1e-5 if "fp32" in outcome.case.replace("fp32acc", "") else 2e-3
         if outcome.case == "zero0_fp16":
-            # upstream's arithmetic there is off from its own fp32 run (docs/interoperation.md)
+            # Upstream's arithmetic there is off from its own fp32 run (docs/interoperation.md).
             tolerance = 5e-2
         # Without a figure (not a number): upstream reports no norm at stage 0.
         assert not outcome.loss > tolerance, outcome

@@ -86,7 +86,7 @@ class TestFile:
             1: description("b.pt") | {"files": {"b.pt": {"loss_scale": 1.0}}},
         }
         assert sorted(os.listdir(folder)) == ["a.pt", "b.pt", "c.bin", "manifest.json"]
-        # for other readers it is JSON
+        # For other readers it is JSON.
         assert json.loads((folder / "manifest.json").read_text())["head"]["tag"] == "tag"
         assert check_folder(str(folder), manifest) == []
         assert read_manifest(str(tmp_path)) is None
@@ -230,7 +230,7 @@ class TestCoverage:
         }
         copies["files"]["model.pt"]["weights"].update(weights)
         assert check_coverage([copies]) == []
-        # each with a folder of its own
+        # Each with a folder of its own.
         nodes = [part_of([("x", 0, 7)], {"a": 7}) for _ in range(2)]
         assert check_coverage(nodes) == []
 

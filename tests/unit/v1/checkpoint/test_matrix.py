@@ -47,7 +47,7 @@ class SavedCuts(DistributedFixture):
 
     def run(self, class_tmpdir: Any) -> None:
         for case, cut, _ in by_cut(COMBINATIONS, "saved", dist.get_world_size()):
-            # weights of its own, so that no other checkpoint is taken for it
+            # It has weights of its own, so that no other checkpoint is taken for it.
             run = Run(case, cut, seed=1 + CUTS.index(cut))
             run.train(STEPS)
             folder = f"{class_tmpdir}/{case}-{cut}"

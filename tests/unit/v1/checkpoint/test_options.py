@@ -94,7 +94,7 @@ class TestOptions(DistributedTest):
         pairs = list(zip(engine.optimizer.groups, other.optimizer.groups, strict=True))
         for group, loaded in pairs:
             assert torch.equal(loaded.master, group.master if from_fp32 else group.shard.float())
-        # else both would pass
+        # Were they equal, both ways would pass.
         assert any(not torch.equal(group.master, group.shard.float()) for group, _ in pairs)
 
     def test_custom_load_fn(self, tmpdir: Any) -> None:

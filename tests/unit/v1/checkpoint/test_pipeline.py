@@ -116,6 +116,6 @@ class TestFiles(DistributedTest):
         dist.barrier()
         with pytest.raises(CheckpointError, match=r"layer_05-model_states\.pt is missing"):
             engine.load_checkpoint(str(tmpdir))
-        # nothing was loaded on the stage that had all its files either
+        # Nothing was loaded on the stage that had all its files either.
         assert differences(changed, whole(engine)) == []
         assert differences(before, changed) != []

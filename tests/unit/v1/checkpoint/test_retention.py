@@ -56,7 +56,7 @@ def test_a_kill_leaves_no_part_under_its_name(
     """Kills: removing files before renaming, leaving what an earlier kill left."""
     publish(tmp_path, "one", "two")
     with monkeypatch.context() as patch:
-        # killed before the first file is removed
+        # Killed before the first file is removed.
         patch.setattr(retention.shutil, "rmtree", lambda path, ignore_errors: None)
         remove_oldest(str(tmp_path), 1)
     assert visible(tmp_path) == [".one.removed", "two"]

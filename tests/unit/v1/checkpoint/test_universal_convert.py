@@ -276,7 +276,7 @@ def forget(content: dict[str, Any]) -> None:
 
 
 def forget_tail(content: dict[str, Any]) -> None:
-    # its first elements are in the shard before
+    # Its first elements are in the shard before.
     del content["optimizer_state_dict"]["param_slice_mappings"][0]["vocab.w"]
 
 
@@ -323,7 +323,7 @@ class TestRefusals:
         apply(source)
         with pytest.raises(CheckpointError, match=message):
             convert(source)
-        # no output, nothing half done, nothing run
+        # No output, nothing half done, nothing run.
         assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
 
     def test_patterns_and_options(

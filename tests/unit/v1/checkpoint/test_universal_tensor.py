@@ -126,7 +126,7 @@ class TestOtherTensorRanks(DistributedTest):
             assert client_state[UNIVERSAL_CHECKPOINT_INFO] == INFO
             wanted = torch.load(f"{folder}/{case}-{saved}.pt", weights_only=False)
             assert differences(wanted["held"], whole(engine)) == [], (size, saved, universal)
-            # sums over ranks are rounded otherwise
+            # Sums over ranks are rounded otherwise.
             tolerance = 1e-5 if case.startswith("fp32") else 2e-2
             assert train(engine, 2) == pytest.approx(wanted["went_on"], rel=tolerance)
 

@@ -316,7 +316,7 @@ def test_upstreams_folders(case: str) -> None:
         == []
     )
     if "bf16" in case:
-        # else they are the rounded ones
+        # Were they equal, they would be the rounded ones.
         assert any(not torch.equal(value.float(), found[name]) for name, value in saved.items())
 
 
@@ -684,7 +684,9 @@ def watch():
 
 torch.save = measured
 threading.Thread(target=watch, daemon=True).start()
-zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[1] + "/out", max_shard_size="16MiB")
+zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+    sys.argv[1], sys.argv[1] + "/out", max_shard_size="16MiB"
+)
 done.set()
 print(max(peak) - before)
 """
@@ -696,7 +698,7 @@ def test_memory_is_one_output_file(tmp_path: Path) -> None:
 
     Mapped pages of the shards do not count: they are the system's to drop.
     """
-    # 160 MiB
+    # 160 MiB of weights.
     make_folder(
         tmp_path, {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)}
     )
@@ -709,7 +711,7 @@ def test_memory_is_one_output_file(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.bin"))) == 10
-    # one file of 16 MiB, one parameter, and what the allocator keeps
+    # One file of 16 MiB, one parameter, and what the allocator keeps.
     assert float(done.stdout) < 16 + 4 + 12
 
 

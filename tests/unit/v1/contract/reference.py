@@ -180,9 +180,15 @@ def half_gradients(
 
 
 def half_step(
-    masters: Tensors, weight_decay: dict[str, float], precision: str, sums_in: torch.dtype, step: int, accumulation: int,
-    clip: bool, world: int,
-) -> Expected:  # fmt: skip
+    masters: Tensors,
+    weight_decay: dict[str, float],
+    precision: str,
+    sums_in: torch.dtype,
+    step: int,
+    accumulation: int,
+    clip: bool,
+    world: int,
+) -> Expected:
     """What one SGD step from `masters` must give in half precision; `sums_in` is the narrowest
     dtype sums pass through.
     """
@@ -193,9 +199,15 @@ def half_step(
 
 
 def rounded_step(
-    masters: Tensors, weight_decay: dict[str, float], grads: Tensors, magnitude: dict[str, float], precision: str,
-    sums_in: torch.dtype, roundings: int, clip: bool,
-) -> Expected:  # fmt: skip
+    masters: Tensors,
+    weight_decay: dict[str, float],
+    grads: Tensors,
+    magnitude: dict[str, float],
+    precision: str,
+    sums_in: torch.dtype,
+    roundings: int,
+    clip: bool,
+) -> Expected:
     """One SGD step with gradients whose sums the system rounds `roundings` times; `magnitude` is M
     of `[Note: bound]`.
     """

@@ -109,7 +109,7 @@ def train_and_compare(stage: int, precision: str, overlap: bool, offload: bool) 
     model.side = get_accelerator().Stream() if device.type != "cpu" else None
     masters = [param.detach().clone().to(device) for param in plain.parameters()]
     if dtype != torch.float32:
-        # masters start from the rounded weights
+        # Masters start from the rounded weights.
         masters = [master.to(dtype).float() for master in masters]
     plain = plain.to(device, dtype)
     for step in range(STEPS):

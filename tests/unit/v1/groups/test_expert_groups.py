@@ -162,7 +162,10 @@ class TestExperts(DistributedTest):
         # Kills: experts that are averaged over other experts' ranks without a word.
         with pytest.raises(
             ValueError,
-            match=r"dense parameters, experts of 'ep_size_2'.*split_params_into_different_moe_groups",
+            match=(
+                r"dense parameters, experts of 'ep_size_2'.*"
+                "split_params_into_different_moe_groups"
+            ),
         ):
             start(system, split=False)
 

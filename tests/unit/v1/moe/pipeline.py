@@ -63,9 +63,16 @@ class Mixture(nn.Module):
     def __init__(self, ep_size: int, k: int, drop: bool) -> None:
         super().__init__()
         self.moe = MoE(
-            WIDTH, Expert(), NUM_EXPERTS, ep_size, k=k, min_capacity=1, drop_tokens=drop, use_rts=False,
+            WIDTH,
+            Expert(),
+            NUM_EXPERTS,
+            ep_size,
+            k=k,
+            min_capacity=1,
+            drop_tokens=drop,
+            use_rts=False,
             top2_2nd_expert_sampling=False,
-        )  # fmt: skip
+        )
 
     def forward(self, carried: Carried) -> Carried:
         """One step."""
@@ -294,9 +301,8 @@ class PipeRun(CaseRun):
         self._compare(
             step, "parameter", masters, expected.params, 3 * case.tolerance * LEARNING_RATE * CLIP
         )
-        for what, number, right in (
-            ("loss", loss, wanted), ("norm", float(self.engine.get_global_grad_norm()), expected.norm)
-        ):  # fmt: skip
+        norm = float(self.engine.get_global_grad_norm())
+        for what, number, right in (("loss", loss, wanted), ("norm", norm, expected.norm)):
             if not math.isclose(number, right, rel_tol=case.tolerance):
                 self.failures.append(f"step {step}: {what} {number} instead of {right}")
         if not self.ledger and len(self.reductions.shapes) != 1:

@@ -150,7 +150,7 @@ class TestOneRank(DistributedTest):
         layer.set_deepspeed_parallelism()
         output, l_aux, _ = layer(torch.randn(8, 4))
         assert l_aux.requires_grad and not layer.deepspeed_moe.l_aux.requires_grad
-        # process groups can't be copied
+        # Process groups can't be copied.
         del layer.deepspeed_moe.ep_group, layer.deepspeed_moe.gate.ep_group
         copy.deepcopy(layer)
 
@@ -246,9 +246,16 @@ class TestTensorParallel(DistributedTest):
         pieces = ShardedExpert(width, dist.get_rank() % size, size)
         expert = pieces if sharded else Plain(pieces.first.detach(), pieces.second.detach())
         layer = MoE(
-            width, expert, num_experts, ep_size, k=2, min_capacity=1, drop_tokens=drop, top2_2nd_expert_sampling=False,
+            width,
+            expert,
+            num_experts,
+            ep_size,
+            k=2,
+            min_capacity=1,
+            drop_tokens=drop,
+            top2_2nd_expert_sampling=False,
             enable_expert_tensor_parallelism=sharded,
-        )  # fmt: skip
+        )
         layer.set_deepspeed_parallelism()
         with torch.no_grad():
             layer.deepspeed_moe.gate.wg.weight.copy_(gate_weight)

@@ -181,10 +181,10 @@ class TestStages(DistributedTest):
             replicas: list[Any] = [None, None]
             dist.all_gather_object(replicas, weight.detach(), group=group)
             assert torch.equal(replicas[0], replicas[1])  # kills: no broadcast
-            # kills: counted twice in the norm, or never
+            # Kills: counted twice in the norm, or never.
             assert getattr(weight, "ds_pipe_replicated", False) == (rank != ranks[0])
         torch.manual_seed(ranks[0])
-        # kills: the last owner's weights
+        # Kills: the last owner's weights.
         assert torch.equal(tied[0][0], nn.Linear(4, 4, bias=key == "middle").weight)
 
         tied[0][0].grad = torch.full((4, 4), float(rank + 1)) if rank != 2 else None
@@ -205,7 +205,7 @@ class TestStages(DistributedTest):
         }
         for getter, ranks in expected.items():
             assert dist.get_all_ranks_from_group(getattr(grid, getter)()) == ranks, getter
-            # kills: a communicator per engine
+            # Kills: a communicator per engine.
             assert getattr(grid, getter)() is getattr(again, getter)(), getter
         assert (grid.stage_id, grid.get_slice_parallel_rank(), grid.get_model_parallel_rank()) == (
             rank // 2,
@@ -383,7 +383,7 @@ class TestStages(DistributedTest):
             engine = Writes()
             module.save_state_dict(class_tmpdir, checkpoint_engine=engine)
             dist.all_gather_object(gathered, engine.paths)
-        # kills: each file written by every replica
+        # Kills: each file written by every replica.
         assert shared == [["00", "01"], ["02"], ["04"], ["05"]]
         assert alone == [["00", "01", "02", "04", "05"], [], [], []]
 
@@ -478,7 +478,7 @@ class TestOneStage(DistributedTest):
                     lambda value: (value, None),
                     lambda pair: pair[0].relu(),
                     LayerSpec(InTuple, 8, 8),
-                    # kills: the one tensor of a tuple handed on by itself
+                    # Kills: the one tensor of a tuple handed on by itself.
                     lambda single: single[0],
                     LayerSpec(nn.Linear, 8, 3),
                 ],
@@ -486,7 +486,7 @@ class TestOneStage(DistributedTest):
                 seed_layers=True,
                 **options,
             )
-            # a pipeline runs several forwards before a backward
+            # A pipeline runs several forwards before a backward.
             outputs = [module(torch.arange(11)) for _ in range(2)]
             torch.stack(outputs).square().sum().backward()
             assert all(param.grad is not None for param in module.parameters())

@@ -130,9 +130,17 @@ class Run:
     """One engine and its reference."""
 
     def __init__(
-        self, sizes: tuple[int, int], how: str, stage: int, precision: str, accumulation: int = 1, style: str = "own mean",
-        heads: int = 4, key_heads: int = 4, positions: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        sizes: tuple[int, int],
+        how: str,
+        stage: int,
+        precision: str,
+        accumulation: int = 1,
+        style: str = "own mean",
+        heads: int = 4,
+        key_heads: int = 4,
+        positions: int = 1,
+    ) -> None:
         groups.reset()
         self.sizes, self.accumulation, self.style = sizes, accumulation, style
         self.tolerance, self.is_plain = TOLERANCE[precision], stage == 0 and precision == "fp32"
@@ -200,7 +208,7 @@ class Run:
 
     def run(self) -> None:
         """Train and compare after every step."""
-        # sequence ranks share samples
+        # Sequence ranks share samples.
         assert self.engine.train_batch_size() == ROWS * self.accumulation * self.sizes[0]
         for step in range(STEPS):
             losses = []

@@ -79,7 +79,7 @@ class Curve(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    # largest difference of the accumulator between the ranks, relative to its largest element
+    # Largest difference of the accumulator between the ranks, relative to its largest element.
     spreads: list[float]
 
 

@@ -88,9 +88,16 @@ def case_of(row: dict[str, Any], bucket: str) -> PipeCase:
     schedule, checkpoint = values.pop("plan")
     _, adaptive, precision = values.pop("precision").rpartition("adaptive ")
     return PipeCase(
-        **values, pipe=pipe, world=pipe * replicas, schedule=schedule, checkpoint=checkpoint, adaptive=bool(adaptive),
-        precision=precision, bucket=bucket, reduce_scatter=True,
-    )  # fmt: skip
+        **values,
+        pipe=pipe,
+        world=pipe * replicas,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        adaptive=bool(adaptive),
+        precision=precision,
+        bucket=bucket,
+        reduce_scatter=True,
+    )
 
 
 def pair_cases() -> list[PipeCase]:
@@ -109,8 +116,12 @@ def _rows() -> Iterator[dict[str, Any]]:
             overlap, offload, accumulation, recomputed = next(turns)
             plan = (schedule, 0 if schedule == "zero_bubble" else recomputed[1])
             yield dict(
-                zip(_PRODUCT, values, strict=True), plan=plan, overlap=overlap, offload=offload, accumulation=accumulation
-            )  # fmt: skip
+                zip(_PRODUCT, values, strict=True),
+                plan=plan,
+                overlap=overlap,
+                offload=offload,
+                accumulation=accumulation,
+            )
 
 
 def product_cases() -> list[PipeCase]:

@@ -112,9 +112,17 @@ def make_layers(tied: bool, seed: int = 0) -> list[Layer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[Layer] = [
-            Embed(), Block(WIDTH, 9), Block(9, 9), Sometimes(), Block(9, 9, frozen=True), Block(9, 31), squash, Block(31, 9),
-            Odds(), Head(),
-        ]  # fmt: skip
+            Embed(),
+            Block(WIDTH, 9),
+            Block(9, 9),
+            Sometimes(),
+            Block(9, 9, frozen=True),
+            Block(9, 31),
+            squash,
+            Block(31, 9),
+            Odds(),
+            Head(),
+        ]
     if tied:
         layers[-1].load_state_dict(layers[0].state_dict())  # type: ignore[union-attr]  # both are modules
     return layers

@@ -47,9 +47,13 @@ def make_pipeline(case: PipeCase) -> PipelineModule:
         layers[0] = TiedLayerSpec("embed", Embed)
         layers[-1] = TiedLayerSpec("embed", Embed, forward_fn=project)
     module = PipelineModule(
-        layers, num_stages=case.pipe, loss_fn=loss_of, partition_method=list(case.parts) or "uniform", dynamic_shape=case.dynamic,
+        layers,
+        num_stages=case.pipe,
+        loss_fn=loss_of,
+        partition_method=list(case.parts) or "uniform",
+        dynamic_shape=case.dynamic,
         num_model_chunks=case.chunks,
-    )  # fmt: skip
+    )
     if case.tied and "embed" in module.tied_modules:
         module.tied_modules["embed"].load_state_dict(weights)
     return module

@@ -26,10 +26,10 @@ from unit.v1.pipe.contract.runner import PipeRun, leave_together
 SPLITS: dict[tuple[int, ...], tuple[int, ...]] = {
     (0, 9, 10): (3, 1),
     (0, 1, 10): (1, 3),
-    # four: one of them is empty; the third stage has a frozen layer only
+    # Four groups: one of them is empty; the third stage has a frozen layer only.
     (0, 3, 4, 5, 10): (4, 1, 1, 2),
 }
-# elements; the norm has one per parameter group, and no gradient that is reduced is so small
+# In elements; the norm has one per parameter group, and no gradient that is reduced is so small.
 SMALL = 4
 
 

@@ -100,6 +100,7 @@ class TestFourRanks(DistributedTest):
             (0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True
         ):
             case = PipeCase(
-                zero, "fp16", 3, True, False, True, False, "huge", 4, pipe=pipe, schedule=schedule, tied=True, adaptive=adaptive
+                zero, "fp16", 3, True, False, True, False, "huge", 4,
+                pipe=pipe, schedule=schedule, tied=True, adaptive=adaptive,
             )  # fmt: skip
             OverflowRun(case, stage).check()

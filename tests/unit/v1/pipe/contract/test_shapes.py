@@ -151,9 +151,13 @@ class Twin:
 def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
     """A pipeline of all layers."""
     module = PipelineModule(
-        make_layers(), num_stages=stages, loss_fn=loss_of, partition_method="uniform", dynamic_shape=dynamic,
+        make_layers(),
+        num_stages=stages,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        dynamic_shape=dynamic,
         num_model_chunks=2 if schedule == "interleaved" else 1,
-    )  # fmt: skip
+    )
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -274,7 +278,10 @@ class Shapes(DistributedTest):
         batch = fixed_batch(1, 3)
         if where == "data":
             batch[1:] = fixed_batch(1, 4)[1:]
-        remedy = r"(?s)use PipelineModule\(dynamic_shape=True\).*call engine\.reset_activation_shape\(\) on all ranks"
+        remedy = (
+            r"(?s)use PipelineModule\(dynamic_shape=True\).*"
+            r"call engine\.reset_activation_shape\(\) on all ranks"
+        )
         with pytest.raises(RuntimeError, match=remedy) as refused:
             engine.train_batch(iter(batch))
         with pytest.raises(PipelinePeerError):
