@@ -3,7 +3,7 @@
 Each schedule is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the
 first) that ``step()`` writes into the optimizer's parameter groups. State is that one number, so
 resuming is exact. The engine calls ``step()`` after each optimizer step. Command-line helpers for
-tuning stand in ``lr_tuning`` and are re-exported.
+tuning stand in ``optimizers.lr_tuning`` and are re-exported.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def active_scheduler() -> Scheduler:
     if not _active:
         raise RuntimeError(
             "no simulated device is in use; set DS_ACCELERATOR=sim or enter "
-            "deepspeed.accelerator.simulate()"
+            "deepspeed.accelerator.sim_accelerator.simulate()"
         )
     return _active[-1]
 

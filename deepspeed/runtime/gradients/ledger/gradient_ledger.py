@@ -8,7 +8,7 @@ Both must agree with the definition of correct,
     used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]
 
 (times N for `gradient_allreduce_op` "sum") over the ranks that contribute to the parameter
-(`ledger_scope`), where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands
+(`scope`), where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands
 out divided by what the engine multiplied that loss by (loss scale over accumulation steps), which
 is measured as the gradient at the loss and not asked of anybody. Nothing that synchronizes is
 trusted: not its factors, not its buffers, not its groups.
