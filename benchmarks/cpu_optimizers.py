@@ -38,9 +38,8 @@ class Timing(NamedTuple):
 
 def systems_here(numel: int) -> dict[str, Callable[[], object]]:
     """The systems of this project's interpreter."""
-    from deepspeed.ops.adam import (
-        DeepSpeedCPUAdam,  # startup: the name means another package in the other worker
-    )
+    # startup: the name means another package in the other worker
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     grad, low = torch.randn(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     masters = [torch.randn(numel) for _ in range(2)]
@@ -66,9 +65,8 @@ def systems_upstream(numel: int) -> dict[str, Callable[[], object]]:
     """Upstream's op, whose gradients must have the parameter's dtype (it ends the process on bf16
     ones beside fp32 masters).
     """
-    from deepspeed.ops.adam import (
-        DeepSpeedCPUAdam,  # startup: the name means another package in the other worker
-    )
+    # startup: the name means another package in the other worker
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     grad, low = torch.randn(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     master = torch.randn(numel)

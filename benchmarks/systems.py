@@ -146,9 +146,8 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
     """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters
     under a bf16 policy.
     """
-    from torch.distributed.device_mesh import (
-        init_device_mesh,  # optional: only this system needs them
-    )
+    # optional: only this system needs them
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = build_model(work)

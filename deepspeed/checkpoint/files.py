@@ -37,9 +37,8 @@ class CheckpointError(RuntimeError):
 
 def safe_classes() -> list[Any]:
     """Classes that checkpoint files may contain beside tensors and plain containers."""
-    from deepspeed.checkpoint.universal_checkpoint import (
-        SubparamShape,  # cycle: it reads files through this module
-    )
+    # cycle: it reads files through this module
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.runtime.fp16.loss_scaler import (  # cycle: the runtime saves through this module
         DynamicLossScaler,
         LossScaler,
@@ -140,9 +139,8 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
             mapped = mmap and zipfile.is_zipfile(path)
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
         if isinstance(content, dict) and DCP_FOLDER in content:
-            from deepspeed.checkpoint.dcp_files import (
-                read_dcp,  # optional: rarely there, and it loads much of torch
-            )
+            # optional: rarely there, and it loads much of torch
+            from deepspeed.checkpoint.dcp_files import read_dcp
 
             content = read_dcp(path, content)
         return content

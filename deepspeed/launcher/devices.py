@@ -13,9 +13,8 @@ def visible_slots() -> dict[int, str]:
     """Return each usable slot with its name in the visibility variable; empty when there is only
     the CPU.
     """
-    from deepspeed.accelerator import (
-        get_accelerator,  # startup: importing this package must not look for devices
-    )
+    # startup: importing this package must not look for devices
+    from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":

@@ -86,9 +86,8 @@ class MonitorMaster(Monitor):
     def _open(self) -> None:
         blocks = self.monitor_config
         if blocks.tensorboard.enabled:
-            from deepspeed.monitor.tensorboard import (
-                TensorBoardMonitor,  # optional: needs its package
-            )
+            # optional: needs its package
+            from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
             self.tb_monitor = TensorBoardMonitor(blocks.tensorboard)
         if blocks.wandb.enabled:
@@ -96,9 +95,8 @@ class MonitorMaster(Monitor):
 
             self.wandb_monitor = WandbMonitor(blocks.wandb)
         if blocks.csv_monitor.enabled:
-            from deepspeed.monitor.csv_monitor import (
-                csvMonitor,  # optional: few runs write CSV files
-            )
+            # optional: few runs write CSV files
+            from deepspeed.monitor.csv_monitor import csvMonitor
 
             self.csv_monitor = csvMonitor(blocks.csv_monitor)
         if blocks.comet.enabled:

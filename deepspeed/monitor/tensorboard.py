@@ -34,9 +34,8 @@ class TensorBoardMonitor(Monitor):
         self.summary_writer: Any = None
         if self.enabled:
             require("tensorboard", "tensorboard", "tensorboard")
-            from torch.utils.tensorboard import (
-                SummaryWriter,  # optional: needs the package, and takes a second
-            )
+            # optional: needs the package, and takes a second
+            from torch.utils.tensorboard import SummaryWriter
 
             os.makedirs(self.log_dir, exist_ok=True)
             self.summary_writer = SummaryWriter(log_dir=self.log_dir)

@@ -427,9 +427,8 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     def _ledger_scope(self) -> LedgerScope:
         """Whose contributions the ledger adds up."""
-        from deepspeed.runtime.gradients.ledger.scope import (
-            LedgerScope,  # startup: only with a ledger
-        )
+        # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
         ranks = self.model_ranks
         return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)

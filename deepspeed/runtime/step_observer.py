@@ -65,9 +65,8 @@ def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
 
         observers.append(MemoryBreakdown())
     if engine.global_rank == 0 and tree.flops_profiler.enabled:
-        from deepspeed.profiling.flops_profiler.step_profile import (
-            StepProfile,  # optional: as above
-        )
+        # optional: as above
+        from deepspeed.profiling.flops_profiler.step_profile import StepProfile
 
         observers.append(StepProfile(engine, tree.flops_profiler))
     if engine.global_rank == 0 and engine.monitor.enabled:

@@ -59,9 +59,8 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
 
         intent.enable(timeout_s=block.collectives_timeout)
     if "streams" in wanted:
-        from deepspeed.verify.streams import (
-            check,  # optional: only a run that asks for it pays for it
-        )
+        # optional: only a run that asks for it pays for it
+        from deepspeed.verify.streams import check
 
         check.enable_stream_checking()
         at_step = check.raise_findings
@@ -79,9 +78,8 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
         engine: Whose gradients.
         raises: Raise on deviations; otherwise they are only kept in `findings`.
     """
-    from deepspeed.runtime.gradients.ledger.gradient_ledger import (
-        GradientLedger,  # optional: only a run that asks for it pays for it
-    )
+    # optional: only a run that asks for it pays for it
+    from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
     sequence = engine._sequence
     if sequence is None:

@@ -51,7 +51,8 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
     ),
     (style.test_streams_are_made_in_one_place, "a.py", GOOD + "s = get_accelerator().Stream()\n"),
     (style.test_no_record_stream, "a.py", GOOD + "t.record_stream(s)\n"),
-    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n")(
+    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n"),
+    (
         style.test_imports_go_down_only,
         "runtime/zero/a.py",
         GOOD + "from ..engine import DeepSpeedEngine\n",

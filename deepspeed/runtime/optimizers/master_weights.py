@@ -293,9 +293,8 @@ class MasterWeightOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: the fragments of all parameters."""
-        from deepspeed.runtime.gradients.ledger.scope import (
-            GradientPiece,  # startup: only with a ledger
-        )
+        # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import GradientPiece
 
         pieces = []
         for group in self.groups:

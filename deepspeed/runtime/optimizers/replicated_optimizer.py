@@ -161,9 +161,8 @@ class ReplicatedOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: every rank holds every parameter's gradient whole."""
-        from deepspeed.runtime.gradients.ledger.scope import (
-            GradientPiece,  # startup: only with a ledger
-        )
+        # startup: only with a ledger
+        from deepspeed.runtime.gradients.ledger.scope import GradientPiece
 
         pieces = []
         for gradients in self.gradients:

@@ -23,9 +23,8 @@ def apply_settings(config: DeepSpeedConfig, module: PipelineModule) -> str:
     if block.activation_checkpoint_interval > 0:
         module.set_checkpoint_interval(block.activation_checkpoint_interval)
     if not block.use_reentrant:
-        from deepspeed.runtime.activation_checkpointing import (
-            checkpointing,  # startup: most pipelines keep their activations
-        )
+        # startup: most pipelines keep their activations
+        from deepspeed.runtime.activation_checkpointing import checkpointing
 
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
     module.checkpoint_parallel_write_pipeline = config.tree.checkpoint.parallel_write.pipeline_stage

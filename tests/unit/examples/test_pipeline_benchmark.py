@@ -13,9 +13,8 @@ import torch
 def test_torch_gets_the_parts_that_the_engines_partition_into() -> None:
     # Kills parts that differ between systems: the first has the embedding, the last the head, all
     # have equally many blocks.
-    from deepspeed.runtime.utils import (
-        partition_balanced,  # optional: only this test needs the package
-    )
+    # optional: only this test needs the package
+    from deepspeed.runtime.utils import partition_balanced
 
     work = pipeline_systems.Workload(blocks=8, width=8)
     weights = [
