@@ -320,9 +320,8 @@ class LoadingMixin(CheckpointParts):
 
     def _restore_host(self, loaded: LoadedFiles) -> None:
         steps = self.gradient_accumulation_steps()  # type: ignore[attr-defined]  # from EngineSettings
-        self.tracker.micro_steps = (
-            self.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]
-        )  # type: ignore[attr-defined]  # from DeepSpeedEngine
+        done = self.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]
+        self.tracker.micro_steps = done  # type: ignore[attr-defined]  # from DeepSpeedEngine
         if loaded.host is not None:
             restore_host_state(loaded.host, self.training_dataloader)
         elif loaded.position is not None:

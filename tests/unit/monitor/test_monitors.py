@@ -113,9 +113,8 @@ def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> Non
     # Kills: a second run beside the one that the script began, a script's run that ends with the
     # engine.
     own: list[Any] = []
-    sys.modules["wandb"].run = types.SimpleNamespace(
-        log=lambda data, step=None, commit=None: own.append(step)
-    )  # type: ignore[attr-defined]
+    run = types.SimpleNamespace(log=lambda data, step=None, commit=None: own.append(step))
+    sys.modules["wandb"].run = run  # type: ignore[attr-defined]
     monitors = master(wandb={})
     monitors.write_events(EVENTS)
     monitors.close()

@@ -30,9 +30,9 @@ def whole_batch(step: int, accumulation: int) -> list[Micro]:
     ]
     return [
         Micro(
-            tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)),
+            tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)),  # type: ignore[arg-type]
             torch.cat((a.labels, b.labels)),
-        )  # type: ignore[arg-type]
+        )
         for a, b in pairs
     ]
 
