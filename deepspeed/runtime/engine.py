@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
+from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.model_setup import (
     broadcast_model,
     cast_model,
@@ -42,9 +43,6 @@ from deepspeed.runtime.step_observer import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
 
 def ensure_distributed(
@@ -372,8 +370,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on
         the result.
         """
-        self._require_optimizer("scale")
-        self._open_ledger(loss, scale_wrt_gas=True)
+        self._tell_opened(self._require_optimizer("scale"), loss, scale_wrt_gas=True)
         self._show_loss(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
         return self._scaled(loss, scale_wrt_gas=True)
@@ -392,8 +389,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         Returns:
             The loss, divided as said.
         """
-        self._begin_managed_backward()
-        self._open_ledger(loss, scale_wrt_gas)
+        self._tell_opened(self._begin_managed_backward(), loss, scale_wrt_gas)
         self._show_loss(loss, scale_wrt_gas)
         loss = self._divided(loss, scale_wrt_gas)
         try:
@@ -425,20 +421,18 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             )
         return self._sequence
 
-    def _ledger_scope(self) -> LedgerScope:
-        """Whose contributions the ledger adds up."""
-        # startup: only with a ledger
-        from deepspeed.runtime.gradients.ledger.scope import LedgerScope
-
+    def _gradient_scope(self) -> GradientScope:
+        """Whose contributions make up a gradient, for observers."""
         ranks = self.model_ranks
-        return LedgerScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
+        return GradientScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
 
-    def _open_ledger(self, loss: torch.Tensor | None, scale_wrt_gas: bool) -> None:
-        """A backward begins; `loss` is the client's, without loss scale and, with `scale_wrt_gas`,
-        without accumulation yet.
+    def _tell_opened(
+        self, sequence: StepSequence, loss: torch.Tensor | None, scale_wrt_gas: bool
+    ) -> None:
+        """Let the gradients' observer know that a backward begins; `loss` is the client's, without
+        loss scale and, with `scale_wrt_gas`, without accumulation yet.
         """
-        if self._sequence is not None and self._sequence.ledger is not None:
-            self._sequence.ledger.open(loss, float(self.tracker.divisor) if scale_wrt_gas else 1.0)
+        sequence.observer.opened(loss, self.tracker.divisor if scale_wrt_gas else 1)
 
     def _show_loss(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
         """Let observers see the loss of a micro-batch; what the caller has divided by the
@@ -476,7 +470,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self._unscaled_plain = not announced and sequence.needs_scaler()
         sequence.backward_prologue()
         if not announced:
-            self._open_ledger(None, scale_wrt_gas=True)
+            self._tell_opened(sequence, None, scale_wrt_gas=True)
         self.timers.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
 
@@ -546,8 +540,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
     @staticmethod
     def _exit_backward(sequence: StepSequence) -> None:
         sequence.exit_backward()
-        if sequence.ledger is not None:
-            sequence.ledger.close()
+        sequence.observer.closed()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce what this micro-batch has to reduce. The bucket size is the configuration's

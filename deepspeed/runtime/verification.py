@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.gradients.observer import UNOBSERVED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import VerifyConfig
@@ -84,23 +85,23 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
     sequence = engine._sequence
     if sequence is None:
         return None
-    if sequence.ledger is None:
-        sequence.ledger = GradientLedger(
-            sequence.gradient_pieces(),
-            {param: name for name, param in engine.module.named_parameters()},
-            engine._ledger_scope(),
-            engine.tracker,
-            sum_op=engine._config.tree.gradient_allreduce_op == "sum",
-            raises=raises,
-        )
-        if engine._window_is_plain is not None:
-            sequence.ledger.skip_window()
-    return sequence.ledger
+    if isinstance(sequence.observer, GradientLedger):
+        return sequence.observer
+    ledger = GradientLedger(
+        sequence.gradient_pieces(),
+        {param: name for name, param in engine.module.named_parameters()},
+        engine._gradient_scope(),
+        engine.tracker,
+        sum_op=engine._config.tree.gradient_allreduce_op == "sum",
+        raises=raises,
+    )
+    if engine._window_is_plain is not None:
+        ledger.skip_window()
+    sequence.observe(ledger)
+    return ledger
 
 
 def detach_ledger(engine: DeepSpeedEngine) -> None:
     """Take the ledger off again."""
-    sequence = engine._sequence
-    if sequence is not None and sequence.ledger is not None:
-        sequence.ledger.destroy()
-        sequence.ledger = None
+    if engine._sequence is not None:
+        engine._sequence.observe(UNOBSERVED)

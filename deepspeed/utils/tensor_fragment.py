@@ -207,8 +207,7 @@ def safe_set_full_optimizer_state(
 
 def _prepare_to_replace(optimizer: MasterWeightOptimizer, param: nn.Parameter) -> None:
     optimizer.finish_gradients()
-    if optimizer.ledger is not None:
-        optimizer.ledger.excuse(param)
+    optimizer.observer.replaced(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -66,11 +66,11 @@ def ledger(engine: DeepSpeedEngine | None = None, raises: bool = True) -> Iterat
         sequence = one._sequence
         if sequence is None:
             return
-        is_new = sequence.ledger is None
+        before = sequence.observer
         opened = verification.attach_ledger(one, raises)
         if opened is not None:
             book.ledgers.append(opened)
-        if is_new:
+        if opened is not before:
             attached.append(one)
 
     for one in [engine] if engine is not None else list(verification.engines):

@@ -1,6 +1,30 @@
 """Everything that happens to a gradient between backward and the optimizer.
 
-`accumulation` says what is the boundary, `reduce_rule` by what a gradient is scaled, `buckets` and
-`readiness` which collective carries it and when, `local_accumulator` where micro-batches are
-summed, `norm` what its global norm is.
+In the order in which a gradient meets them:
+
+- `accumulation`: which micro-batch is the boundary. One tracker per engine; engines and optimizers
+  ask it.
+- `local_accumulator`: the sum of micro-batches on this rank, in a dtype of its own. The fp16 and
+  bf16 optimizers and stage 1 fill it in `backward_epilogue`.
+- `buckets`, `readiness`: which parameters share a collective, and when it leaves. Pure; stages 1
+  and 2 plan with the first and report fired hooks to the second.
+- `reduce_rule`: by what a gradient is scaled, the only place that knows. Made by
+  `optimizer_factory`, asked by whoever reduces.
+- `replicated`: the all-reduce of gradients that every rank keeps whole. Called by the optimizers
+  without ZeRO in `reduce_gradients`.
+- `sink`: the owner's gradient, on the device or the host, that stages 1 and 2 add reduced slices
+  to.
+- `norm`: the global norm and the clipping factor. `StepSequence.step` asks for both.
+
+Beside them stand those who watch:
+
+- `observer`: the calls by which engines and optimizers tell what happens to gradients. The no-op
+  default is nobody; see [Note: a gradient's life] there.
+- `scope`: what they can tell when asked: where reduced gradients lie, and whose contributions they
+  are made of.
+- `ledger/`: the observer that checks every contribution. `runtime.verification` attaches it;
+  nothing else here knows of it.
+
+Called from `optimizers/`, `zero/`, `fp16/` and the engines above; imports `sharding/`, `streams`
+and `comm` only.
 """

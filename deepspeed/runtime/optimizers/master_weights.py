@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
@@ -25,7 +26,6 @@ from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger.scope import GradientPiece
     from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
@@ -293,9 +293,6 @@ class MasterWeightOptimizer(StepSequence):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: the fragments of all parameters."""
-        # startup: only with a ledger
-        from deepspeed.runtime.gradients.ledger.scope import GradientPiece
-
         pieces = []
         for group in self.groups:
             for index, param in enumerate(group.params):

@@ -7,19 +7,16 @@ average, norm, non-finite check, clip, step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from deepspeed.runtime.gradients.ledger.scope import GradientPiece
 
 
 class ReplicatedLink(NamedTuple):
@@ -153,17 +150,14 @@ class ReplicatedOptimizer(StepSequence):
 
     def backward_prologue(self) -> None:
         """See base class."""
-        if self.ledger is not None and all(
-            param.grad is None for gradients in self.gradients for param in gradients.params
-        ):
-            # The client has its own optimizer in hand, whose zero_grad() tells nobody.
-            self.ledger.forget_contributions()
+        # The client has its own optimizer in hand, whose zero_grad() tells nobody.
+        self.observer.resumed(self._is_empty)
+
+    def _is_empty(self) -> bool:
+        return all(param.grad is None for gradients in self.gradients for param in gradients.params)
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """See base class: every rank holds every parameter's gradient whole."""
-        # startup: only with a ledger
-        from deepspeed.runtime.gradients.ledger.scope import GradientPiece
-
         pieces = []
         for gradients in self.gradients:
             for param, view in zip(gradients.params, gradients.views, strict=True):

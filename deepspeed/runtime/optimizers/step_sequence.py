@@ -12,7 +12,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +22,10 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.norm import clip_factor
+from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.utils.logging import log_dist
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
-    from deepspeed.runtime.gradients.ledger.scope import GradientPiece
 
 
 class StepSequence(DeepSpeedOptimizer, ABC):
@@ -102,7 +100,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self._frozen = [param for param in params if not param.requires_grad]
         # Set by the engine: what a plain loss.backward() has left undivided.
         self.accumulation_divisor = 1.0
-        self.ledger: GradientLedger | None = None  # set by whoever wants contributions checked
+        self.observer: GradientObserver = UNOBSERVED
 
     # Gradients: what a stage provides
 
@@ -185,21 +183,24 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, reduced or not. Subclasses' ends with this one."""
-        if self.ledger is not None:
-            self.ledger.clear()
+        self.observer.cleared()
 
     @abstractmethod
     def gradient_pieces(self) -> list[GradientPiece]:
-        """Where reduced gradients lie, for the ledger: all pieces of all parameters, in an order
+        """Where reduced gradients lie, for observers: all pieces of all parameters, in an order
         that is the same on all ranks.
         """
+
+    def observe(self, observer: GradientObserver) -> None:
+        """Tell `observer` from now on what happens to gradients, and the one before no more."""
+        self.observer.detached()
+        self.observer = observer
 
     def _settle(self, factor: float) -> None:
         """Have the gradients checked that the update is about to multiply by `factor` and the
         clipping factor.
         """
-        if self.ledger is not None:
-            self.ledger.settle(factor)
+        self.observer.settled(factor)
 
     # The sequence
 

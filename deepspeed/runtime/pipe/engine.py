@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.accumulation import BackwardState
+from deepspeed.runtime.gradients.scope import GradientScope, Passes
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import PipeBuffer
 from deepspeed.runtime.pipe.failure import FailureWatch
@@ -34,9 +35,6 @@ from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.gradients.ledger.scope import LedgerScope
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -105,18 +103,16 @@ class PipelineEngine(DeepSpeedEngine):
             (w, group) for w, group in tied if isinstance(w, torch.nn.Parameter) and w.requires_grad
         ]
 
-    def _ledger_scope(self) -> LedgerScope:
+    def _gradient_scope(self) -> GradientScope:
         """See base class; also which weights stages share, and that the schedule runs all
         micro-batches.
         """
-        from deepspeed.runtime.gradients.ledger.scope import Passes  # startup: only with a ledger
-
         passes = Passes(
             self.tracker.divisor,
             self.module.num_model_chunks,
             self.module.grid.get_pipe_parallel_group(),
         )
-        return replace(super()._ledger_scope(), shared=self._tied_weights(), passes=passes)
+        return replace(super()._gradient_scope(), shared=self._tied_weights(), passes=passes)
 
     def _build_data_iter(self, loader: Any) -> None:
         """Read micro-batches of `loader` over and over. First and last stage see the same order: it
@@ -438,9 +434,7 @@ class PipelineEngine(DeepSpeedEngine):
             return list(buffer.grads)
         if not buffer.loss.requires_grad:
             return []
-        sequence = self._require_optimizer("train_batch")
-        if sequence.ledger is not None:
-            sequence.ledger.watch_loss(micro_batch, buffer.loss)
+        self._require_optimizer("train_batch").observer.loss_known(micro_batch, buffer.loss)
         scaled = self._with_loss_scale(buffer.loss / self.micro_batches)
         buffer.keep_roots(scaled)
         return [torch.ones_like(scaled)]
@@ -480,8 +474,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._passes_left -= 1
         self.tracker.set_boundary(self._passes_left == 0)
         sequence = self._begin_managed_backward()
-        if sequence.ledger is not None:
-            sequence.ledger.open_pass(micro_batch, chunk)
+        sequence.observer.pass_opened(micro_batch, chunk)
         try:
             yield
         except BaseException:
@@ -489,8 +482,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise
         self.timers.start_reduce()
         sequence.backward_epilogue()
-        if sequence.ledger is not None:
-            sequence.ledger.close()
+        sequence.observer.closed()
         if self._passes_left > 0:
             sequence.exit_backward()
             self.tracker.advance()

@@ -396,8 +396,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         bucket.grads = [grad for grad in grads if grad is not None]
         bucket.elements = self.plans[index].numel
         self.average_tensor(index, grads)
-        if self.ledger is not None:
-            self.ledger.sealed(bucket.params)
+        self.observer.sent(bucket.params)
         for param in bucket.params:
             param.grad = None
         bucket.clear()

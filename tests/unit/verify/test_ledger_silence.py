@@ -20,6 +20,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config_models.observe import VerifyConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger, GradientLedgerError
+from deepspeed.runtime.gradients.observer import UNOBSERVED
 from deepspeed.runtime.verification import wanted_checks
 from deepspeed.utils import safe_set_full_grad
 from deepspeed.verify import ledger
@@ -215,7 +216,7 @@ class TestClients(DistributedTest):
         way(engine)
         engine.set_gradient_accumulation_boundary(True)
         managed_once_more(engine)
-        seen = engine._sequence.ledger
+        seen = engine._sequence.observer
         assert seen.steps >= 3 and not seen.findings
         assert seen.zero_gradients == ("never",)
         engine.destroy()
@@ -275,7 +276,7 @@ class TestContext(DistributedTest):
                 managed(engine)
         assert len(book.ledgers) == 2 and book.steps == 2 and not book.findings
         assert book.zero_gradients == ("never", "never") and "0 finding(s)" in book.report()
-        assert old._sequence.ledger is None and not old.module.first.weight._backward_hooks
+        assert old._sequence.observer is UNOBSERVED and not old.module.first.weight._backward_hooks
         managed(old)
         assert book.steps == 2
 
@@ -319,15 +320,15 @@ class TestCost(DistributedTest):
         monkeypatch.setattr(
             "deepspeed.runtime.gradients.ledger.gradient_ledger.dist.all_reduce", all_reduce
         )
-        settle = GradientLedger.settle
+        original_settled = GradientLedger.settled
 
         def settled(self: GradientLedger, factor: float) -> None:
             sizes.clear()
-            settle(self, factor)
+            original_settled(self, factor)
             counted.append(list(sizes))
 
         counted: list[list[int]] = []
-        monkeypatch.setattr(GradientLedger, "settle", settled)
+        monkeypatch.setattr(GradientLedger, "settled", settled)
         managed(engine)
         assert len(counted) == 1 and len(counted[0]) == 2 and counted[0][1] == 1
 

@@ -8,7 +8,7 @@ Both must agree with the definition of correct,
     used = 1/(N*A) * sum over ranks r < N and micro-batches a of g[r,a]
 
 (times N for `gradient_allreduce_op` "sum") over the ranks that contribute to the parameter
-(`scope`), where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands
+(`gradients.scope`), where g[r,a] is the gradient of the micro-batch's own loss: what autograd hands
 out divided by what the engine multiplied that loss by (loss scale over accumulation steps), which
 is measured as the gradient at the loss and not asked of anybody. Nothing that synchronizes is
 trusted: not its factors, not its buffers, not its groups.
@@ -47,6 +47,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.ledger.contributors import ContributorSum, with_common_cuts
 from deepspeed.runtime.gradients.ledger.families import PieceKey, RankReport, explain_all
 from deepspeed.runtime.gradients.ledger.findings import NAMES_SHOWN, LedgerFinding, RankRecord
 from deepspeed.runtime.gradients.ledger.fingerprint import (
@@ -55,12 +56,8 @@ from deepspeed.runtime.gradients.ledger.fingerprint import (
     Fingerprint,
     fingerprint_roundoff,
 )
-from deepspeed.runtime.gradients.ledger.scope import (
-    ContributorSum,
-    GradientPiece,
-    LedgerScope,
-    with_common_cuts,
-)
+from deepspeed.runtime.gradients.observer import GradientObserver
+from deepspeed.runtime.gradients.scope import GradientPiece, GradientScope
 from deepspeed.utils.logging import logger
 
 FP16_SMALLEST = 2.0**-24
@@ -106,8 +103,8 @@ class _MicroBatch:
         return 1.0 if self.loss_factor is None else self.loss_factor
 
 
-class GradientLedger:
-    """See module. Made by the engine; optimizers call `sealed`, `settle` and `clear`.
+class GradientLedger(GradientObserver):
+    """See module. Made by `runtime.verification`, called by optimizers and engines.
 
     Args:
         pieces: All pieces of all parameters, in an order that is the same on all ranks that hold
@@ -129,7 +126,7 @@ class GradientLedger:
         self,
         pieces: Sequence[GradientPiece],
         names: Mapping[nn.Parameter, str],
-        scope: LedgerScope,
+        scope: GradientScope,
         tracker: AccumulationTracker,
         sum_op: bool = False,
         raises: bool = True,
@@ -182,14 +179,8 @@ class GradientLedger:
 
     # The debit side
 
-    def open(self, loss: torch.Tensor | None, divisor: float) -> None:
-        """A backward begins.
-
-        Args:
-            loss: The client's loss before the engine scales it, scalar; None if nobody scales it.
-            divisor: What the loss has still to be divided by: the accumulation steps, or 1 if the
-                client did.
-        """
+    def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
+        """See base class: measures the gradient at the loss."""
         micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
         self._micro_batches.append(micro_batch)
         self._begin()
@@ -200,27 +191,23 @@ class GradientLedger:
 
             loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
 
-    def open_pass(self, number: int, chunk: int) -> None:
-        """A backward of a schedule begins: that of micro-batch `number` through a chunk of the
-        model on this rank.
-        """
-        self._passes.append((number, chunk))
-        known = next((m for m in self._micro_batches if m.number == number), None)
+    def pass_opened(self, micro_batch: int, chunk: int) -> None:
+        """See base class: all passes of one micro-batch are one entry."""
+        self._passes.append((micro_batch, chunk))
+        known = next((m for m in self._micro_batches if m.number == micro_batch), None)
         if known is not None:
             self._micro_batches.remove(known)
-        micro_batch = known or _MicroBatch(float(self._tracker.divisor), 0, number=number)
-        micro_batch.micro_step = self._tracker.micro_steps
-        self._micro_batches.append(micro_batch)
+        entry = known or _MicroBatch(float(self._tracker.divisor), 0, number=micro_batch)
+        entry.micro_step = self._tracker.micro_steps
+        self._micro_batches.append(entry)
         self._begin()
 
-    def watch_loss(self, number: int, loss: torch.Tensor) -> None:
-        """Measure the gradient at the loss of micro-batch `number` of a schedule, on the rank that
-        has it.
-        """
-        self._at_loss[number] = None
+    def loss_known(self, micro_batch: int, loss: torch.Tensor) -> None:
+        """See base class: measures the gradient at the loss."""
+        self._at_loss[micro_batch] = None
 
         def on_loss(grad: torch.Tensor) -> None:
-            self._at_loss[number] = grad.detach().float().sum()
+            self._at_loss[micro_batch] = grad.detach().float().sum()
 
         loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
 
@@ -233,8 +220,8 @@ class GradientLedger:
                 # again. autograd reads the plain dict, which move_to_end leaves as it is
                 hooks[handle.id] = hooks.pop(handle.id)
 
-    def close(self) -> None:
-        """The backward is over; what comes later belongs to another one."""
+    def closed(self) -> None:
+        """See base class."""
         self._is_open = False
         self._sealed.clear()
 
@@ -252,7 +239,7 @@ class GradientLedger:
         one, and let go after the host has waited for the result.
         """
         if not self._is_open or self._micro_batches[-1].micro_step != self._tracker.micro_steps:
-            self.open(None, float(self._tracker.divisor))
+            self.opened(None, float(self._tracker.divisor))
             self._micro_batches[-1].is_unnoticed = True
         micro_batch = self._micro_batches[-1]
         flat = grad.reshape(-1)
@@ -265,35 +252,36 @@ class GradientLedger:
             if param in self._sealed:
                 self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
 
-    def sealed(self, params: Iterable[nn.Parameter]) -> None:
-        """A bucket leaves with the gradients of `params`; what comes later in this backward is late
-        unless it is sent again.
-        """
+    def sent(self, params: Iterable[nn.Parameter]) -> None:
+        """See base class: what comes later in this backward is late unless it is sent again."""
         for param in params:
             self._sealed.add(param)
             self._late.pop(param, None)
 
-    def excuse(self, param: nn.Parameter) -> None:
-        """The client replaced the reduced gradient of `param`: it is not checked at this step."""
+    def replaced(self, param: nn.Parameter) -> None:
+        """See base class: it is not checked at this step."""
         self._excused.add(param)
 
     def skip_window(self) -> None:
-        """Check nothing until the next `clear`: the ledger has not seen the beginning."""
+        """Check nothing until the next `cleared`: the ledger has not seen the beginning."""
         self._skips_window = True
 
-    def forget_contributions(self) -> None:
-        """The client dropped all gradients; a backward that has begun but brought nothing yet goes
-        on.
-        """
+    def resumed(self, is_empty: Callable[[], bool]) -> None:
+        """See base class."""
+        if is_empty():
+            self._forget_contributions()
+
+    def _forget_contributions(self) -> None:
+        """All gradients are gone; a backward that has begun but brought nothing yet goes on."""
         self._micro_batches = [
             m for m in self._micro_batches[-1:] if self._is_open and not m.entries
         ]
         self._late.clear()
         self._is_open = bool(self._micro_batches)
 
-    def clear(self) -> None:
-        """The step is over, or the client forgot all gradients."""
-        self.forget_contributions()
+    def cleared(self) -> None:
+        """See base class."""
+        self._forget_contributions()
         self._passes.clear()
         self._at_loss.clear()
         self._excused.clear()
@@ -302,12 +290,8 @@ class GradientLedger:
     # The credit side
 
     @torch.no_grad()
-    def settle(self, factor: float) -> None:
-        """Compare the gradient that is about to be used with the contributions. All ranks that
-        train the model call it alike.
-
-        Args:
-            factor: By what the optimizer multiplies the gradients that it holds (without clipping).
+    def settled(self, factor: float) -> None:
+        """See base class: compares the gradient that is about to be used with the contributions.
 
         Raises:
             GradientLedgerError: On all ranks, if a parameter's gradient deviates on one.
@@ -566,8 +550,8 @@ class GradientLedger:
             lines.append(f"  exactly zero on all ranks: {_shown(self.zero_gradients)}")
         return "\n".join(lines)
 
-    def destroy(self) -> None:
-        """Remove the hooks."""
+    def detached(self) -> None:
+        """See base class."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}

@@ -220,7 +220,7 @@ class TestFourRanks(DistributedTest):
 
     @staticmethod
     def _pieces(engine: PipelineEngine) -> Any:
-        return engine._sequence.gradient_pieces(), engine._sequence.ledger._pieces
+        return engine._sequence.gradient_pieces(), engine._sequence.observer._pieces
 
     @each(stage=[0, 1])
     def test_experts_within_a_stage(self, stage: int) -> None:

@@ -1,82 +1,22 @@
-"""Whose contributions make the right gradient of which parameter, and how their fingerprints are
-added up.
+"""Which pieces have the same contributors on all ranks, and how their fingerprints are added up.
 
-A dense parameter is averaged over the ranks that hold it. One that several parts of the model share
-(a weight tied over stages) is used by all of them: its right gradient is the sum over the parts,
-each averaged over the ranks that hold the part. Other parameters live on fewer ranks than the loss
-is averaged over (experts): their contributions are summed over the ranks that hold them. The
-divisor is the same for all: the number of ranks whose losses are averaged.
+Whose contributions make the right gradient of which parameter is said by `gradients.scope`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-
-
-class GradientPiece(NamedTuple):
-    """Consecutive elements of a parameter whose reduced gradient has the same holders.
-
-    Attributes:
-        param: The parameter.
-        start: Offset of the first element.
-        numel: Elements.
-        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do
-            not hold it.
-        sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
-    """
-
-    param: nn.Parameter
-    start: int
-    numel: int
-    read: Callable[[], torch.Tensor] | None
-    sums_in: torch.dtype
-
-
-class Passes(NamedTuple):
-    """What a schedule runs in every step, whatever the data.
-
-    Attributes:
-        micro_batches: How many.
-        chunks: Backwards of each, on this rank.
-        group: Ranks of which one has the loss.
-    """
-
-    micro_batches: int
-    chunks: int
-    group: Any
-
-
-@dataclass(frozen=True)
-class LedgerScope:
-    """See module.
-
-    Attributes:
-        num_replicas: Ranks whose mean losses are averaged; N of the definition.
-        holders: The group that holds a parameter and sums its gradient.
-        everyone: The group that trains one model; all of its ranks learn of a deviation.
-        device: Of the model, for a rank that has no trainable parameter to ask.
-        shared: Parameters that other parts of the model use too, each with a group of one rank of
-            each part; in one order on all.
-        passes: What a schedule runs; None where the client calls backward.
-    """
-
-    num_replicas: int
-    holders: Callable[[torch.Tensor], Any]
-    everyone: Any
-    device: torch.device
-    shared: Sequence[tuple[nn.Parameter, Any]] = ()
-    passes: Passes | None = None
+from deepspeed.runtime.gradients.scope import GradientPiece, GradientScope
 
 
 def with_common_cuts(
-    pieces: Sequence[GradientPiece], scope: LedgerScope, names: Callable[[nn.Parameter], str]
+    pieces: Sequence[GradientPiece], scope: GradientScope, names: Callable[[nn.Parameter], str]
 ) -> list[GradientPiece]:
     """The pieces, with those of a shared parameter cut where any part of the model cuts it.
     Collective over the parts.
@@ -140,7 +80,7 @@ class ContributorSum:
             this is the only one.
     """
 
-    def __init__(self, pieces: Sequence[GradientPiece], scope: LedgerScope) -> None:
+    def __init__(self, pieces: Sequence[GradientPiece], scope: GradientScope) -> None:
         self._sums: list[tuple[Any, list[int]]] = []
         self.sharers: list[tuple[int, ...]] = [()] * len(pieces)
         # In the order of `shared`, the same on all ranks, so that parts which share several

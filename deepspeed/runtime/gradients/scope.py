@@ -1,0 +1,73 @@
+"""Where reduced gradients lie, and whose contributions they are made of.
+
+Optimizers say the first (`StepSequence.gradient_pieces`), engines the second, to whoever observes
+gradients (`observer`). A dense parameter is averaged over the ranks that hold it. One that several
+parts of the model share (a weight tied over stages) is used by all of them: its right gradient is
+the sum over the parts, each averaged over the ranks that hold the part. Other parameters live on
+fewer ranks than the loss is averaged over (experts): their contributions are summed over the ranks
+that hold them. The divisor is the same for all: the number of ranks whose losses are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class GradientPiece(NamedTuple):
+    """Consecutive elements of a parameter whose reduced gradient has the same holders.
+
+    Attributes:
+        param: The parameter.
+        start: Offset of the first element.
+        numel: Elements.
+        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do
+            not hold it.
+        sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
+    """
+
+    param: nn.Parameter
+    start: int
+    numel: int
+    read: Callable[[], torch.Tensor] | None
+    sums_in: torch.dtype
+
+
+class Passes(NamedTuple):
+    """What a schedule runs in every step, whatever the data.
+
+    Attributes:
+        micro_batches: How many.
+        chunks: Backwards of each, on this rank.
+        group: Ranks of which one has the loss.
+    """
+
+    micro_batches: int
+    chunks: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class GradientScope:
+    """Whose contributions make the right gradient of which parameter; see module.
+
+    Attributes:
+        num_replicas: Ranks whose mean losses are averaged; N of the definition.
+        holders: The group that holds a parameter and sums its gradient.
+        everyone: The group that trains one model.
+        device: Of the model, for a rank that has no trainable parameter to ask.
+        shared: Parameters that other parts of the model use too, each with a group of one rank of
+            each part; in one order on all.
+        passes: What a schedule runs; None where the client calls backward.
+    """
+
+    num_replicas: int
+    holders: Callable[[torch.Tensor], Any]
+    everyone: Any
+    device: torch.device
+    shared: Sequence[tuple[nn.Parameter, Any]] = ()
+    passes: Passes | None = None
