@@ -1,7 +1,8 @@
 """The gradient ledger: double-entry bookkeeping of every contribution, from autograd to the
 optimizer.
 
-Debit: each (parameter, rank, micro-batch) contribution, fingerprinted as it leaves autograd.
+Debit: each (parameter, rank, micro-batch) contribution, fingerprinted as it leaves autograd
+(`recorder`).
 Credit: the gradient that the optimizer is about to use, fingerprinted where its owners hold it.
 Both must agree with the definition of correct,
 
@@ -35,28 +36,20 @@ right after the reduction. `safe_set_full_grad` is the way to replace a gradient
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.ledger.contributors import ContributorSum, with_common_cuts
 from deepspeed.runtime.gradients.ledger.families import PieceKey, RankReport, explain_all
 from deepspeed.runtime.gradients.ledger.findings import NAMES_SHOWN, LedgerFinding, RankRecord
-from deepspeed.runtime.gradients.ledger.fingerprint import (
-    DIMS,
-    SLACK,
-    Fingerprint,
-    fingerprint_roundoff,
-)
-from deepspeed.runtime.gradients.observer import GradientObserver
+from deepspeed.runtime.gradients.ledger.fingerprint import DIMS, SLACK, fingerprint_roundoff
+from deepspeed.runtime.gradients.ledger.recorder import ContributionRecorder
 from deepspeed.runtime.gradients.scope import GradientPiece, GradientScope
 from deepspeed.utils.logging import logger
 
@@ -75,35 +68,7 @@ class GradientLedgerError(RuntimeError):
         self.findings = tuple(findings)
 
 
-@dataclass
-class _MicroBatch:
-    """Contributions of one backward, or of all backwards of one micro-batch that a schedule runs.
-
-    Attributes:
-        divisor: What the client's loss has still to be divided by: the accumulation steps, or 1 if
-            the client did.
-        micro_step: The tracker's count when it began.
-        entries: For each piece, (fingerprint `[DIMS]`, norm) of each gradient that autograd handed
-            out.
-        loss_factor: Gradient at the client's loss, 0-dim; None is 1.
-        is_unnoticed: The model was called past the engine, which learns of the gradients at the
-            step.
-        number: Which micro-batch of a schedule; None without one.
-    """
-
-    divisor: float
-    micro_step: int
-    entries: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-    loss_factor: torch.Tensor | None = None
-    is_unnoticed: bool = False
-    number: int | None = None
-
-    def factor(self) -> torch.Tensor | float:
-        """By what autograd's gradients are divided to be those of the client's loss."""
-        return 1.0 if self.loss_factor is None else self.loss_factor
-
-
-class GradientLedger(GradientObserver):
+class GradientLedger(ContributionRecorder):
     """See module. Made by `runtime.verification`, called by optimizers and engines.
 
     Args:
@@ -134,129 +99,19 @@ class GradientLedger(GradientObserver):
         self.findings: list[LedgerFinding] = []
         self.zero_gradients: tuple[str, ...] = ()
         self.steps = 0
-        self._scope = scope
 
         def name_of(param: nn.Parameter) -> str:
             return names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
-        self._pieces = with_common_cuts(pieces, scope, name_of)
+        super().__init__(with_common_cuts(pieces, scope, name_of), scope, tracker, sum_op)
         self._names = [name_of(piece.param) for piece in self._pieces]
         self._contributors = ContributorSum(self._pieces, scope)
-        self._tracker = tracker
-        self._sum_op = sum_op
         self._raises = raises
         self._held = [index for index, piece in enumerate(self._pieces) if piece.read is not None]
-        self._device = self._pieces[0].param.device if self._pieces else scope.device
-        self._fingerprints: dict[torch.device, Fingerprint] = {}
-        self._micro_batches: list[_MicroBatch] = []
-        self._passes: list[tuple[int, int]] = []  # that a schedule has run: (micro-batch, chunk)
-        # By micro-batch of a schedule, the gradient that its loss got.
-        self._at_loss: dict[int, torch.Tensor | None] = {}
-        self._is_open = False  # whether gradients belong to the last micro-batch
         self._excused: set[nn.Parameter] = set()
-        self._sealed: set[nn.Parameter] = set()
-        # As triples of micro-batch, piece and entry.
-        self._late: dict[nn.Parameter, list[tuple[_MicroBatch, int, int]]] = {}
         self._before: torch.Tensor | None = None
         self._warned: set[tuple[str, ...]] = set()
         self._skips_window = False
-        self._by_param: dict[nn.Parameter, list[int]] = {}
-        for index, piece in enumerate(self._pieces):
-            self._by_param.setdefault(piece.param, []).append(index)
-        self._handles: dict[nn.Parameter, Any] = {}
-        for param in self._by_param:
-            self._handles[param] = param.register_hook(self._make_hook(param))  # type: ignore[no-untyped-call]  # torch's is untyped
-        # The hooks read the signs on streams that never waited for the one that wrote them here.
-        self._fingerprint(self._device)
-        get_accelerator().synchronize()
-
-    def _fingerprint(self, device: torch.device) -> Fingerprint:
-        if device not in self._fingerprints:
-            self._fingerprints[device] = Fingerprint(
-                device, max((param.numel() for param in self._by_param), default=1)
-            )
-        return self._fingerprints[device]
-
-    # The debit side
-
-    def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
-        """See base class: measures the gradient at the loss."""
-        micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
-        self._micro_batches.append(micro_batch)
-        self._begin()
-        if loss is not None and loss.requires_grad:
-
-            def on_loss(grad: torch.Tensor) -> None:
-                micro_batch.loss_factor = grad.detach().float().sum()
-
-            loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
-
-    def pass_opened(self, micro_batch: int, chunk: int) -> None:
-        """See base class: all passes of one micro-batch are one entry."""
-        self._passes.append((micro_batch, chunk))
-        known = next((m for m in self._micro_batches if m.number == micro_batch), None)
-        if known is not None:
-            self._micro_batches.remove(known)
-        entry = known or _MicroBatch(float(self._tracker.divisor), 0, number=micro_batch)
-        entry.micro_step = self._tracker.micro_steps
-        self._micro_batches.append(entry)
-        self._begin()
-
-    def loss_known(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """See base class: measures the gradient at the loss."""
-        self._at_loss[micro_batch] = None
-
-        def on_loss(grad: torch.Tensor) -> None:
-            self._at_loss[micro_batch] = grad.detach().float().sum()
-
-        loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
-
-    def _begin(self) -> None:
-        self._is_open = True
-        for param, handle in self._handles.items():
-            hooks = param._backward_hooks
-            if hooks is not None and next(reversed(hooks)) != handle.id:
-                # A hook that the client registered later may change the gradient: be the last one
-                # again. autograd reads the plain dict, which move_to_end leaves as it is
-                hooks[handle.id] = hooks.pop(handle.id)
-
-    def closed(self) -> None:
-        """See base class."""
-        self._is_open = False
-        self._sealed.clear()
-
-    def _make_hook(self, param: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        def on_gradient(grad: torch.Tensor) -> None:
-            self._enter(param, grad.detach())
-
-        return on_gradient
-
-    def _enter(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """From a parameter's hook, on the stream that produced the gradient: nothing here waits for
-        the device.
-
-        What is made here is only read at the step, on a stream that autograd has joined to this
-        one, and let go after the host has waited for the result.
-        """
-        if not self._is_open or self._micro_batches[-1].micro_step != self._tracker.micro_steps:
-            self.opened(None, float(self._tracker.divisor))
-            self._micro_batches[-1].is_unnoticed = True
-        micro_batch = self._micro_batches[-1]
-        flat = grad.reshape(-1)
-        for index in self._by_param[param]:
-            piece = self._pieces[index]
-            part = flat[piece.start : piece.start + piece.numel]
-            norm = torch.linalg.vector_norm(part, dtype=torch.float32)
-            entries = micro_batch.entries.setdefault(index, [])
-            entries.append((self._fingerprint(flat.device).of(part, piece.start), norm))
-            if param in self._sealed:
-                self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
-
-    def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """See base class: what comes later in this backward is late unless it is sent again."""
-        for param in params:
-            self._sealed.add(param)
-            self._late.pop(param, None)
 
     def replaced(self, param: nn.Parameter) -> None:
         """See base class: it is not checked at this step."""
@@ -266,28 +121,11 @@ class GradientLedger(GradientObserver):
         """Check nothing until the next `cleared`: the ledger has not seen the beginning."""
         self._skips_window = True
 
-    def resumed(self, is_empty: Callable[[], bool]) -> None:
-        """See base class."""
-        if is_empty():
-            self._forget_contributions()
-
-    def _forget_contributions(self) -> None:
-        """All gradients are gone; a backward that has begun but brought nothing yet goes on."""
-        self._micro_batches = [
-            m for m in self._micro_batches[-1:] if self._is_open and not m.entries
-        ]
-        self._late.clear()
-        self._is_open = bool(self._micro_batches)
-
     def cleared(self) -> None:
         """See base class."""
-        self._forget_contributions()
-        self._passes.clear()
-        self._at_loss.clear()
+        super().cleared()
         self._excused.clear()
         self._skips_window = False
-
-    # The credit side
 
     @torch.no_grad()
     def settled(self, factor: float) -> None:
@@ -324,86 +162,6 @@ class GradientLedger(GradientObserver):
         if is_wrong:
             self._report(contributions, found, tolerance, wrong, absent)
         self._before = found
-
-    def _share_loss_factors(self) -> None:
-        """Let the ranks that have no loss know what was measured at it."""
-        passes = self._scope.passes
-        if passes is None:
-            return
-        factors = torch.zeros(passes.micro_batches, device=self._device)
-        for number, factor in self._at_loss.items():
-            if factor is not None:
-                factors[number] = factor
-        dist.all_reduce(factors, group=passes.group)
-        # A loss that got no gradient has given none to anybody.
-        factors[factors == 0] = 1.0
-        for micro_batch in self._micro_batches:
-            if micro_batch.number is not None:
-                micro_batch.loss_factor = factors[micro_batch.number]
-
-    def _absent_passes(self) -> list[str]:
-        """What a schedule has not run, or twice, in words."""
-        passes = self._scope.passes
-        if passes is None:
-            return []
-        absent = []
-        for number, chunk in itertools.product(range(passes.micro_batches), range(passes.chunks)):
-            times = self._passes.count((number, chunk))
-            if times != 1:
-                place = (
-                    f" through chunk {chunk + 1} of {passes.chunks}" if passes.chunks > 1 else ""
-                )
-                how = "never ran" if not times else f"ran {times} times"
-                absent.append(
-                    f"the backward of micro-batch {number + 1} of {passes.micro_batches}{place} "
-                    f"{how}"
-                )
-        for number, factor in self._at_loss.items():
-            if factor is None:
-                absent.append(
-                    f"the loss of micro-batch {number + 1} of {passes.micro_batches} got no "
-                    "gradient"
-                )
-        return absent
-
-    def _weighted_contributions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the
-        definition.
-        """
-        num_pieces = len(self._pieces)
-        passes = self._scope.passes
-        num_micro = (
-            len(self._micro_batches)
-            if passes is None
-            else max(passes.micro_batches, len(self._micro_batches))
-        )
-        prints = torch.zeros(num_micro, num_pieces, DIMS, device=self._device)
-        norms = torch.zeros(num_micro, num_pieces, device=self._device)
-        if not num_pieces:
-            return prints, norms
-        zero, zero_norm = (
-            torch.zeros(DIMS, device=self._device),
-            torch.zeros((), device=self._device),
-        )
-        for position, micro_batch in enumerate(self._micro_batches):
-            row = position if micro_batch.number is None else micro_batch.number
-            entries = [
-                micro_batch.entries.get(index, [(zero, zero_norm)]) for index in range(num_pieces)
-            ]
-            weight = self._weight(micro_batch)
-            prints[row] = (
-                torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries])
-                * weight
-            )
-            norms[row] = (
-                torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight
-            )
-        return prints, norms
-
-    def _weight(self, micro_batch: _MicroBatch) -> torch.Tensor | float:
-        """1/(N*A) of the definition over the loss factor; see the module's text."""
-        share = 1.0 if self._sum_op else 1.0 / self._scope.num_replicas
-        return share / (micro_batch.divisor * micro_batch.factor())
 
     def _found(self, factor: float) -> torch.Tensor:
         """Fingerprints of what this rank holds, as the optimizer will use it; `[held, DIMS]`."""
@@ -530,15 +288,6 @@ class GradientLedger(GradientObserver):
             raise GradientLedgerError(message, findings)
         logger.error(message)
 
-    def _late_contributions(self) -> torch.Tensor:
-        """What came after its bucket was sealed and was not sent again; `[pieces, DIMS]`."""
-        late = torch.zeros(len(self._pieces), DIMS, device=self._device)
-        for micro_batch, piece, entry in (
-            place for places in self._late.values() for place in places
-        ):
-            late[piece] += micro_batch.entries[piece][entry][0] * self._weight(micro_batch)
-        return late
-
     def report(self) -> str:
         """What the ledger has seen so far, in words."""
         lines = [
@@ -549,20 +298,6 @@ class GradientLedger(GradientObserver):
         if self.zero_gradients:
             lines.append(f"  exactly zero on all ranks: {_shown(self.zero_gradients)}")
         return "\n".join(lines)
-
-    def detached(self) -> None:
-        """See base class."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
-        self._micro_batches = []
-
-
-def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
 
 
 def _shown(names: Sequence[str]) -> str:
