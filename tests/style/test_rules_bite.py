@@ -58,6 +58,21 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
         GOOD + "from ..engine import DeepSpeedEngine\n",
     ),
     (
+        style.test_the_core_names_no_subsystem,
+        "runtime/zero/a.py",
+        GOOD + "if optimizer.ledger is not None:\n    optimizer.ledger.close()\n",
+    ),
+    (
+        style.test_the_core_names_no_subsystem,
+        "runtime/gradients/a.py",
+        GOOD + "from deepspeed.monitor.monitor import MonitorMaster\n",
+    ),
+    (
+        style.test_the_core_names_no_subsystem,
+        "runtime/optimizers/a.py",
+        GOOD + 'late = "deepspeed.profiling.flops_profiler"\n',
+    ),
+    (
         style.test_imports_inside_functions_say_why,
         "a.py",
         GOOD + "def f() -> None:\n    import os\n",
@@ -119,6 +134,24 @@ def test_rule_finds_the_offence(
 def test_a_reason_allows_an_import_in_a_function(package: Path, text: str) -> None:
     (package / "a.py").write_text(GOOD + text)
     style.test_imports_inside_functions_say_why()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "runtime/zero/a.py",
+            '"""Not of the ledger."""\n\n\ndef f() -> None:  # nor a monitor\n'
+            '    """As the profiler."""\n',
+        ),
+        ("runtime/gradients/ledger/a.py", GOOD + "ledger = 1\n"),
+        ("runtime/engine.py", GOOD + "self.monitor = None\n"),
+    ],
+)
+def test_words_and_subsystems_themselves_may_name_them(package: Path, path: str, text: str) -> None:
+    (package / path).parent.mkdir(parents=True, exist_ok=True)
+    (package / path).write_text(text, encoding="utf-8")
+    style.test_the_core_names_no_subsystem()
 
 
 def test_every_rule_of_the_package_has_a_case() -> None:

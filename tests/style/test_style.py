@@ -292,6 +292,47 @@ def test_imports_go_down_only() -> None:
     report(offences(find))
 
 
+CORE = (
+    *(f"runtime/{room}/" for room in ("sharding", "gradients", "optimizers", "zero", "fp16")),
+    "runtime/streams.py",
+    "runtime/bf16_optimizer.py",
+)
+SUBSYSTEM = re.compile("ledger|monitor|profiler", re.IGNORECASE)
+"""What attaches to the core by an interface (`gradients.observer`, `step_observer`)."""
+
+
+def docstring_lines(source: Source) -> set[int]:
+    """Lines of strings that stand alone: docstrings of modules, classes, functions and names."""
+    strings = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    return {
+        line
+        for node in strings
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def test_the_core_names_no_subsystem() -> None:
+    def find(source: Source) -> Iterator[int]:
+        if not source.path.startswith(CORE):
+            return
+        words = docstring_lines(source)
+        for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+            if (
+                token.type != tokenize.COMMENT
+                and token.start[0] not in words
+                and SUBSYSTEM.search(token.string)
+            ):
+                yield token.start[0]
+
+    report(offences(find, skip=("runtime/gradients/ledger/",)))
+
+
 def reasoned_lines(source: Source) -> set[int]:
     """Lines that a comment with one of FUNCTION_IMPORT_REASONS covers: its own, and the imports
     right below.
