@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.reshape import tensor_degree
+from deepspeed.checkpoint.resharding.saved_optimizer import tensor_degree
 
 
 class DeepSpeedCheckpoint:

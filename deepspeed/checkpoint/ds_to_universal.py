@@ -31,9 +31,9 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
-from deepspeed.checkpoint.reshape import LABELS
+from deepspeed.checkpoint.resharding.consolidation import WholeState
+from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
 from deepspeed.checkpoint.verification import check_folder, raise_problems
-from deepspeed.checkpoint.whole_state import WholeState
 from deepspeed.utils.logging import logger
 
 # State of a rank's shard, which a universal checkpoint has by parameter.

@@ -44,12 +44,12 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
-from deepspeed.checkpoint.reshape import FP32, is_per_element
+from deepspeed.checkpoint.resharding.saved_optimizer import FP32, is_per_element
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
+from deepspeed.runtime.checkpointing.optimizer_resharding import own_tensors
 from deepspeed.runtime.checkpointing.parts import CheckpointParts
-from deepspeed.runtime.checkpointing.recut import own_tensors
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups

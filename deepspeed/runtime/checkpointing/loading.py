@@ -21,6 +21,7 @@ from deepspeed.checkpoint.files import (
     together,
 )
 from deepspeed.checkpoint.manifest import MANIFEST, read_manifest
+from deepspeed.checkpoint.resharding.consolidation import OwnSlices
 from deepspeed.checkpoint.retention import newest_common_tag, published_tags
 from deepspeed.checkpoint.verification import (
     FULL,
@@ -32,13 +33,12 @@ from deepspeed.checkpoint.verification import (
     newest_published,
     raise_problems,
 )
-from deepspeed.checkpoint.whole_state import OwnSlices
 from deepspeed.runtime.checkpointing.host_state import restore_host_state, restore_position
 from deepspeed.runtime.checkpointing.model_files import Cut, LayeredModule, ModelFiles, ReadWeights
+from deepspeed.runtime.checkpointing.optimizer_resharding import RecutState
 from deepspeed.runtime.checkpointing.parts import CheckpointParts
-from deepspeed.runtime.checkpointing.recut import RecutState
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
-from deepspeed.runtime.checkpointing.universal_loading import own_slices, read_slices
+from deepspeed.runtime.checkpointing.weight_resharding import own_slices, read_slices
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.utils import groups

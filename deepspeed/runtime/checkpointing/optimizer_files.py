@@ -17,12 +17,12 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.reshape import SavedOptimizer
-from deepspeed.checkpoint.whole_state import OwnSlices
+from deepspeed.checkpoint.resharding.consolidation import OwnSlices
+from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
-from deepspeed.runtime.checkpointing.recut import RecutState, recut_state
+from deepspeed.runtime.checkpointing.optimizer_resharding import RecutState, recut_state
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer

@@ -2,7 +2,7 @@
 BF16_Optimizer files share.
 
 Written and read here is this rank's own cut of it; state that was cut otherwise is made into that
-by `runtime.checkpointing.recut`.
+by `runtime.checkpointing.optimizer_resharding`.
 
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per
 group without padding with `elastic_checkpoint`. `param_slice_mappings` says where each parameter's

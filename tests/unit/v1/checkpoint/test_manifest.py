@@ -24,7 +24,7 @@ from deepspeed.checkpoint.checksum import Checksum, FileRecord, file_checksum, f
 from deepspeed.checkpoint.cli import main as ds_checkpoint
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.manifest import Manifest, merge_parts, read_manifest, write_part
-from deepspeed.checkpoint.reshape import SavedOptimizer
+from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
 from deepspeed.checkpoint.verification import check_coverage, check_folder, verify_checkpoint
 from deepspeed.utils import groups
 from unit.common import DistributedTest

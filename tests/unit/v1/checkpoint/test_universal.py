@@ -21,7 +21,7 @@ from unit.common import DistributedFixture, DistributedTest
 
 from . import pipeline, test_experts
 from .runs import differences
-from .test_recut import CASES, STEPS, expected, make, masters_and_moments, train
+from .test_resharding import CASES, STEPS, expected, make, masters_and_moments, train
 
 TAG = "universal"
 

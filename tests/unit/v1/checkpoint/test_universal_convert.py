@@ -19,9 +19,9 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.ds_to_universal import command, main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.tensor_slices import SlicePatterns
+from deepspeed.checkpoint.resharding.consolidation import UniversalState
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, own_slice
-from deepspeed.checkpoint.whole_state import UniversalState
 from deepspeed.utils.tensor_fragment import fragment_address
 
 SHARED = Path(__file__).parents[5] / "shared" / "compat" / "checkpoints"

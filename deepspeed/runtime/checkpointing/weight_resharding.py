@@ -17,7 +17,12 @@ from torch import nn
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.checkpoint.whole_state import OwnSlices, Parameters, UniversalState, WholeState
+from deepspeed.checkpoint.resharding.consolidation import (
+    OwnSlices,
+    Parameters,
+    UniversalState,
+    WholeState,
+)
 from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles, ReadWeights
 from deepspeed.utils import groups
 

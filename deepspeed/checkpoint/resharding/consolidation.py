@@ -4,7 +4,7 @@ slices it was saved by.
 `WholeState` maps the files and notes where the pieces of each parameter lie; elements are read when
 one parameter is asked for, so memory is bounded by that parameter. `UniversalState` is the same of
 a universal checkpoint. What asks, and for what, is `ds_to_universal`'s (all of it) and
-`runtime.checkpointing.universal_loading`'s (a rank's share).
+`runtime.checkpointing.weight_resharding`'s (a rank's share).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.reshape import (
+from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
     LABELS,
     SavedOptimizer,
@@ -27,7 +27,7 @@ from deepspeed.checkpoint.reshape import (
     scaler_state,
     tensor_degree,
 )
-from deepspeed.checkpoint.tensor_slices import SlicePatterns
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.universal_checkpoint import own_slice, slots_in
 
 _LAYER_FILE = re.compile(r"^layer_(\d+)-(?:.*\bmodel_(\d+)-)?model_states\.pt$")

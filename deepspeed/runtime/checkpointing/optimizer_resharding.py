@@ -1,11 +1,11 @@
 """Optimizer state that was saved by other ranks, stages or parameter groups, made into what this
 rank would have saved.
 
-`checkpoint.reshape` says what the files hold, by parameter name; here it is copied to where this
-rank's optimizer has those elements. The result has the layout of the optimizer's own
-`state_dict()`, so everything that comes after is the same as for state that need not be cut anew.
-Every element of every parameter of this rank must be there once; until that is known nothing
-changes.
+`checkpoint.resharding.saved_optimizer` says what the files hold, by parameter name; here it is
+copied to where this rank's optimizer has those elements. The result has the layout of the
+optimizer's own `state_dict()`, so everything that comes after is the same as for state that need
+not be cut anew. Every element of every parameter of this rank must be there once; until that is
+known nothing changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.reshape import FP32, SavedOptimizer, SavedPiece
-from deepspeed.checkpoint.whole_state import OwnSlices
+from deepspeed.checkpoint.resharding.consolidation import OwnSlices
+from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedOptimizer, SavedPiece
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
