@@ -1,5 +1,5 @@
 """Names in checkpoint files: keys, file prefixes and suffixes. The format is upstream's; these are
-its only definitions here.
+its only definitions here. Names of files are made of them by `file_names`.
 """
 
 from __future__ import annotations
@@ -96,40 +96,7 @@ MODEL_FILE_SUFFIX = "_model_states.pt"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
-EXPERT_FILE_PREFIX = "expp_rank_"
 LAYER_FILE_PREFIX = "layer_"
-# Not upstream's: what each process needs to go on bit-equal (random states, position in the data).
-HOST_FILE_PREFIX = "host_state_rank_"
-
-
-def model_file(model_parallel_rank: int) -> str:
-    """Name of the model-states file."""
-    return f"{MODEL_FILE_PREFIX}{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
-
-
-def optimizer_file(data_parallel_rank: int, model_parallel_rank: int, bf16: bool) -> str:
-    """Name of a ZeRO rank's optimizer-states file."""
-    prefix = BF16_ZERO_FILE_PREFIX if bf16 else ZERO_FILE_PREFIX
-    return f"{prefix}{data_parallel_rank}_mp_rank_{model_parallel_rank:02d}{OPTIM_FILE_SUFFIX}"
-
-
-def expert_optimizer_file(expert_parallel_rank: int, model_parallel_rank: int) -> str:
-    """Name of an expert rank's optimizer-states file, of a model with experts at stage 0."""
-    ranks = f"{expert_parallel_rank}_mp_rank_{model_parallel_rank:02d}"
-    return f"{EXPERT_FILE_PREFIX}{ranks}{OPTIM_FILE_SUFFIX}"
-
-
-def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:
-    """Name of the weights of one expert; layers with experts and all their experts are counted from
-    0.
-    """
-    return f"layer_{moe_layer}_expert_{expert}_mp_rank_{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
-
-
-def host_file(global_rank: int) -> str:
-    """Name of a process's own file."""
-    return f"{HOST_FILE_PREFIX}{global_rank}.pt"
-
 
 # Universal checkpoints: a folder per parameter, a file per kind of its state
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"

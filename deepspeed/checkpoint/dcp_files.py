@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.utils import _pytree as pytree
 
 from deepspeed.checkpoint.checksum import FileRecord, file_checksum
+from deepspeed.checkpoint.file_names import dcp_folder
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
 from deepspeed.checkpoint.files import DCP_FOLDER, write_file
 
@@ -63,7 +64,7 @@ def write_dcp(
     Returns:
         Path -> record of all files.
     """
-    folder = f"{os.path.splitext(path)[0]}.dcp"
+    folder = dcp_folder(path)
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}  # tied weights are one tensor, and stay one
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.resharding.saved_optimizer import tensor_degree
 
@@ -43,7 +44,9 @@ class DeepSpeedCheckpoint:
         dp_degree: int | None = None,
     ) -> None:
         self.dir = dir
-        self._model: Mapping[str, Any] = read_file(os.path.join(dir, keys.model_file(0)), mmap=True)
+        self._model: Mapping[str, Any] = read_file(
+            os.path.join(dir, file_names.model_file(0)), mmap=True
+        )
         self.original_tp_degree = tensor_degree(self._model)
         self.original_pp_degree = (
             int(self._model.get(keys.MP_WORLD_SIZE, 1)) // self.original_tp_degree
@@ -82,7 +85,7 @@ class DeepSpeedCheckpoint:
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
         """Paths of the model files of a stage and tensor-parallel rank, as saved."""
-        return [os.path.join(self.dir, keys.model_file(self._part(tp_index, pp_index)))]
+        return [os.path.join(self.dir, file_names.model_file(self._part(tp_index, pp_index)))]
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
         """Content of that file."""
@@ -93,7 +96,7 @@ class DeepSpeedCheckpoint:
         """Paths of the optimizer files of a rank, as saved; empty if its state is not sharded."""
         part = self._part(tp_index, pp_index)
         paths = [
-            os.path.join(self.dir, keys.optimizer_file(dp_index, part, bf16))
+            os.path.join(self.dir, file_names.optimizer_file(dp_index, part, bf16))
             for bf16 in (False, True)
         ]
         return [path for path in paths if os.path.isfile(path)]
@@ -122,7 +125,7 @@ class DeepSpeedCheckpoint:
             CheckpointError: Naming those that are not.
         """
         parts = range(self.original_tp_degree * self.original_pp_degree)
-        paths = [os.path.join(self.dir, keys.model_file(part)) for part in parts]
+        paths = [os.path.join(self.dir, file_names.model_file(part)) for part in parts]
         missing = [path for path in paths if not os.path.isfile(path)]
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing)}")

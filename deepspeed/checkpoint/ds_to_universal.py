@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.files import (
     CheckpointError,
@@ -113,7 +114,7 @@ def main(args: argparse.Namespace) -> None:
             "mistyped pattern would cut parameters wrongly. Correct it, or give --no_strict"
         )
     output_dir, tag = os.path.split(output)
-    temporary = os.path.join(output_dir, f".{tag}.converting")
+    temporary = os.path.join(output_dir, file_names.converting(tag))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         written = _Output(temporary)
@@ -136,7 +137,7 @@ def command() -> None:
 
 
 def _read(source: str, inject: bool) -> WholeState:
-    model = read_file(os.path.join(source, keys.model_file(0)), mmap=True)
+    model = read_file(os.path.join(source, file_names.model_file(0)), mmap=True)
     if os.path.isdir(os.path.join(source, keys.UNIVERSAL_FOLDER)):
         raise CheckpointError(f"{source} is a universal checkpoint already")
     if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None and not inject:
@@ -187,7 +188,7 @@ def _write(
                 f"parameter {name!r} cannot have a folder of its name; rename it in the model"
             )
         for key, value in state.shared(name).items():
-            output.write(value, keys.UNIVERSAL_FOLDER, name, f"{key}.pt")
+            output.write(value, keys.UNIVERSAL_FOLDER, name, file_names.state_file(key))
     _write_parameters(state, names, output, args)
     output.write(_common_state(state, names), keys.UNIVERSAL_FOLDER, keys.UNIVERSAL_OPTIMIZER_FILE)
     _copy_files(state, output)
@@ -230,14 +231,21 @@ def _extract(state: WholeState, name: str, slot: str, kept: _Output | None) -> l
     """Read the slices of one kind of state from the mapped files."""
     slices = [part.clone() for part in state.slices(name, slot)]
     for rank, part in enumerate(slices if kept is not None else ()):
-        cast(_Output, kept).write(part.reshape(-1), _TEMPORARY, name, str(rank), f"{slot}.00")
+        cast(_Output, kept).write(
+            part.reshape(-1), _TEMPORARY, name, str(rank), file_names.slice_file(slot)
+        )
     return slices
 
 
 def _merge(
     state: WholeState, name: str, slot: str, slices: list[torch.Tensor], output: _Output
 ) -> None:
-    output.write(state.patterns.merged(name, slices), keys.UNIVERSAL_FOLDER, name, f"{slot}.pt")
+    output.write(
+        state.patterns.merged(name, slices),
+        keys.UNIVERSAL_FOLDER,
+        name,
+        file_names.state_file(slot),
+    )
 
 
 def _common_state(state: WholeState, names: Sequence[str]) -> dict[str, Any]:
@@ -276,9 +284,10 @@ def _is_whole_state(key: str) -> bool:
 def _copy_files(state: WholeState, output: _Output) -> None:
     """All but the optimizer's files; of model files all but the optimizer's state."""
     for name in sorted(os.listdir(state.folder)):
-        is_model = name.startswith(keys.MODEL_FILE_PREFIX) and name.endswith(keys.MODEL_FILE_SUFFIX)
-        # Pipelines' layers and experts begin alike.
-        if not is_model and not name.startswith((keys.LAYER_FILE_PREFIX, keys.HOST_FILE_PREFIX)):
+        is_model = file_names.is_model_file(name)
+        if not (
+            is_model or file_names.is_layer_or_expert_file(name) or file_names.is_host_file(name)
+        ):
             continue
         content = read_file(os.path.join(state.folder, name), mmap=True)
         if is_model:

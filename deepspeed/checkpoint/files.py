@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.constants import LATEST
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
@@ -182,7 +183,7 @@ def recover_folder(final: str) -> None:
 
 
 def _aside(final: str) -> str:
-    return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.replaced")
+    return os.path.join(os.path.dirname(final), file_names.replaced(os.path.basename(final)))
 
 
 def check_loadable(content: Any, what: str) -> None:
@@ -225,7 +226,7 @@ def _first_line(error: Exception) -> str:
 
 def write_latest(save_dir: str, tag: str, name: str = LATEST) -> None:
     """Let the file `name` name `tag`, in one rename."""
-    temporary = os.path.join(save_dir, f".{name}.saving")
+    temporary = os.path.join(save_dir, file_names.saving(name))
     with open(temporary, "w") as file:
         file.write(tag)
         file.flush()

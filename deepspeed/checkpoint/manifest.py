@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.checkpoint.checksum import Checksum, FileRecord
+from deepspeed.checkpoint.file_names import MANIFEST, manifest_part
 from deepspeed.checkpoint.files import CheckpointError, sync_folder
 
-MANIFEST = "manifest.json"
 VERSION = 1
 _FIRST_LINE = b'{"checksum":"%s",\n'
 
@@ -81,7 +81,7 @@ def write_part(
         "files": {name: list(record) for name, record in files.items()},
         "description": {**description, "files": own},
     }
-    with open(os.path.join(folder, _part(rank)), "wb") as file:
+    with open(os.path.join(folder, manifest_part(rank)), "wb") as file:
         file.write(_dumped(content))
 
 
@@ -98,7 +98,7 @@ def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> N
     """
     files: dict[str, list[Any]] = {}
     parts: dict[int, Any] = {}
-    paths = {rank: os.path.join(folder, _part(rank)) for rank in ranks}
+    paths = {rank: os.path.join(folder, manifest_part(rank)) for rank in ranks}
     for rank, path in paths.items():
         try:
             with open(path, "rb") as file:
@@ -158,10 +158,6 @@ def read_manifest(folder: str) -> Manifest | None:
         {name: rank for name, (_, _, rank) in known["files"].items()},
         {int(rank): part for rank, part in known["parts"].items()},
     )
-
-
-def _part(rank: int) -> str:
-    return f".manifest_part_{rank}.json"
 
 
 def _dumped(content: Any) -> bytes:

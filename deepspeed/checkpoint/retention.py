@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.constants import UNIVERSAL_FOLDER
 from deepspeed.checkpoint.files import read_latest, sync_folder
-from deepspeed.checkpoint.manifest import MANIFEST
-
-_REMOVED = ".removed"
 
 
 def published_tags(save_dir: str) -> list[str]:
@@ -22,7 +20,7 @@ def published_tags(save_dir: str) -> list[str]:
     """
     times: list[tuple[int, str]] = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
-        manifest = os.path.join(save_dir, name, MANIFEST)
+        manifest = os.path.join(save_dir, name, file_names.MANIFEST)
         # A universal checkpoint was made on purpose of another: it is no save, and is not in turn
         # to be removed.
         is_universal = os.path.isdir(os.path.join(save_dir, name, UNIVERSAL_FOLDER))
@@ -43,13 +41,13 @@ def remove_oldest(save_dir: str, keep_last: int) -> list[str]:
     latest = read_latest(save_dir)
     removed = [tag for tag in published_tags(save_dir)[:-keep_last] if tag != latest]
     for tag in removed:
-        aside = os.path.join(save_dir, f".{tag}{_REMOVED}")
+        aside = os.path.join(save_dir, file_names.removed(tag))
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(os.path.join(save_dir, tag), aside)
     if removed:
         sync_folder(save_dir)
     for name in os.listdir(save_dir):
-        if name.startswith(".") and name.endswith(_REMOVED):
+        if file_names.is_removed(name):
             shutil.rmtree(os.path.join(save_dir, name), ignore_errors=True)
     return removed
 

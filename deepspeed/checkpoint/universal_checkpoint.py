@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.file_names import parse_state_file, state_file
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.utils.tensor_fragment import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -97,7 +98,7 @@ def load_hp_checkpoint_state(
         )
     step = None
     for slot in slots_in(folder):
-        content = read_file(os.path.join(folder, f"{slot}.pt"))
+        content = read_file(os.path.join(folder, state_file(slot)))
         if not isinstance(content, Mapping):
             step = content
             continue
@@ -119,7 +120,7 @@ def slots_in(folder: str) -> list[str]:
         raise CheckpointError(
             f"{folder} does not exist: the universal checkpoint has no such parameter"
         )
-    return sorted(name.removesuffix(".pt") for name in os.listdir(folder) if name.endswith(".pt"))
+    return sorted(filter(None, map(parse_state_file, os.listdir(folder))))
 
 
 def own_slice(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.constants import model_file, optimizer_file
+from deepspeed.checkpoint.file_names import layer_file, model_file, optimizer_file
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -124,4 +124,4 @@ def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) ->
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: str) -> str:
     """Path of a pipeline layer's file."""
-    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank}-model_states.pt")
+    return os.path.join(base_folder, layer_file(layer_id, f"model_{tp_rank}"))

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.checksum import file_checksum
+from deepspeed.checkpoint.file_names import CHECKPOINT_SUFFIXES, MANIFEST, replaced
 from deepspeed.checkpoint.files import CheckpointError, read_latest
-from deepspeed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from deepspeed.checkpoint.manifest import Manifest, read_manifest
 from deepspeed.checkpoint.retention import published_tags
 
-# What makes a file part of a checkpoint whoever reads the folder: readers take what they find by
-# such names.
-CHECKPOINT_SUFFIXES = (".pt", ".distcp")
 FULL, SIZES, OFF = "full", "sizes", "off"
 LEVELS = (FULL, SIZES, OFF)
 
@@ -78,7 +76,7 @@ def newest_published(load_dir: str) -> str | None:
 
 def _is_put_aside(load_dir: str, tag: str) -> bool:
     """A save was killed while it replaced the tag; who loads puts the older folder back."""
-    return bool(tag) and os.path.isdir(os.path.join(load_dir, f".{tag}.replaced"))
+    return bool(tag) and os.path.isdir(os.path.join(load_dir, replaced(tag)))
 
 
 def _tags_there(load_dir: str) -> str:

@@ -10,13 +10,13 @@ a universal checkpoint. What asks, and for what, is `ds_to_universal`'s (all of 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.resharding.saved_optimizer import (
@@ -29,9 +29,6 @@ from deepspeed.checkpoint.resharding.saved_optimizer import (
 )
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.universal_checkpoint import own_slice, slots_in
-
-_LAYER_FILE = re.compile(r"^layer_(\d+)-(?:.*\bmodel_(\d+)-)?model_states\.pt$")
-_EXPERT_FILE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt$")
 
 
 class Parameters(Protocol):
@@ -89,7 +86,7 @@ class WholeState:
     def __init__(self, folder: str, info: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.model: Mapping[str, Any] = read_file(
-            os.path.join(folder, keys.model_file(0)), mmap=True
+            os.path.join(folder, file_names.model_file(0)), mmap=True
         )
         self.options: Mapping[int, Mapping[str, Any]] = {}
         self.scaler: Mapping[str, Any] = {}
@@ -144,13 +141,14 @@ class WholeState:
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""
         of_shards = [
-            os.path.join(self.folder, keys.optimizer_file(0, 0, bf16)) for bf16 in (False, True)
+            os.path.join(self.folder, file_names.optimizer_file(0, 0, bf16))
+            for bf16 in (False, True)
         ]
         for path in of_shards:
             if os.path.isfile(path):
                 content: Mapping[str, Any] = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
                 return content
-        of_experts = os.path.join(self.folder, keys.expert_optimizer_file(0, 0))
+        of_experts = os.path.join(self.folder, file_names.expert_optimizer_file(0, 0))
         whole = read_file(of_experts, mmap=True) if os.path.isfile(of_experts) else self.model
         return whole.get(keys.OPTIMIZER) or {}
 
@@ -177,17 +175,16 @@ class _Weights:
         self.buffers: set[str] = set()
         self.models: list[Mapping[str, Any]] = []
         for part in parts:
-            model = read_file(os.path.join(folder, keys.model_file(part)), mmap=True)
+            model = read_file(os.path.join(folder, file_names.model_file(part)), mmap=True)
             self.models.append(model)
             self.buffers.update(model.get(keys.BUFFER_NAMES) or ())
             self._add(model.get(keys.MODULE) or {})
         for name in sorted(os.listdir(folder)):
-            layer, expert = _LAYER_FILE.match(name), _EXPERT_FILE.match(name)
-            if layer is not None and int(layer.group(2) or 0) == rank:
-                self._add(
-                    read_file(os.path.join(folder, name), mmap=True), f"{int(layer.group(1))}."
-                )
-            elif expert is not None and int(expert.group(1)) % slices == rank:
+            layer = file_names.parse_layer_file(name)
+            expert = file_names.parse_expert_file(name)
+            if layer is not None and layer.tensor_parallel_rank == rank:
+                self._add(read_file(os.path.join(folder, name), mmap=True), f"{layer.layer}.")
+            elif expert is not None and expert.model_parallel_rank % slices == rank:
                 self._add(read_file(os.path.join(folder, name), mmap=True))
 
     def _add(self, state: Mapping[str, Any], prefix: str = "") -> None:
@@ -212,7 +209,7 @@ class _Slice:
                 or (model.get(keys.OPTIMIZER) or {}).get(keys.PARAM_SHAPES)
             )
         for name in sorted(os.listdir(folder)):
-            if name.startswith(keys.EXPERT_FILE_PREFIX):
+            if file_names.parse_expert_optimizer_file(name) is not None:
                 optimizer = (
                     read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
                 )
@@ -328,14 +325,14 @@ class UniversalState:
         }
         if not self._groups:
             self._note_groups_of_upstream()
-        self._first = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        self._first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
         self.tensor_size = tensor_degree(self._first)
         self._weights: _Weights | None = None
 
     def _note_groups_of_upstream(self) -> None:
         """Upstream's files say in the model files which parameters are in which group."""
         for name in sorted(os.listdir(self.folder)):
-            if name.startswith(keys.MODEL_FILE_PREFIX) and name.endswith(keys.MODEL_FILE_SUFFIX):
+            if file_names.is_model_file(name):
                 model = read_file(os.path.join(self.folder, name), mmap=True)
                 for index, group in enumerate(parameter_groups(model.get(keys.PARAM_SHAPES))):
                     self._groups.update((param, index) for param in group)
@@ -357,7 +354,7 @@ class UniversalState:
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
         content: Mapping[str, Any] = read_file(
-            os.path.join(self._zero, name, f"{slot}.pt"), mmap=True
+            os.path.join(self._zero, name, file_names.state_file(slot)), mmap=True
         )
         return content
 
@@ -372,7 +369,10 @@ class UniversalState:
 
     def _contents(self, name: str) -> Iterator[tuple[str, Any]]:
         for slot in slots_in(os.path.join(self._zero, name)):
-            yield slot, read_file(os.path.join(self._zero, name, f"{slot}.pt"), mmap=True)
+            yield (
+                slot,
+                read_file(os.path.join(self._zero, name, file_names.state_file(slot)), mmap=True),
+            )
 
 
 class OwnSlices:

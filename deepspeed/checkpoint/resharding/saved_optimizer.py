@@ -15,13 +15,13 @@ parameter that several pipeline stages hold (tied weights) is taken from the fir
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_prefix, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
 
@@ -31,8 +31,6 @@ STEP = "step"
 # What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names
 # that follow from the division.
 LABELS = frozenset(("params", "param_names", "name", "moe"))
-_SHARD_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_EXPERT_FILE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 
 def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) -> bool:
@@ -119,12 +117,12 @@ class SavedOptimizer:
 
     def __init__(self, folder: str, tensor_rank: int = 0) -> None:
         self.folder = folder
-        first = read_file(os.path.join(folder, keys.model_file(0)), mmap=True)
+        first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
         self.tensor_size = tensor_degree(first)
         self.model_parts = range(tensor_rank, first.get(keys.MP_WORLD_SIZE, 1), self.tensor_size)
         listing = sorted(os.listdir(folder))
-        self._shards = _by_part(folder, listing, _SHARD_FILE)
-        self._expert_ranks = _by_part(folder, listing, _EXPERT_FILE)
+        self._shards = _by_part(folder, listing, file_names.parse_optimizer_file)
+        self._expert_ranks = _by_part(folder, listing, file_names.parse_expert_optimizer_file)
         self.has_state = bool(
             self._shards or self._expert_ranks or first.get(keys.OPTIMIZER) is not None
         )
@@ -148,7 +146,7 @@ class SavedOptimizer:
             seen |= names
 
     def _pieces_of(self, part: int) -> Iterator[SavedPiece]:
-        model = read_file(os.path.join(self.folder, keys.model_file(part)), mmap=True)
+        model = read_file(os.path.join(self.folder, file_names.model_file(part)), mmap=True)
         if part in self._shards:
             yield from self._sharded(self._shards[part], model)
         elif part in self._expert_ranks:
@@ -291,16 +289,14 @@ def tensor_degree(model: Mapping[str, Any]) -> int:
 
 
 def _by_part(
-    folder: str, listing: Sequence[str], pattern: re.Pattern[str]
+    folder: str, listing: Sequence[str], parse: Callable[[str], file_names.OptimizerFile | None]
 ) -> dict[int, dict[int, str]]:
-    """Model-parallel rank -> other rank -> path, of the files that match."""
+    """Model-parallel rank -> other rank -> path, of the files whose names can be parsed."""
     found: dict[int, dict[int, str]] = {}
     for name in listing:
-        match = pattern.match(name)
-        if match is not None:
-            found.setdefault(int(match.group(2)), {})[int(match.group(1))] = os.path.join(
-                folder, name
-            )
+        file = parse(name)
+        if file is not None:
+            found.setdefault(file.model_parallel_rank, {})[file.rank] = os.path.join(folder, name)
     return found
 
 

@@ -42,7 +42,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, is_per_element
 from deepspeed.git_version_info import version as __version__
@@ -72,7 +72,7 @@ def describe(
         exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
     part = groups._get_model_parallel_rank()
-    model_file = keys.model_file(part)
+    model_file = file_names.model_file(part)
     weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
     if optimizer.optimizer is not None:
@@ -88,7 +88,7 @@ def describe(
         *([] if get_accelerator().device_name() == "cpu" else ["device"]),
     ]
     has_position = hasattr(engine.training_dataloader, "state_dict")
-    files[keys.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
+    files[file_names.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
     return {"part": part, "files": files}
 
 
@@ -156,7 +156,7 @@ def _files_of(
     prefix, number = expert_prefix(name), expert_number(name)
     if prefix in files.experts.numbers and number is not None:
         return [
-            keys.expert_file(
+            file_names.expert_file(
                 files.experts.numbers[prefix], number, groups._get_model_parallel_rank()
             )
         ]

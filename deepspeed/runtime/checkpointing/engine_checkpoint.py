@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import together, write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpointing.loading import LoadingMixin
@@ -53,7 +54,7 @@ class CheckpointMixin(SavingMixin, LoadingMixin):
             if dist.get_rank() == 0:
                 os.makedirs(save_dir, exist_ok=True)
                 state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-                temporary = os.path.join(save_dir, f".{save_filename}.saving")
+                temporary = os.path.join(save_dir, file_names.saving(save_filename))
                 write_file(temporary, clone_tensors_for_torch_save(state))
                 os.replace(temporary, os.path.join(save_dir, save_filename))
 

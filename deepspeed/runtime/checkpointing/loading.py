@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import (
     CheckpointError,
     read_file,
@@ -248,15 +249,15 @@ class LoadingMixin(CheckpointParts):
         """
         own, path = (
             Cut.of_this_run(),
-            os.path.join(folder, keys.model_file(groups._get_model_parallel_rank())),
+            os.path.join(folder, file_names.model_file(groups._get_model_parallel_rank())),
         )
-        if os.path.isfile(os.path.join(folder, f"{keys.ZERO_FILE_PREFIX}0_{keys.model_file(0)}")):
+        if os.path.isfile(os.path.join(folder, file_names.stage3_model_file(0, 0))):
             raise CheckpointError(
                 f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 "
                 "and 2 can be loaded. Make its weights whole with zero_to_fp32 and load those into "
                 "the model"
             )
-        lead = os.path.join(folder, keys.model_file(0))
+        lead = os.path.join(folder, file_names.model_file(0))
         if os.path.isfile(path) and not os.path.isfile(lead):
             lead = path  # with node-local storage the first part may be on another node
         first: dict[str, Any] = read_file(lead, mmap=True)
@@ -279,9 +280,9 @@ class LoadingMixin(CheckpointParts):
             )
 
     def _read_host(self, folder: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        path = os.path.join(folder, keys.host_file(dist.get_rank()))
+        path = os.path.join(folder, file_names.host_file(dist.get_rank()))
         own = read_file(path) if os.path.isfile(path) else None
-        first = os.path.join(folder, keys.host_file(0))
+        first = os.path.join(folder, file_names.host_file(0))
         position = read_file(first) if os.path.isfile(first) else None
         equal = own is not None and own.get("cut", self._host_cut()) == self._host_cut()
         return (own, None) if equal else (None, position)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import experts
+from deepspeed.checkpoint import experts, file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
@@ -141,7 +141,7 @@ class ModelExperts:
                 renamed = {
                     experts.renumbered(name, self.first): value for name, value in own.items()
                 }
-                put(keys.expert_file(self.numbers[prefix], number, part), renamed)
+                put(file_names.expert_file(self.numbers[prefix], number, part), renamed)
 
     def read(self, folder: str, read: Callable[[str], Any] = read_file) -> dict[str, Any]:
         """The weights of this rank's experts, named as in this rank's model, by `read(path)`."""
@@ -164,18 +164,16 @@ class ModelExperts:
             groups._get_model_parallel_rank(),
             groups.get_tensor_model_parallel_world_size(),
         )
-        path = os.path.join(folder, keys.expert_file(index, number, part))
+        path = os.path.join(folder, file_names.expert_file(index, number, part))
         if os.path.isfile(path) or not os.path.isdir(folder):
             return path
-        before, after = keys.expert_file(index, number, 0).rsplit("00", 1)
-        writers = [
-            name[len(before) : -len(after)]
-            for name in os.listdir(folder)
-            if name.startswith(before) and name.endswith(after)
-        ]
-        of_slice = [writer for writer in writers if int(writer) % num_slices == part % num_slices]
+        files = filter(None, map(file_names.parse_expert_file, os.listdir(folder)))
+        writers = [file.model_parallel_rank for file in files if file[:2] == (index, number)]
+        of_slice = [writer for writer in writers if writer % num_slices == part % num_slices]
         usable = of_slice if of_slice or layer.enable_expert_tensor_parallelism else writers
-        return os.path.join(folder, f"{before}{min(usable)}{after}") if usable else path
+        if not usable:
+            return path
+        return os.path.join(folder, file_names.expert_file(index, number, min(usable)))
 
 
 class ReadWeights(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.resharding.consolidation import OwnSlices
@@ -78,7 +79,7 @@ class OptimizerFiles:
         file.
         """
         if isinstance(self.sequence, ZeROOptimizer):
-            return keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16)
+            return file_names.optimizer_file(self.sequence.shard_rank, self.part, self.bf16)
         return self._expert_file() if self.experts.layers else None
 
     def in_model_file(self) -> dict[str, Any] | None:
@@ -101,7 +102,7 @@ class OptimizerFiles:
             keys.DS_CONFIG: self.config,
             keys.DS_VERSION: __version__,
         }
-        return {keys.optimizer_file(self.sequence.shard_rank, self.part, self.bf16): content}
+        return {file_names.optimizer_file(self.sequence.shard_rank, self.part, self.bf16): content}
 
     def _expert_files(self, node: StorageNode) -> dict[str, Any]:
         if not self.experts.layers or self.optimizer is None:
@@ -120,7 +121,7 @@ class OptimizerFiles:
         return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
 
     def _expert_file(self) -> str:
-        return keys.expert_optimizer_file(
+        return file_names.expert_optimizer_file(
             groups._get_expert_parallel_rank(self.experts.largest_group), self.part
         )
 
@@ -217,7 +218,7 @@ class OptimizerFiles:
         if self.experts.layers and data_before_experts != self.data_before_experts:
             return None
         path, in_other_dtype = (
-            os.path.join(folder, keys.optimizer_file(sequence.shard_rank, self.part, bf16))
+            os.path.join(folder, file_names.optimizer_file(sequence.shard_rank, self.part, bf16))
             for bf16 in (self.bf16, not self.bf16)
         )
         if not os.path.isfile(path) and os.path.isfile(in_other_dtype):

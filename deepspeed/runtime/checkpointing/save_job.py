@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import utils
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
 from deepspeed.checkpoint.manifest import merge_parts, write_part
@@ -65,7 +66,7 @@ class SaveJob:
     @property
     def folder(self) -> str:
         """Where the files are until all are there."""
-        return os.path.join(self.info.save_dir, f".{self.info.tag}.saving")
+        return os.path.join(self.info.save_dir, file_names.saving(self.info.tag))
 
     def prepare(self) -> None:
         """Make the folder; the publisher does."""
@@ -134,7 +135,7 @@ def _put_converter(save_dir: str) -> None:
     path = os.path.join(save_dir, os.path.basename(_CONVERTER))
     if os.path.isfile(path) and filecmp.cmp(_CONVERTER, path, shallow=False):
         return
-    temporary = os.path.join(save_dir, f".{os.path.basename(path)}.saving")
+    temporary = os.path.join(save_dir, file_names.saving(os.path.basename(path)))
     shutil.copyfile(_CONVERTER, temporary)
     os.chmod(temporary, 0o755)
     os.replace(temporary, path)

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint import file_names, manifest
 from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.utils import separate
@@ -77,7 +77,9 @@ class SavingMixin(CheckpointParts):
                 background has failed; an earlier checkpoint of that tag is untouched.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
-        tag = self._agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
+        tag = self._agreed_tag(
+            str(tag) if tag is not None else file_names.default_tag(self.global_steps)
+        )
         client_state = dict(client_state or {})
         taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
         if taken:
@@ -197,13 +199,13 @@ class SavingMixin(CheckpointParts):
             state[keys.OPTIMIZER] = optimizer.in_model_file()
             if files.experts.layers:
                 state[keys.NUM_EXPERTS] = files.experts.counts
-            put(keys.model_file(groups._get_model_parallel_rank()), {**state, **client_state})
+            put(file_names.model_file(groups._get_model_parallel_rank()), {**state, **client_state})
         for name, content in optimizer.own_files(node).items():
             put(name, content)
         num_forwards = self.module.num_forwards if isinstance(self.module, LayeredModule) else ()
         micro_steps = self.tracker.micro_steps  # type: ignore[attr-defined]  # from DeepSpeedEngine
         host = host_state(self.training_dataloader, micro_steps, self._host_cut(), num_forwards)
-        put(keys.host_file(dist.get_rank()), host)
+        put(file_names.host_file(dist.get_rank()), host)
 
     def _model_state(
         self, weights: dict[str, Any] | None, exclude_frozen_parameters: bool

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import without_experts
 from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
 from deepspeed.checkpoint.utils import separate
@@ -23,8 +24,6 @@ from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, shared_storage
 from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
 from deepspeed.runtime.utils import partition_uniform
-
-SUFFIX = "-model_states.pt"
 
 LoadedLayers = list[tuple[nn.Module, dict[str, Any]]]
 
@@ -66,7 +65,7 @@ class LayerFiles:
         """The existing files of that layer, one for each tensor-parallel rank, sorted."""
         index = self._own_layers[local_layer_idx]
         return sorted(
-            glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{index:02d}-*{SUFFIX[1:]}"))
+            glob.glob(os.path.join(glob.escape(ckpt_dir), file_names.layer_file_glob(index)))
         )
 
     def files_of_layers(self) -> dict[str, str]:
@@ -80,7 +79,7 @@ class LayerFiles:
 
     def _layer_path(self, ckpt_dir: str, index: int) -> str:
         name = self.grid.topology().get_rank_repr(self.grid.global_rank)
-        return os.path.join(ckpt_dir, f"layer_{index:02d}{'-' if name else ''}{name}{SUFFIX}")
+        return os.path.join(ckpt_dir, file_names.layer_file(file_names.layer_id(index), name))
 
     def save_state_dict(
         self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False

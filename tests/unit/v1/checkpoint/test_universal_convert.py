@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.ds_to_universal import command, main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError, read_file
@@ -76,7 +76,7 @@ def write(folder: Path, info: dict[str, Any] | None = INFO) -> Path:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 2},
             **({} if info is None else {"universal_checkpoint_info": info}),
         }
-        torch.save(model, folder / keys.model_file(rank))
+        torch.save(model, folder / file_names.model_file(rank))
         write_shards(folder, rank, slices)
     return folder
 
@@ -106,7 +106,8 @@ def write_shards(folder: Path, rank: int, slices: dict[str, torch.Tensor]) -> No
             "clip_grad": 1.0,
         }
         torch.save(
-            {"optimizer_state_dict": state}, folder / keys.optimizer_file(shard, rank, bf16=False)
+            {"optimizer_state_dict": state},
+            folder / file_names.optimizer_file(shard, rank, bf16=False),
         )
 
 
@@ -241,12 +242,12 @@ class TestFiles:
 
 
 def cut_file(folder: Path) -> None:
-    path = folder / keys.optimizer_file(1, 0, bf16=False)
+    path = folder / file_names.optimizer_file(1, 0, bf16=False)
     os.truncate(path, path.stat().st_size // 2)
 
 
 def drop_file(folder: Path) -> None:
-    (folder / keys.optimizer_file(1, 0, bf16=False)).unlink()
+    (folder / file_names.optimizer_file(1, 0, bf16=False)).unlink()
 
 
 def edit(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -295,9 +296,9 @@ def plant(content: dict[str, Any]) -> None:
     content["evil"] = Evil()
 
 
-SHARD = keys.optimizer_file(1, 1, bf16=False)
-FIRST_SHARD = keys.optimizer_file(0, 1, bf16=False)
-MODEL = keys.model_file(1)
+SHARD = file_names.optimizer_file(1, 1, bf16=False)
+FIRST_SHARD = file_names.optimizer_file(0, 1, bf16=False)
+MODEL = file_names.model_file(1)
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (cut_file, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt .* cannot be read"),
     "missing": (drop_file, "2 shards, but there are files of 1"),
@@ -360,7 +361,7 @@ class TestRefusals:
         source = write(tmp_path / "t")
         for rank in range(2):
             for shard in range(SHARDS):
-                path = source / keys.optimizer_file(shard, rank, bf16=False)
+                path = source / file_names.optimizer_file(shard, rank, bf16=False)
                 content = torch.load(path, weights_only=False)
                 if "qkv.w" in content["optimizer_state_dict"]["param_slice_mappings"][0]:
                     rename(content)
