@@ -98,6 +98,19 @@ BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 LAYER_FILE_PREFIX = "layer_"
 
+# Not upstream's: in a file whose tensors are in the format of torch.distributed.checkpoint, the name
+# of the folder that holds them.
+DCP_FOLDER = "torch.distributed.checkpoint folder"
+# Files name these classes by their paths, which are therefore part of the format.
+PICKLED_CLASSES = (
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "argparse.Namespace",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
+
 # Universal checkpoints: a folder per parameter, a file per kind of its state
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.utils import _pytree as pytree
 
 from deepspeed.checkpoint.checksum import FileRecord, file_checksum
+from deepspeed.checkpoint.constants import DCP_FOLDER
 from deepspeed.checkpoint.file_names import dcp_folder
 from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
-from deepspeed.checkpoint.files import DCP_FOLDER, write_file
+from deepspeed.checkpoint.torch_files import write_file
 
 # First item of a pair that stands for a tensor; the second is its name.
 _TENSOR = "torch.distributed.checkpoint tensor"

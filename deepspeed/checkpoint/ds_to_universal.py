@@ -27,13 +27,13 @@ from deepspeed.checkpoint.files import (
     read_file,
     replace_folder,
     sync_folder,
-    write_file,
     write_latest,
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
 from deepspeed.checkpoint.resharding.consolidation import WholeState
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
+from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.verification import check_folder, raise_problems
 from deepspeed.utils.logging import logger
 

@@ -1,101 +1,30 @@
-"""Writing and reading checkpoint files so that a crash or a bad file never costs a good checkpoint.
+"""Reading and publishing checkpoint files so that a crash or a bad file never costs a good
+checkpoint.
 
 A checkpoint is written into a folder with a temporary name, every file flushed to disk, then
-renamed; the `latest` file changes last and in one rename. Reading unpickles an explicit list of
-classes only, and names the file when it can't.
+renamed; the `latest` file changes last and in one rename. Who reads a file need not know who wrote
+it: `torch_files` and `dcp_files` have the two formats.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import io
 import os
 import shutil
-import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.constants import LATEST
-from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
-from deepspeed.checkpoint.utils import separate
-
-# Key of files whose tensors are elsewhere; see `dcp_files`.
-DCP_FOLDER = "torch.distributed.checkpoint folder"
+from deepspeed.checkpoint.constants import DCP_FOLDER, LATEST
+from deepspeed.checkpoint.torch_files import load_data, reason_of
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file and what to do."""
-
-
-def safe_classes() -> list[Any]:
-    """Classes that checkpoint files may contain beside tensors and plain containers."""
-    # cycle: it reads files through this module
-    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-    from deepspeed.runtime.fp16.loss_scaler import (  # cycle: the runtime saves through this module
-        DynamicLossScaler,
-        LossScaler,
-    )
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [
-        fragment_address,
-        LossScaler,
-        DynamicLossScaler,
-        ZeroStageEnum,
-        argparse.Namespace,
-        SubparamShape,
-    ]
-
-
-def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
-    """Save `content` and return once it is on disk. Tensors are saved each on its own, never the
-    buffer that they are views of.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    with (
-        FileWriter(path, options) as file,
-        contextlib.nullcontext() if options.crc32 else _without_crc32(),
-    ):
-        torch.save(
-            separate(content),
-            cast(IO[bytes], file),
-            _use_new_zipfile_serialization=options.zip_format,
-        )
-        return file.finish()
-
-
-_crc32_lock = threading.Lock()
-_without_crc32_depth = 0
-
-
-@contextlib.contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Let torch leave its sums out. The switch is the process's, and two threads may be writing."""
-    global _without_crc32_depth
-    with _crc32_lock:
-        if _without_crc32_depth == 0 and not torch.serialization.get_crc32_options():
-            _without_crc32_depth = 1  # the client has switched them off; leave it so
-        _without_crc32_depth += 1
-        torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        with _crc32_lock:
-            _without_crc32_depth -= 1
-            if _without_crc32_depth == 0:
-                torch.serialization.set_crc32_options(True)
 
 
 _load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default=None)
@@ -135,10 +64,7 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         if load is not None:
             with read_by(None):  # it may call this function
                 return load(path, map_location)
-        with torch.serialization.safe_globals(safe_classes()):
-            # Torch's older format has no place of its own for a tensor.
-            mapped = mmap and zipfile.is_zipfile(path)
-            content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+        content = load_data(path, map_location, mmap)
         if isinstance(content, dict) and DCP_FOLDER in content:
             # optional: rarely there, and it loads much of torch
             from deepspeed.checkpoint.dcp_files import read_dcp
@@ -148,7 +74,7 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(
-            f"{path} ({size} bytes) cannot be read: {_first_line(error)}. It is truncated, "
+            f"{path} ({size} bytes) cannot be read: {reason_of(error)}. It is truncated, "
             "damaged, or holds objects that are not data; load another tag, or restore the file"
         ) from error
 
@@ -184,44 +110,6 @@ def recover_folder(final: str) -> None:
 
 def _aside(final: str) -> str:
     return os.path.join(os.path.dirname(final), file_names.replaced(os.path.basename(final)))
-
-
-def check_loadable(content: Any, what: str) -> None:
-    """Raise now what `read_file` would raise when the file is needed; tensors are left out.
-
-    Raises:
-        ValueError: If `content` holds objects that are not data.
-    """
-    buffer = io.BytesIO()
-    try:
-        if _is_data(content):
-            return
-        torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
-        buffer.seek(0)
-        with torch.serialization.safe_globals(safe_classes()):
-            torch.load(buffer, weights_only=True)
-    except Exception as error:  # pickle and torch raise many kinds
-        raise ValueError(
-            f"{what} cannot be loaded back: {_first_line(error)}. Use tensors, numbers, strings "
-            "and containers of them, or allow the class by "
-            "torch.serialization.add_safe_globals([...]), before saving and before loading"
-        ) from error
-
-
-def _is_data(content: Any) -> bool:
-    """Whether it can be loaded, by a look that costs less than trying; False: not known."""
-    if type(content) is dict:
-        return all(map(_is_data, content)) and all(map(_is_data, content.values()))
-    if type(content) in (list, tuple):
-        return all(map(_is_data, content))
-    return content is None or type(content) in (int, float, bool, str, torch.Tensor)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    # What torch says first is advice; which object it is about stands behind the label.
-    told = [line.strip() for line in lines if "WeightsUnpickler error" in line]
-    return (told or lines or [type(error).__name__])[0]
 
 
 def write_latest(save_dir: str, tag: str, name: str = LATEST) -> None:

@@ -73,6 +73,11 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
         GOOD + 'late = "deepspeed.profiling.flops_profiler"\n',
     ),
     (
+        style.test_checkpoint_files_need_no_runtime,
+        "checkpoint/a.py",
+        GOOD + "def f() -> None:\n    from deepspeed.runtime.zero import config  # cycle: none\n",
+    ),
+    (
         style.test_imports_inside_functions_say_why,
         "a.py",
         GOOD + "def f() -> None:\n    import os\n",

@@ -333,6 +333,21 @@ def test_the_core_names_no_subsystem() -> None:
     report(offences(find, skip=("runtime/gradients/ledger/",)))
 
 
+def test_checkpoint_files_need_no_runtime() -> None:
+    """The runtime saves and loads by `deepspeed.checkpoint`; whoever looks at a folder has no
+    runtime.
+    """
+
+    def find(source: Source) -> Iterator[int]:
+        if within(source.module, ("deepspeed.checkpoint",)):
+            typing_only = type_checking_lines(source)
+            for line, name in imported(source):
+                if within(name, ("deepspeed.runtime",)) and line not in typing_only:
+                    yield line
+
+    report(offences(find))
+
+
 def reasoned_lines(source: Source) -> set[int]:
     """Lines that a comment with one of FUNCTION_IMPORT_REASONS covers: its own, and the imports
     right below.

@@ -11,7 +11,8 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import together, write_file
+from deepspeed.checkpoint.files import together
+from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpointing.loading import LoadingMixin
 from deepspeed.runtime.checkpointing.saving import SavingMixin

@@ -19,8 +19,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names, manifest
-from deepspeed.checkpoint.files import CheckpointError, check_loadable, together
+from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.checkpoint.torch_files import check_loadable
 from deepspeed.checkpoint.utils import separate
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer

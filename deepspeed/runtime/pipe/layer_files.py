@@ -18,7 +18,8 @@ from torch import nn
 
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import without_experts
-from deepspeed.checkpoint.files import CheckpointError, read_file, write_file
+from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import separate
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, shared_storage

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import files
+from deepspeed.checkpoint import files, torch_files
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 from unit.common import DistributedFixture, DistributedTest
@@ -45,7 +45,7 @@ class TestFailedSaves(DistributedTest):
         before = contents(Path(str(tmpdir)))
         dist.barrier()
         train(engine, 1)
-        write = files.write_file
+        write = torch_files.write_file
 
         def full(path: str, content: Any, options: Any) -> Any:
             record = write(path, content, options)
@@ -105,7 +105,7 @@ class Killed(DistributedFixture):
         pid = os.fork()
         if pid == 0:
             files_written = iter(range(10))
-            write = files.write_file
+            write = torch_files.write_file
 
             def dying(path: str, content: Any, options: Any) -> Any:
                 record = write(path, content, options)

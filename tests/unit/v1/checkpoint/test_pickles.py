@@ -7,6 +7,7 @@ code runs, a file appears.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import io
@@ -14,6 +15,7 @@ import json
 import os
 import pickle
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +27,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.checksum import file_record
+from deepspeed.checkpoint.constants import PICKLED_CLASSES
 from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.torch_files import safe_classes
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.tensor_fragment import fragment_address
 from unit.common import DistributedTest
 
 from . import pipeline, test_experts
@@ -160,6 +168,53 @@ def test_a_class_that_the_client_allows(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Stateful]):
         read_file(str(tmp_path / "file.pt"))
     assert (tmp_path / "ran").exists()
+
+
+def test_classes_that_the_format_contains(tmp_path: Path) -> None:
+    """Exactly these, under the paths that files name; a copy of `zero_to_fp32` knows the same."""
+    known = [f"{known.__module__}.{known.__qualname__}" for known in safe_classes()]
+    assert known == [
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "argparse.Namespace",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    ]
+    names = [
+        entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+        for entry in zero_to_fp32._ALLOWED
+    ]
+    assert sorted(names) == sorted(known)
+
+
+READ_ALONE = """
+import sys
+from deepspeed.checkpoint.files import read_file
+content = read_file(sys.argv[1])
+assert "deepspeed.runtime.engine" not in sys.modules, "a tool that reads a file loads the engine"
+print(*(f"{type(value).__module__}.{type(value).__qualname__}" for value in content))
+"""
+
+
+def test_a_tool_reads_all_of_them_without_the_engine(tmp_path: Path) -> None:
+    """Kills: a class that is known only once something else has been imported."""
+    content = [
+        fragment_address(numel=2, start=1),
+        LossScaler(2.0),
+        DynamicLossScaler(4.0, 2, 1.0, 1, False),
+        ZeroStageEnum.gradients,
+        argparse.Namespace(a=1),
+        SubparamShape(["a"], (2, 3), 0),
+    ]
+    torch.save(content, tmp_path / "file.pt")
+    read = subprocess.run(
+        [sys.executable, "-c", READ_ALONE, str(tmp_path / "file.pt")],
+        capture_output=True,
+        text=True,
+    )
+    assert read.returncode == 0, read.stderr
+    assert read.stdout.split() == list(PICKLED_CLASSES)
 
 
 @contextlib.contextmanager
