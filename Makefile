@@ -4,7 +4,7 @@
 #   make test       the whole test suite
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make contract   every combination of the contract suite (long)
-#   make reshape-matrix   checkpoints of every division of ranks loaded into every other (minutes)
+#   make reshard-matrix   checkpoints of every division of ranks loaded into every other (minutes)
 #   make corrupt-checkpoints   hundreds of bit flips in every file of checkpoints, and how many loading found (minutes)
 #   make kill-checkpoints   200 runs killed while they save, and whether the next one lost more than that save (minutes)
 #   make zombies    50 random failing or interrupted launches, and how many left no process
@@ -36,9 +36,9 @@ MUTATION_TABLE := build/mutations.txt
 ZOMBIE_ARGS ?=
 # Random bit flips of each file, beside those at its start, middle and end.
 CORRUPTIONS ?= 200
-RESHAPE_TABLE := build/reshape-matrix.txt
+RESHARD_TABLE := build/reshard-matrix.txt
 
-.PHONY: demo demo-pipeline demo-moe test check contract multinode reshape-matrix corrupt-checkpoints kill-checkpoints zombies elastic mutations wheel install clean
+.PHONY: demo demo-pipeline demo-moe test check contract multinode reshard-matrix corrupt-checkpoints kill-checkpoints zombies elastic mutations wheel install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -86,11 +86,11 @@ contract: $(VENV)/.stamp-dev
 	$(RUN) python -m pytest tests/unit -m contract $(PYTEST_ARGS)
 
 # The table is printed also when a combination failed: the test says which.
-reshape-matrix: $(VENV)/.stamp-dev
-	mkdir -p $(dir $(RESHAPE_TABLE))
-	rm -f $(RESHAPE_TABLE)
-	DS_RESHAPE_MATRIX=$(abspath $(RESHAPE_TABLE)) $(RUN) python -m pytest tests/unit/v1/checkpoint/test_matrix.py $(PYTEST_ARGS); \
-	  status=$$?; cat $(RESHAPE_TABLE); exit $$status
+reshard-matrix: $(VENV)/.stamp-dev
+	mkdir -p $(dir $(RESHARD_TABLE))
+	rm -f $(RESHARD_TABLE)
+	DS_RESHARD_MATRIX=$(abspath $(RESHARD_TABLE)) $(RUN) python -m pytest tests/unit/v1/checkpoint/test_matrix.py $(PYTEST_ARGS); \
+	  status=$$?; cat $(RESHARD_TABLE); exit $$status
 
 corrupt-checkpoints: $(VENV)/.stamp-dev
 	DS_CORRUPTIONS=$(CORRUPTIONS) $(RUN) python -m pytest -s tests/unit/v1/checkpoint/test_corruption.py $(PYTEST_ARGS)

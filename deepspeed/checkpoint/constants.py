@@ -98,8 +98,8 @@ BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 LAYER_FILE_PREFIX = "layer_"
 
-# Not upstream's: in a file whose tensors are in the format of torch.distributed.checkpoint, the name
-# of the folder that holds them.
+# Not upstream's: in a file whose tensors are in the format of torch.distributed.checkpoint, the
+# name of the folder that holds them.
 DCP_FOLDER = "torch.distributed.checkpoint folder"
 # Files name these classes by their paths, which are therefore part of the format.
 PICKLED_CLASSES = (

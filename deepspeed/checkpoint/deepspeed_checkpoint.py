@@ -2,7 +2,7 @@
 and data-parallel rank.
 
 For scripts that look files up. Upstream's methods that know the layers of one model (embedding,
-transformer and final norm of Megatron's) are not here. Parameters by name are `whole_state`'s, a
+transformer and final norm of Megatron's) are not here. Parameters by name are `resharding`'s, a
 universal checkpoint `ds_to_universal`'s.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.resharding.saved_optimizer import tensor_degree
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 
 
 class DeepSpeedCheckpoint:
@@ -47,10 +47,8 @@ class DeepSpeedCheckpoint:
         self._model: Mapping[str, Any] = read_file(
             os.path.join(dir, file_names.model_file(0)), mmap=True
         )
-        self.original_tp_degree = tensor_degree(self._model)
-        self.original_pp_degree = (
-            int(self._model.get(keys.MP_WORLD_SIZE, 1)) // self.original_tp_degree
-        )
+        degrees = ParallelDegrees.of_file(self._model)
+        self.original_tp_degree, self.original_pp_degree = degrees.tensor, degrees.stages
         self.original_dp_degree = int(self._model.get(keys.DP_WORLD_SIZE, 1))
         self.original_world_size = (
             self.original_tp_degree * self.original_pp_degree * self.original_dp_degree

@@ -4,8 +4,8 @@ number of ranks of any kind.
 The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
 `zero/optimizer_state.pt` for what parameters have in common, the model files as they are, and
 `latest_universal` beside the folder. Layers, experts and host states are copied, too: they hold
-what no optimizer has. Reading is `whole_state`'s. The output gets its name when all of it is on
-disk.
+what no optimizer has. Reading is `resharding.consolidation`'s. The output gets its name when all of
+it is on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
-from deepspeed.checkpoint.resharding.consolidation import WholeState
+from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.verification import check_folder, raise_problems
@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> None:
     if args.strict and (unmatched := state.patterns.unmatched(names)):
         raise CheckpointError(
             f"{keys.UNIVERSAL_CHECKPOINT_INFO}: no parameter matches {', '.join(unmatched)}; a "
-            "mistyped pattern would cut parameters wrongly. Correct it, or give --no_strict"
+            "mistyped pattern would slice parameters wrongly. Correct it, or give --no_strict"
         )
     output_dir, tag = os.path.split(output)
     temporary = os.path.join(output_dir, file_names.converting(tag))
@@ -136,7 +136,7 @@ def command() -> None:
         raise SystemExit(f"ds_to_universal: {error}") from error
 
 
-def _read(source: str, inject: bool) -> WholeState:
+def _read(source: str, inject: bool) -> ConsolidatedCheckpoint:
     model = read_file(os.path.join(source, file_names.model_file(0)), mmap=True)
     if os.path.isdir(os.path.join(source, keys.UNIVERSAL_FOLDER)):
         raise CheckpointError(f"{source} is a universal checkpoint already")
@@ -149,7 +149,7 @@ def _read(source: str, inject: bool) -> WholeState:
     manifest = read_manifest(source)
     if manifest is not None:
         raise_problems(source, check_folder(source, manifest))
-    return WholeState(source)
+    return ConsolidatedCheckpoint(source)
 
 
 class _Output:
@@ -180,7 +180,7 @@ class _Output:
 
 
 def _write(
-    state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace
+    state: ConsolidatedCheckpoint, names: Sequence[str], output: _Output, args: argparse.Namespace
 ) -> None:
     for name in names:
         if os.path.basename(name) != name or name in (os.curdir, os.pardir):
@@ -195,7 +195,7 @@ def _write(
 
 
 def _write_parameters(
-    state: WholeState, names: Sequence[str], output: _Output, args: argparse.Namespace
+    state: ConsolidatedCheckpoint, names: Sequence[str], output: _Output, args: argparse.Namespace
 ) -> None:
     """Every kind of state of every parameter, few of them at a time: that is what bounds the
     memory.
@@ -227,7 +227,9 @@ def _bounded(futures: Iterator[Future[None]], ahead: int) -> Iterator[Future[Non
     yield from started
 
 
-def _extract(state: WholeState, name: str, slot: str, kept: _Output | None) -> list[torch.Tensor]:
+def _extract(
+    state: ConsolidatedCheckpoint, name: str, slot: str, kept: _Output | None
+) -> list[torch.Tensor]:
     """Read the slices of one kind of state from the mapped files."""
     slices = [part.clone() for part in state.slices(name, slot)]
     for rank, part in enumerate(slices if kept is not None else ()):
@@ -238,7 +240,7 @@ def _extract(state: WholeState, name: str, slot: str, kept: _Output | None) -> l
 
 
 def _merge(
-    state: WholeState, name: str, slot: str, slices: list[torch.Tensor], output: _Output
+    state: ConsolidatedCheckpoint, name: str, slot: str, slices: list[torch.Tensor], output: _Output
 ) -> None:
     output.write(
         state.patterns.merged(name, slices),
@@ -248,13 +250,13 @@ def _merge(
     )
 
 
-def _common_state(state: WholeState, names: Sequence[str]) -> dict[str, Any]:
+def _common_state(state: ConsolidatedCheckpoint, names: Sequence[str]) -> dict[str, Any]:
     """What all parameters have in common, and the parameter groups."""
     saved = state.optimizer_content()
     common = {
         key: value
         for key, value in saved.items()
-        if key not in _PER_SHARD and not _is_whole_state(key)
+        if key not in _PER_SHARD and not _is_unsharded_state(key)
     }
     members: dict[int, list[str]] = {}
     for name in names:
@@ -268,7 +270,7 @@ def _common_state(state: WholeState, names: Sequence[str]) -> dict[str, Any]:
     return common
 
 
-def _is_whole_state(key: str) -> bool:
+def _is_unsharded_state(key: str) -> bool:
     """State of a run at stage 0, which is not sharded and lies in the model file."""
     whole = (
         keys.OPTIMIZER_STATE_DICT,
@@ -281,7 +283,7 @@ def _is_whole_state(key: str) -> bool:
     return key in (*whole, keys.EXPERT_GROUP_SIZES, keys.DATA_BEFORE_EXPERTS)
 
 
-def _copy_files(state: WholeState, output: _Output) -> None:
+def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
     """All but the optimizer's files; of model files all but the optimizer's state."""
     for name in sorted(os.listdir(state.folder)):
         is_model = file_names.is_model_file(name)

@@ -50,6 +50,18 @@ def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     return {prefix: len(numbers) for prefix, numbers in found.items()}
 
 
+def expert_rank(rank: int, ranks: int, group_size: int, data_first: bool) -> int:
+    """Which share of a layer's experts a rank holds.
+
+    Args:
+        rank: Its number among
+        ranks: all of those that hold the layer.
+        group_size: Over how many of them the experts are spread; the others hold copies.
+        data_first: Ranks with the same experts are neighbours, else ranks with different ones are.
+    """
+    return rank * group_size // ranks if data_first else rank % group_size
+
+
 def without_experts(state: dict[str, Any]) -> dict[str, Any]:
     """The entries of a state dict that every rank has alike, in a dictionary of the same type."""
     return type(state)(

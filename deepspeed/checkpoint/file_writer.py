@@ -1,9 +1,9 @@
 """One file being written: buffered, summed and flushed to disk, by threads of its own if asked.
 
-Knows nothing of what is in it: `torch_files.write_file` gives it to `torch.save`. One thread writes while
-another sums, so the checksum costs no time of its own where there are cores for it. Large pieces
-are taken from where they are; small ones go through two buffers, of which one is filled while the
-threads have the other.
+Knows nothing of what is in it: `torch_files.write_file` gives it to `torch.save`. One thread writes
+while another sums, so the checksum costs no time of its own where there are cores for it. Large
+pieces are taken from where they are; small ones go through two buffers, of which one is filled
+while the threads have the other.
 
 Beside a training run what counts is processor time: there one thread gathers everything in one
 aligned buffer and writes it past the page cache (O_DIRECT), which costs a quarter less. With

@@ -1,16 +1,14 @@
-"""Every parameter of an ordinary checkpoint as a whole, whatever ranks, stages and tensor-parallel
-slices it was saved by.
+"""Every parameter of a checkpoint as a whole, whatever ranks, stages and tensor-parallel slices it
+was saved by.
 
-`WholeState` maps the files and notes where the pieces of each parameter lie; elements are read when
-one parameter is asked for, so memory is bounded by that parameter. `UniversalState` is the same of
-a universal checkpoint. What asks, and for what, is `ds_to_universal`'s (all of it) and
-`runtime.checkpointing.weight_resharding`'s (a rank's share).
+Files are mapped, and where the fragments of each parameter lie is noted; elements are read when one
+parameter is asked for, so memory is bounded by that parameter.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,19 +17,17 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
-    LABELS,
+    SavedFragment,
     SavedOptimizer,
-    SavedPiece,
-    scaler_state,
-    tensor_degree,
 )
+from deepspeed.checkpoint.resharding.saved_weights import SavedWeights, parameter_groups
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
-from deepspeed.checkpoint.universal_checkpoint import own_slice, slots_in
 
 
-class Parameters(Protocol):
+class ConsolidatedParameters(Protocol):
     """Whole parameters by name.
 
     Attributes:
@@ -53,7 +49,7 @@ class Parameters(Protocol):
         """Kinds of per-element state: `fp32`, and the optimizer's if it is trained."""
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
-        """The whole tensor and how it is cut, as in a file of a universal checkpoint."""
+        """The whole tensor and how it is sliced, as in a file of a universal checkpoint."""
 
     def shared(self, name: str) -> Mapping[str, Any]:
         """State that is not per element."""
@@ -67,8 +63,8 @@ class Parameters(Protocol):
         """
 
 
-class WholeState:
-    """`Parameters` of an ordinary checkpoint.
+class ConsolidatedCheckpoint:
+    """`ConsolidatedParameters` of an ordinary checkpoint.
 
     Args:
         folder: The tag's folder.
@@ -79,8 +75,8 @@ class WholeState:
         patterns: How parameters are sliced.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or slices are there and nothing says how they
-            are cut.
+        CheckpointError: A file is missing or damaged, or slices are there and nothing says how to
+            put them together.
     """
 
     def __init__(self, folder: str, info: Mapping[str, Any] | None = None) -> None:
@@ -91,7 +87,7 @@ class WholeState:
         self.options: Mapping[int, Mapping[str, Any]] = {}
         self.scaler: Mapping[str, Any] = {}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO) if info is None else info
-        self.tensor_size = slices = tensor_degree(self.model)
+        self.tensor_size = slices = ParallelDegrees.of_file(self.model).tensor
         if info is None and slices > 1:
             raise CheckpointError(
                 f"{folder} was saved by {slices} tensor-parallel ranks, and "
@@ -99,44 +95,44 @@ class WholeState:
                 "parameters are sliced. Give it to save_checkpoint(client_state={...})"
             )
         self.patterns = SlicePatterns(info or {})
-        self._slices = [_Slice(folder, rank) for rank in range(slices)]
-        for part in self._slices:
-            self.options = {**part.saved.options, **self.options}
-            self.scaler = self.scaler or part.saved.scaler
-        self._check_slices()
+        self._ranks = [_TensorParallelRank(folder, rank) for rank in range(slices)]
+        for rank in self._ranks:
+            self.options = {**rank.saved.options, **self.options}
+            self.scaler = self.scaler or rank.saved.scaler
+        self._check_names_agree()
 
-    def _check_slices(self) -> None:
-        first = self._slices[0]
-        for rank, part in enumerate(self._slices):
-            differing = sorted(first.pieces.keys() ^ part.pieces.keys())
+    def _check_names_agree(self) -> None:
+        first = self._ranks[0]
+        for number, rank in enumerate(self._ranks):
+            differing = sorted(first.fragments.keys() ^ rank.fragments.keys())
             if differing:
                 raise CheckpointError(
-                    f"{self.folder}: tensor-parallel ranks 0 and {rank} do not both have "
+                    f"{self.folder}: tensor-parallel ranks 0 and {number} do not both have "
                     f"{differing[0]}"
                 )
 
     def names(self) -> list[str]:
-        return [*self._slices[0].pieces, *self._slices[0].frozen]
+        return [*self._ranks[0].fragments, *self._ranks[0].frozen]
 
     def slots(self, name: str) -> list[str]:
-        return self._slices[0].slots(name)
+        return self._ranks[0].slots(name)
 
     def shared(self, name: str) -> Mapping[str, Any]:
-        pieces = [piece for part in self._slices for piece in part.pieces.get(name, ())]
-        for piece in pieces:
-            for key, value in piece.shared.items():
-                if not bool(torch.as_tensor(value == pieces[0].shared[key]).all()):
+        fragments = [fragment for rank in self._ranks for fragment in rank.fragments.get(name, ())]
+        for fragment in fragments:
+            for key, value in fragment.shared.items():
+                if not bool(torch.as_tensor(value == fragments[0].shared[key]).all()):
                     raise CheckpointError(
-                        f"{self.folder}: pieces of {name} have state {key!r} {value} and "
-                        f"{pieces[0].shared[key]}"
+                        f"{self.folder}: fragments of {name} have state {key!r} {value} and "
+                        f"{fragments[0].shared[key]}"
                     )
-        return pieces[0].shared if pieces else {}
+        return fragments[0].shared if fragments else {}
 
     def group(self, name: str) -> int | None:
-        return self._slices[0].groups.get(self._slices[0].local(name))
+        return self._ranks[0].groups.get(self._ranks[0].local(name))
 
     def weight(self, name: str) -> torch.Tensor | None:
-        return self._slices[0].weights.values.get(name)
+        return self._ranks[0].weights.values.get(name)
 
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""
@@ -154,55 +150,22 @@ class WholeState:
 
     def slices(self, name: str, slot: str) -> list[torch.Tensor]:
         """What each tensor-parallel rank has of a parameter, in the parameter's shape."""
-        return [part.tensor(name, slot) for part in self._slices]
+        return [rank.tensor(name, slot) for rank in self._ranks]
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
         return self.patterns.merged(name, self.slices(name, slot))
 
 
-class _Weights:
-    """Weights in the files of the stages of one tensor-parallel rank, by name; experts are numbered
-    over all ranks.
-
-    Attributes:
-        values: Name -> weight; files are mapped.
-        buffers: Which of them are buffers.
-        models: Contents of the model files.
-    """
-
-    def __init__(self, folder: str, rank: int, parts: Sequence[int], slices: int) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.buffers: set[str] = set()
-        self.models: list[Mapping[str, Any]] = []
-        for part in parts:
-            model = read_file(os.path.join(folder, file_names.model_file(part)), mmap=True)
-            self.models.append(model)
-            self.buffers.update(model.get(keys.BUFFER_NAMES) or ())
-            self._add(model.get(keys.MODULE) or {})
-        for name in sorted(os.listdir(folder)):
-            layer = file_names.parse_layer_file(name)
-            expert = file_names.parse_expert_file(name)
-            if layer is not None and layer.tensor_parallel_rank == rank:
-                self._add(read_file(os.path.join(folder, name), mmap=True), f"{layer.layer}.")
-            elif expert is not None and expert.model_parallel_rank % slices == rank:
-                self._add(read_file(os.path.join(folder, name), mmap=True))
-
-    def _add(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                self.values.setdefault(prefix + name, value)
-
-
-class _Slice:
+class _TensorParallelRank:
     """What the stages of one tensor-parallel rank hold."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder = folder
         self.saved = SavedOptimizer(folder, rank)
-        self.weights = _Weights(folder, rank, self.saved.model_parts, self.saved.tensor_size)
+        self.weights = SavedWeights(folder, rank, self.saved.degrees)
         self.shapes: dict[str, torch.Size] = {}
         self.groups: dict[str, int] = {}
-        self.pieces: dict[str, list[SavedPiece]] = {}
+        self.fragments: dict[str, list[SavedFragment]] = {}
         for model in self.weights.models:
             self._note_shapes(
                 model.get(keys.PARAM_SHAPES)
@@ -214,16 +177,16 @@ class _Slice:
                     read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
                 )
                 self._note_shapes(optimizer.get(keys.PARAM_SHAPES))
-        for piece in self.saved.pieces() if self.saved.has_state else ():
-            self.pieces.setdefault(piece.name, []).append(piece)
+        for fragment in self.saved.fragments() if self.saved.has_state else ():
+            self.fragments.setdefault(fragment.name, []).append(fragment)
         self._held = experts_per_rank(self.shapes)
         weights = self.weights.values
         # A tied weight's second name has the first one's memory.
-        trained = {weights[name].data_ptr() for name in self.pieces if name in weights}
+        trained = {weights[name].data_ptr() for name in self.fragments if name in weights}
         untrained = {
             name: weights[name]
             for name in weights
-            if name not in self.pieces and name not in self.weights.buffers
+            if name not in self.fragments and name not in self.weights.buffers
         }
         self.frozen = {
             name: value for name, value in untrained.items() if value.data_ptr() not in trained
@@ -245,10 +208,10 @@ class _Slice:
     def slots(self, name: str) -> list[str]:
         if name in self.frozen:
             return [FP32]
-        has_weight = FP32 in self.pieces[name][0].values or name in self.weights.values
+        has_weight = FP32 in self.fragments[name][0].values or name in self.weights.values
         return [
             *([FP32] if has_weight else []),
-            *(key for key in self.pieces[name][0].values if key != FP32),
+            *(key for key in self.fragments[name][0].values if key != FP32),
         ]
 
     def tensor(self, name: str, slot: str) -> torch.Tensor:
@@ -257,183 +220,32 @@ class _Slice:
         Raises:
             CheckpointError: Elements are missing or there twice.
         """
-        if name not in self.pieces:
+        if name not in self.fragments:
             return _widened(self.frozen[name])
-        pieces = sorted(self.pieces[name], key=lambda piece: piece.start)
-        if slot == FP32 and FP32 not in pieces[0].values:
+        fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
+        if slot == FP32 and FP32 not in fragments[0].values:
             return _widened(self.weights.values[name])
         shape, end = self.shapes[self.local(name)], 0
-        for piece in pieces:
-            if piece.start != end or slot not in piece.values:
+        for fragment in fragments:
+            if fragment.start != end or slot not in fragment.values:
                 raise CheckpointError(
-                    f"{self.folder}: {name} {slot} lacks elements {end} to {piece.start}, or has "
-                    "some twice"
+                    f"{self.folder}: {name} {slot} lacks elements {end} to {fragment.start}, or "
+                    "has some twice"
                 )
-            end += piece.numel
+            end += fragment.numel
         if end != shape.numel():
             raise CheckpointError(
                 f"{self.folder}: {name} {slot} has {end} elements, its shape {tuple(shape)} has "
                 f"{shape.numel()}"
             )
         flat = (
-            pieces[0].values[slot]
-            if len(pieces) == 1
-            else torch.cat([piece.values[slot] for piece in pieces])
+            fragments[0].values[slot]
+            if len(fragments) == 1
+            else torch.cat([fragment.values[slot] for fragment in fragments])
         )
         return flat.reshape(shape)
-
-
-def parameter_groups(shapes: Any) -> Sequence[Mapping[str, torch.Size]]:
-    """`param_shapes` of a model file, per group; older ones have no groups, and some have none."""
-    return [shapes] if isinstance(shapes, Mapping) else shapes or ()
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
     """Weights without a master, in fp32; rounding them back gives the same."""
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-
-
-class UniversalState:
-    """`Parameters` of a universal checkpoint.
-
-    Args:
-        folder: The tag's folder.
-
-    Raises:
-        CheckpointError: It is no universal checkpoint, or damaged.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._zero = os.path.join(folder, keys.UNIVERSAL_FOLDER)
-        if not os.path.isdir(self._zero):
-            raise CheckpointError(
-                f"{folder} is no universal checkpoint, it has no folder {keys.UNIVERSAL_FOLDER!r}: "
-                f"make one by ds_to_universal --input_folder {folder} --output_folder "
-                f"{folder}_universal"
-            )
-        common = read_file(os.path.join(self._zero, keys.UNIVERSAL_OPTIMIZER_FILE))
-        self.options: Mapping[int, Mapping[str, Any]] = {
-            index: {key: value for key, value in group.items() if key not in LABELS}
-            for index, group in enumerate(common.get(keys.PARAM_GROUPS) or ())
-        }
-        self.scaler: Mapping[str, Any] = scaler_state(common)
-        self._groups = {
-            name: index
-            for index, members in enumerate(common.get(keys.PARAM_NAMES) or ())
-            for name in members
-        }
-        if not self._groups:
-            self._note_groups_of_upstream()
-        self._first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
-        self.tensor_size = tensor_degree(self._first)
-        self._weights: _Weights | None = None
-
-    def _note_groups_of_upstream(self) -> None:
-        """Upstream's files say in the model files which parameters are in which group."""
-        for name in sorted(os.listdir(self.folder)):
-            if file_names.is_model_file(name):
-                model = read_file(os.path.join(self.folder, name), mmap=True)
-                for index, group in enumerate(parameter_groups(model.get(keys.PARAM_SHAPES))):
-                    self._groups.update((param, index) for param in group)
-
-    def names(self) -> list[str]:
-        return sorted(
-            name for name in os.listdir(self._zero) if os.path.isdir(os.path.join(self._zero, name))
-        )
-
-    def slots(self, name: str) -> list[str]:
-        return [slot for slot, content in self._contents(name) if isinstance(content, Mapping)]
-
-    def shared(self, name: str) -> Mapping[str, Any]:
-        return {
-            slot: content
-            for slot, content in self._contents(name)
-            if not isinstance(content, Mapping)
-        }
-
-    def entry(self, name: str, slot: str) -> Mapping[str, Any]:
-        content: Mapping[str, Any] = read_file(
-            os.path.join(self._zero, name, file_names.state_file(slot)), mmap=True
-        )
-        return content
-
-    def group(self, name: str) -> int | None:
-        return self._groups.get(name)
-
-    def weight(self, name: str) -> torch.Tensor | None:
-        if self._weights is None:
-            parts = range(0, self._first.get(keys.MP_WORLD_SIZE, 1), self.tensor_size)
-            self._weights = _Weights(self.folder, 0, parts, self.tensor_size)
-        return self._weights.values.get(name)
-
-    def _contents(self, name: str) -> Iterator[tuple[str, Any]]:
-        for slot in slots_in(os.path.join(self._zero, name)):
-            yield (
-                slot,
-                read_file(os.path.join(self._zero, name, file_names.state_file(slot)), mmap=True),
-            )
-
-
-class OwnSlices:
-    """What one rank takes of whole parameters, in the form in which `reshape.SavedOptimizer` gives
-    saved pieces.
-
-    Args:
-        parameters: The whole ones.
-        shapes: Name -> shape, of the rank's parameters.
-        rank: The rank's number among tensor-parallel ranks.
-        size: How many there are.
-    """
-
-    def __init__(
-        self, parameters: Parameters, shapes: Mapping[str, Sequence[int]], rank: int, size: int
-    ) -> None:
-        self.parameters = parameters
-        self.options = parameters.options
-        self.scaler = parameters.scaler
-        self._shapes, self._rank, self._size = shapes, rank, size
-        self._known = set(parameters.names())
-
-    @property
-    def is_cut_anew(self) -> bool:
-        """Whether the run that saved them had another number of tensor-parallel ranks."""
-        return self.parameters.tensor_size != self._size
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the run that saved them had an optimizer."""
-        return bool(self.options)
-
-    def weight(self, name: str) -> torch.Tensor | None:
-        """The rank's slice of a weight in fp32; None if only files of weights may have it."""
-        if name not in self._known or FP32 not in self.parameters.slots(name):
-            return None
-        return self._own(name, FP32)
-
-    def pieces(self) -> Iterator[SavedPiece]:
-        """Each of the rank's parameters that is there, one by one.
-
-        Raises:
-            CheckpointError: One is damaged, or of another shape.
-        """
-        for name, shape in self._shapes.items():
-            if name in self._known:
-                values = {
-                    slot: self._own(name, slot).reshape(-1) for slot in self.parameters.slots(name)
-                }
-                group = self.parameters.group(name)
-                options = {} if group is None else self.options[group]
-                yield SavedPiece(
-                    name,
-                    0,
-                    torch.Size(shape).numel(),
-                    values,
-                    self.parameters.shared(name),
-                    options,
-                )
-
-    def _own(self, name: str, slot: str) -> torch.Tensor:
-        return own_slice(
-            name, self.parameters.entry(name, slot), self._shapes[name], self._rank, self._size
-        )

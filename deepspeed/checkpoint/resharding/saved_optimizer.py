@@ -1,8 +1,8 @@
 """Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups
-it was cut for.
+it is sharded over.
 
 `SavedOptimizer` reads the files of a folder one by one (mapped, so that only what is used is read)
-and yields *pieces*: runs of elements of a named parameter with the master weight and all
+and yields *fragments*: runs of elements of a named parameter with the master weight and all
 per-element state. It knows nothing of the run that asks, calls no collective, and changes nothing.
 
 Three layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), whole state of one
@@ -22,11 +22,12 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import expert_prefix, experts_per_rank, renumbered
+from deepspeed.checkpoint.experts import expert_prefix, expert_rank, experts_per_rank, renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 
 # The master weight, among the names of per-element state.
-FP32 = "fp32"
+FP32 = keys.FP32_WEIGHT_KEY
 STEP = "step"
 # What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names
 # that follow from the division.
@@ -42,7 +43,7 @@ def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) 
     return value.dim() > 0 or is_scalar
 
 
-class SavedPiece(NamedTuple):
+class SavedFragment(NamedTuple):
     """Elements `start` to `start + numel` of parameter `name`.
 
     Attributes:
@@ -70,7 +71,7 @@ class _Run(NamedTuple):
     numel: int
 
 
-class _Tensor(NamedTuple):
+class _OptimizerTensor(NamedTuple):
     """One tensor that the optimizer updated.
 
     Attributes:
@@ -102,12 +103,10 @@ class SavedOptimizer:
         tensor_rank: Whose slices to read, where the model is tensor parallel.
 
     Attributes:
-        tensor_size: Tensor-parallel ranks of the run that saved the folder.
-        model_parts: Model-parallel ranks that hold the stages of that tensor-parallel rank, first
-            stage first.
+        degrees: How the run that saved the folder divided the model.
         has_state: Whether the run that saved the folder had an optimizer.
-        scaler: State of the loss scale; empty if there is none. Known once `pieces` has ended, as
-            is
+        scaler: State of the loss scale; empty if there is none. Known, as are the options, once
+            `fragments` has ended.
         options: Hyper-parameters by number of parameter group, of the first stage that has a group
             of that number.
 
@@ -118,8 +117,8 @@ class SavedOptimizer:
     def __init__(self, folder: str, tensor_rank: int = 0) -> None:
         self.folder = folder
         first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
-        self.tensor_size = tensor_degree(first)
-        self.model_parts = range(tensor_rank, first.get(keys.MP_WORLD_SIZE, 1), self.tensor_size)
+        self.degrees = ParallelDegrees.of_file(first)
+        self._parts = self.degrees.ranks_of_slice(tensor_rank)
         listing = sorted(os.listdir(folder))
         self._shards = _by_part(folder, listing, file_names.parse_optimizer_file)
         self._expert_ranks = _by_part(folder, listing, file_names.parse_expert_optimizer_file)
@@ -129,23 +128,23 @@ class SavedOptimizer:
         self.scaler: dict[str, Any] = {}
         self.options: dict[int, Mapping[str, Any]] = {}
 
-    def pieces(self) -> Iterator[SavedPiece]:
+    def fragments(self) -> Iterator[SavedFragment]:
         """Every element of every parameter once, file by file.
 
         Raises:
             CheckpointError: Files are missing, damaged or of different checkpoints.
         """
         seen: set[str] = set()
-        for part in self.model_parts:
+        for part in self._parts:
             names: set[str] = set()
-            for piece in self._pieces_of(part):
+            for fragment in self._fragments_of(part):
                 # What an earlier stage or rank has whole is a copy here: a tied weight.
-                if piece.name not in seen:
-                    names.add(piece.name)
-                    yield piece
+                if fragment.name not in seen:
+                    names.add(fragment.name)
+                    yield fragment
             seen |= names
 
-    def _pieces_of(self, part: int) -> Iterator[SavedPiece]:
+    def _fragments_of(self, part: int) -> Iterator[SavedFragment]:
         model = read_file(os.path.join(self.folder, file_names.model_file(part)), mmap=True)
         if part in self._shards:
             yield from self._sharded(self._shards[part], model)
@@ -160,7 +159,9 @@ class SavedOptimizer:
 
     # Shards
 
-    def _sharded(self, files: Mapping[int, str], model: Mapping[str, Any]) -> Iterator[SavedPiece]:
+    def _sharded(
+        self, files: Mapping[int, str], model: Mapping[str, Any]
+    ) -> Iterator[SavedFragment]:
         count = max(files) + 1
         missing = sorted(set(range(count)) - set(files))
         if missing:
@@ -187,52 +188,43 @@ class SavedOptimizer:
                         f"{path} is one of {owners} shards, but there are files of {count}: some "
                         "are missing or another's"
                     )
-                expert_rank = rank // owners if data_first else rank % (count // owners)
+                own = expert_rank(rank, count, count // owners, data_first)
                 offsets = (
-                    {prefix: held * expert_rank for prefix, held in per_rank.items()}
-                    if has_experts
-                    else {}
+                    {prefix: held * own for prefix, held in per_rank.items()} if has_experts else {}
                 )
                 tensor = _shard(state, index, done, offsets)
                 self.options.setdefault(index, tensor.options)
-                yield from _cut(tensor)
+                yield from _fragments_in(tensor)
 
     # Whole state
 
-    def _whole_of_expert_ranks(self, files: Mapping[int, str]) -> Iterator[SavedPiece]:
+    def _whole_of_expert_ranks(self, files: Mapping[int, str]) -> Iterator[SavedFragment]:
         """A rank's whole state is in its file; what several ranks hold is taken from the first of
         them.
         """
         seen: set[str] = set()
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER]
+            # Files are numbered by the largest expert group of the model.
+            sizes = state.get(keys.EXPERT_GROUP_SIZES)
+            data_first = bool(state.get(keys.DATA_BEFORE_EXPERTS))
             per_rank = experts_per_rank(
                 name for shapes in state.get(keys.PARAM_SHAPES) or () for name in shapes
             )
             offsets = {
-                prefix: held * self._expert_rank(rank, len(files), state, prefix)
+                prefix: held * expert_rank(rank, len(files), sizes[prefix], data_first)
                 for prefix, held in per_rank.items()
             }
             names = set()
-            for piece in self._whole(state, offsets):
-                names.add(piece.name)
-                if piece.name not in seen:
-                    yield piece
+            for fragment in self._whole(state, offsets):
+                names.add(fragment.name)
+                if fragment.name not in seen:
+                    yield fragment
             seen |= names
 
-    @staticmethod
-    def _expert_rank(rank: int, count: int, state: Mapping[str, Any], prefix: str) -> int:
-        """Files are numbered by the largest expert group of the model; a smaller one's ranks repeat
-        in it.
-        """
-        sizes: Mapping[str, int] = state[keys.EXPERT_GROUP_SIZES]
-        return (
-            rank % sizes[prefix]
-            if not state.get(keys.DATA_BEFORE_EXPERTS)
-            else rank * sizes[prefix] // count
-        )
-
-    def _whole(self, state: Mapping[str, Any], offsets: Mapping[str, int]) -> Iterator[SavedPiece]:
+    def _whole(
+        self, state: Mapping[str, Any], offsets: Mapping[str, int]
+    ) -> Iterator[SavedFragment]:
         shapes: Sequence[Mapping[str, torch.Size]] | None = state.get(keys.PARAM_SHAPES)
         if shapes is None:
             raise CheckpointError(
@@ -250,22 +242,24 @@ class SavedOptimizer:
                 at += shape.numel()
             if keys.FP32_GROUPS_FLAT in state:
                 master = state[keys.FP32_GROUPS_FLAT][index]
-                yield from _cut(
-                    _Tensor(runs, master, _state_of(base, group, 0), (master.numel(),), options)
+                yield from _fragments_in(
+                    _OptimizerTensor(
+                        runs, master, _state_of(base, group, 0), (master.numel(),), options
+                    )
                 )
                 continue
             for position, run in enumerate(runs):
                 master = (
                     state[keys.FP32_GROUPS][index][position] if keys.FP32_GROUPS in state else None
                 )
-                tensor = _Tensor(
+                tensor = _OptimizerTensor(
                     [run._replace(at=0)],
                     master,
                     _state_of(base, group, position),
                     (run.numel,),
                     options,
                 )
-                yield from _cut(tensor._replace(is_scalar=is_scalar[position]))
+                yield from _fragments_in(tensor._replace(is_scalar=is_scalar[position]))
 
     def _keep_scaler(self, state: Mapping[str, Any]) -> None:
         self.scaler = self.scaler or scaler_state(state)
@@ -281,11 +275,6 @@ def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if scaler is not None
         else {key: state[key] for key in keys.SCALER_KEYS if key in state}
     )
-
-
-def tensor_degree(model: Mapping[str, Any]) -> int:
-    """Tensor-parallel ranks of the run that wrote a model file."""
-    return int((model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}).get(keys.CHECKPOINT_TP_DEGREE, 1))
 
 
 def _by_part(
@@ -312,7 +301,7 @@ def _state_of(
 
 def _shard(
     state: Mapping[str, Any], index: int, done: dict[str, int], offsets: Mapping[str, int]
-) -> _Tensor:
+) -> _OptimizerTensor:
     """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter
     earlier shards held.
     """
@@ -326,11 +315,11 @@ def _shard(
     base = state[keys.BASE_OPTIMIZER_STATE]
     if isinstance(base, Mapping):
         group = base["param_groups"][index]
-        return _Tensor(
+        return _OptimizerTensor(
             runs, master, _state_of(base, group, 0), (master.numel(), padded), _options(group)
         )
     groups = state.get(keys.BASE_OPTIMIZER_PARAM_GROUPS)  # elastic files
-    return _Tensor(
+    return _OptimizerTensor(
         runs,
         master,
         base[index],
@@ -339,8 +328,8 @@ def _shard(
     )
 
 
-def _cut(tensor: _Tensor) -> Iterator[SavedPiece]:
-    """The pieces of one of the optimizer's tensors."""
+def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
+    """The fragments of one of the optimizer's tensors."""
     flat = {} if tensor.master is None else {FP32: tensor.master.reshape(-1)}
     shared = {}
     for key, value in tensor.state.items():
@@ -350,4 +339,4 @@ def _cut(tensor: _Tensor) -> Iterator[SavedPiece]:
             shared[key] = value
     for run in tensor.runs:
         values = {key: value[run.at : run.at + run.numel] for key, value in flat.items()}
-        yield SavedPiece(run.name, run.start, run.numel, values, shared, tensor.options)
+        yield SavedFragment(run.name, run.start, run.numel, values, shared, tensor.options)

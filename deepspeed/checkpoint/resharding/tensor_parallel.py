@@ -1,22 +1,22 @@
-"""Whole parameters put together from the slices of tensor-parallel ranks, by what the client says
-of their names.
+"""Tensor-parallel slices of a parameter: put together to the whole, and the whole sliced again.
 
-`universal_checkpoint_info` in a checkpoint lists regular expressions, each matching the beginning
-of names; a parameter that none matches is concatenated in dimension 0. Pure. The way back, from a
-whole parameter to a slice, is `universal_checkpoint`'s.
+How a parameter is sliced only the client knows: `universal_checkpoint_info` in a checkpoint lists
+regular expressions, each matching the beginning of names; a parameter that none matches is sliced
+in dimension 0. A whole parameter is kept with how it is sliced, in the form that files of universal
+checkpoints have: a dictionary with the tensor and a few keys. Pure.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 _LISTS = (
     keys.TP_REPLICATED_PARAMETER_PATTERNS,
@@ -25,6 +25,45 @@ _LISTS = (
     keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
     keys.VOCABULARY_PARAMETER_PATTERNS,
 )
+
+
+@dataclass
+class SubparamShape:
+    """Parameters that are several stacked in one tensor, each of them sliced by the tensor-parallel
+    ranks (fused q, k and v).
+
+    Attributes:
+        patterns: Regular expressions that match the beginning of their names.
+        shape: Of the whole parameter. At `partition_dim`: the sizes of the stacked ones, or how
+            many of equal size there are. -1 elsewhere for any.
+        partition_dim: The dimension in which they are stacked and sliced.
+    """
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
+
+    def sizes(self, name: str, whole: int) -> list[int]:
+        """Sizes of the stacked parameters in a parameter of `whole` elements in `partition_dim`.
+
+        Raises:
+            CheckpointError: They are not that many.
+        """
+        declared = self.shape[self.partition_dim]
+        if isinstance(declared, int):
+            sizes = [whole // declared] * declared if declared > 0 else [whole]
+        else:
+            sizes = list(declared)
+        if sum(sizes) != whole:
+            raise CheckpointError(
+                f"{name} has {whole} elements in dimension {self.partition_dim}; "
+                f"{keys.PARAMETER_WITH_SUB_PARAMS} says {declared}"
+            )
+        return sizes
+
+
+# The class that files name, by the path under which upstream has it.
+SubparamShape.__module__ = "deepspeed.checkpoint.universal_checkpoint"
 
 
 class SlicePatterns:
@@ -137,3 +176,71 @@ def _joined(name: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         raise CheckpointError(
             f"{name}: slices of shapes {shapes} cannot be concatenated in dimension {dim}: {error}"
         ) from error
+
+
+def slice_of_rank(
+    name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: int, size: int
+) -> torch.Tensor:
+    """The part of a parameter that one of `size` tensor-parallel ranks holds; a view of it where
+    that is possible.
+
+    Args:
+        name: The parameter, for errors.
+        entry: The whole tensor and how it is sliced, as in a file of a universal checkpoint.
+        shape: Of the part.
+        rank: Whose.
+        size: Number of ranks.
+
+    Raises:
+        CheckpointError: The part has another shape.
+    """
+    whole: torch.Tensor = entry[keys.PARAM]
+    if keys.SUB_PARAM_SHAPE in entry:
+        sub = entry[keys.SUB_PARAM_SHAPE]
+        dim = sub.partition_dim
+        own = _sliced_each(name, whole, sub.sizes(name, whole.shape[dim]), dim, rank, size)
+    elif whole.shape == torch.Size(shape):
+        return whole  # every rank holds all of it
+    elif keys.PARAM_N_SUB_PARAMS in entry:
+        dim = entry[keys.CAT_DIM]
+        count = entry[keys.PARAM_N_SUB_PARAMS]
+        own = _sliced_each(name, whole, [whole.shape[dim] // count] * count, dim, rank, size)
+    elif keys.CAT_DIM in entry:
+        dim = entry[keys.CAT_DIM]
+        if entry.get(keys.VOCAB_TENSOR):
+            whole = _padded(whole, shape, size)
+        own = _sliced_each(name, whole, [whole.shape[dim]], dim, rank, size)
+    else:
+        own = whole
+    if own.shape != torch.Size(shape):
+        raise CheckpointError(
+            f"{name} has shape {tuple(whole.shape)} in the checkpoint; sliced for {size} "
+            f"tensor-parallel ranks that is {tuple(own.shape)}, this model's is {tuple(shape)}. It "
+            f"is of another model, or {keys.UNIVERSAL_CHECKPOINT_INFO} of the run that saved it "
+            f"does not say how {name} is sliced"
+        )
+    return own
+
+
+def _sliced_each(
+    name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, rank: int, size: int
+) -> torch.Tensor:
+    """One rank's part of each of the tensors stacked in `whole`."""
+    uneven = [number for number in sizes if number % size]
+    if uneven:
+        raise CheckpointError(
+            f"{name} has {uneven[0]} elements to slice in dimension {dim}, which {size} ranks "
+            "cannot share evenly"
+        )
+    if dim >= whole.dim():
+        raise CheckpointError(
+            f"{name} has shape {tuple(whole.shape)}, so it cannot be sliced in dimension {dim}"
+        )
+    own = [part.chunk(size, dim)[rank] for part in whole.split(list(sizes), dim)]
+    return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+
+def _padded(whole: torch.Tensor, shape: Sequence[int], size: int) -> torch.Tensor:
+    """A vocabulary with rows of zeros after its own, as many as `size` ranks have room for."""
+    missing = shape[0] * size - whole.shape[0]
+    return whole if missing <= 0 else torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])

@@ -44,9 +44,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, is_per_element
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import own_tensors
 from deepspeed.runtime.checkpointing.parts import CheckpointParts
@@ -111,7 +112,7 @@ def describe_whole(
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "world_size": dist.get_world_size(),
-        "cut": Cut.of_this_run()._asdict(),
+        "cut": ParallelDegrees.of_this_run()._asdict(),
         "shards": sequence.num_shards if isinstance(sequence, ZeROOptimizer) else 1,
         "client_state": sorted(map(str, client_state)),
         "latest": save_latest,

@@ -22,7 +22,8 @@ from deepspeed.checkpoint.files import (
     together,
 )
 from deepspeed.checkpoint.manifest import MANIFEST, read_manifest
-from deepspeed.checkpoint.resharding.consolidation import OwnSlices
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.retention import newest_common_tag, published_tags
 from deepspeed.checkpoint.verification import (
     FULL,
@@ -35,11 +36,14 @@ from deepspeed.checkpoint.verification import (
     raise_problems,
 )
 from deepspeed.runtime.checkpointing.host_state import restore_host_state, restore_position
-from deepspeed.runtime.checkpointing.model_files import Cut, LayeredModule, ModelFiles, ReadWeights
-from deepspeed.runtime.checkpointing.optimizer_resharding import RecutState
+from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles, ReadWeights
+from deepspeed.runtime.checkpointing.optimizer_resharding import ReshardedState
 from deepspeed.runtime.checkpointing.parts import CheckpointParts
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
-from deepspeed.runtime.checkpointing.weight_resharding import own_slices, read_slices
+from deepspeed.runtime.checkpointing.weight_resharding import (
+    read_sliced_weights,
+    slices_of_this_rank,
+)
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.utils import groups
@@ -60,7 +64,7 @@ class LoadedFiles(NamedTuple):
 
     model: dict[str, Any]
     weights: ReadWeights
-    optimizer: RecutState | None = None
+    optimizer: ReshardedState | None = None
     host: dict[str, Any] | None = None
     position: dict[str, Any] | None = None
 
@@ -215,12 +219,12 @@ class LoadingMixin(CheckpointParts):
         self, folder: str, module_only: bool, strict: bool | None, load_optimizer_states: bool
     ) -> LoadedFiles:
         model = self._read_model_file(folder)
-        slices = own_slices(self.module, folder, model, self.load_universal_checkpoint())  # type: ignore[attr-defined]  # from EngineSettings
+        slices = slices_of_this_rank(self.module, folder, model, self.load_universal_checkpoint())  # type: ignore[attr-defined]  # from EngineSettings
         files = ModelFiles(self.module)
         weights = (
             files.read(folder, model, strict)
             if slices is None
-            else read_slices(files, slices, strict)
+            else read_sliced_weights(files, slices, strict)
         )
         if module_only:
             return LoadedFiles(model, weights)
@@ -233,9 +237,9 @@ class LoadingMixin(CheckpointParts):
         files: ModelFiles,
         folder: str,
         model: dict[str, Any],
-        slices: OwnSlices | None,
+        slices: RankSlices | None,
         load_optimizer_states: bool,
-    ) -> RecutState | None:
+    ) -> ReshardedState | None:
         try:
             return self._optimizer_files(files).read(folder, model, slices)
         except (CheckpointError, CheckpointMismatchError):
@@ -248,7 +252,7 @@ class LoadingMixin(CheckpointParts):
         the same.
         """
         own, path = (
-            Cut.of_this_run(),
+            ParallelDegrees.of_this_run(),
             os.path.join(folder, file_names.model_file(groups._get_model_parallel_rank())),
         )
         if os.path.isfile(os.path.join(folder, file_names.stage3_model_file(0, 0))):
@@ -262,7 +266,7 @@ class LoadingMixin(CheckpointParts):
             lead = path  # with node-local storage the first part may be on another node
         first: dict[str, Any] = read_file(lead, mmap=True)
         self._check_manifest_is_there(folder, first)
-        model: dict[str, Any] = read_file(path) if Cut.of_file(first) == own else first
+        model: dict[str, Any] = read_file(path) if ParallelDegrees.of_file(first) == own else first
         return model
 
     def _check_manifest_is_there(self, folder: str, model: dict[str, Any]) -> None:
@@ -284,7 +288,7 @@ class LoadingMixin(CheckpointParts):
         own = read_file(path) if os.path.isfile(path) else None
         first = os.path.join(folder, file_names.host_file(0))
         position = read_file(first) if os.path.isfile(first) else None
-        equal = own is not None and own.get("cut", self._host_cut()) == self._host_cut()
+        equal = own is not None and own.get("cut", self._host_degrees()) == self._host_degrees()
         return (own, None) if equal else (None, position)
 
     def _restore_training(

@@ -52,36 +52,6 @@ class LayeredModule(Protocol):
         """Number in the whole model, name and module of this stage's layers with experts."""
 
 
-class Cut(NamedTuple):
-    """How a run divides model and data over ranks: its pipeline stages, its tensor-parallel and all
-    its model-parallel ranks.
-    """
-
-    stages: int
-    tensor: int
-    parts: int
-
-    @classmethod
-    def of_this_run(cls) -> Cut:
-        """That of the process groups."""
-        tensor, parts = (
-            groups.get_tensor_model_parallel_world_size(),
-            groups._get_model_parallel_world_size(),
-        )
-        return cls(max(1, parts // tensor), tensor, parts)
-
-    @classmethod
-    def of_file(cls, model: Mapping[str, Any]) -> Cut:
-        """That of the run that wrote a model file."""
-        parts = int(model.get(keys.MP_WORLD_SIZE, 1))
-        degrees = model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
-        return cls(
-            int(degrees.get(keys.CHECKPOINT_PP_DEGREE, 1)),
-            int(degrees.get(keys.CHECKPOINT_TP_DEGREE, parts)),
-            parts,
-        )
-
-
 class ModelExperts:
     """The layers with experts of a model, whose groups are made.
 

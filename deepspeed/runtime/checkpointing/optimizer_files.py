@@ -2,8 +2,8 @@
 otherwise gets its own.
 
 State of an equal run is read from the one file that this rank would write. Where ranks, stages or
-parameter groups are others, it is put together by parameter name from all files (`recut`). Nothing
-here communicates; who calls it when is `checkpointing`'s.
+parameter groups are others, it is put together by parameter name from all files
+(`optimizer_resharding`). Nothing here communicates; who calls it when is `checkpointing`'s.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.resharding.consolidation import OwnSlices
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
-from deepspeed.runtime.checkpointing.optimizer_resharding import RecutState, recut_state
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
+from deepspeed.runtime.checkpointing.optimizer_resharding import (
+    ReshardedState,
+    reshard_optimizer_state,
+)
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -157,8 +161,8 @@ class OptimizerFiles:
     # Reading
 
     def read(
-        self, folder: str, model: Mapping[str, Any], slices: OwnSlices | None = None
-    ) -> RecutState | None:
+        self, folder: str, model: Mapping[str, Any], slices: RankSlices | None = None
+    ) -> ReshardedState | None:
         """State as this rank would have saved it; None if the checkpoint, or this run, has no
         optimizer.
 
@@ -173,20 +177,22 @@ class OptimizerFiles:
         """
         if self.sequence is None:
             return None
-        state = self._read_own_cut(folder, model) if slices is None else None
+        state = self._read_own_state(folder, model) if slices is None else None
         if state is not None:
-            return RecutState(state, has_masters=True)
+            return ReshardedState(state, has_masters=True)
         saved = slices or SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
         if not saved.has_state:
             return None
         names = {param: renumbered(name, self.experts.first) for param, name in self.names.items()}
-        return recut_state(self.sequence, saved, lambda param: names.get(param, NAMELESS))
+        return reshard_optimizer_state(
+            self.sequence, saved, lambda param: names.get(param, NAMELESS)
+        )
 
-    def _read_own_cut(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _read_own_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
         """What this rank, or one in its place, wrote; None if the run that wrote it was divided
         otherwise.
         """
-        if Cut.of_file(model) != Cut.of_this_run():
+        if ParallelDegrees.of_file(model) != ParallelDegrees.of_this_run():
             return None
         whole = self._read_whole_state(folder, model)
         if isinstance(self.sequence, ZeROOptimizer):
@@ -239,7 +245,7 @@ class OptimizerFiles:
         return read_file(path)[keys.OPTIMIZER] if os.path.isfile(path) else None
 
     def load(
-        self, loaded: RecutState, load_optimizer_states: bool, load_from_fp32_weights: bool
+        self, loaded: ReshardedState, load_optimizer_states: bool, load_from_fp32_weights: bool
     ) -> None:
         """Give the optimizer what `read` returned.
 

@@ -1,10 +1,10 @@
-"""Optimizer state that was saved by other ranks, stages or parameter groups, made into what this
-rank would have saved.
+"""Optimizer state that was saved by other ranks, stages or parameter groups, resharded: made into
+what this rank would have saved.
 
-`checkpoint.resharding.saved_optimizer` says what the files hold, by parameter name; here it is
+`checkpoint.resharding` says what the files hold, in fragments by parameter name; here they are
 copied to where this rank's optimizer has those elements. The result has the layout of the
 optimizer's own `state_dict()`, so everything that comes after is the same as for state that need
-not be cut anew. Every element of every parameter of this rank must be there once; until that is
+not be resharded. Every element of every parameter of this rank must be there once; until that is
 known nothing changes.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.resharding.consolidation import OwnSlices
-from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedOptimizer, SavedPiece
+from deepspeed.checkpoint.resharding.rank_slices import RankSlices
+from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 NameOf = Callable[[nn.Parameter], str]
 
 
-class RecutState(NamedTuple):
+class ReshardedState(NamedTuple):
     """State in the layout of the optimizer's `state_dict()`, and whether master weights are in
     it.
     """
@@ -79,37 +79,38 @@ class _OwnTensor:
     shared: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
-    def take(self, place: _Place, piece: SavedPiece) -> None:
-        """Copy what this tensor has of a piece."""
+    def take(self, place: _Place, fragment: SavedFragment) -> None:
+        """Copy what this tensor has of a fragment."""
         first, last = (
-            max(place.start, piece.start),
-            min(place.start + place.numel, piece.start + piece.numel),
+            max(place.start, fragment.start),
+            min(place.start + place.numel, fragment.start + fragment.numel),
         )
         if first >= last:
             return
-        count, target, source = last - first, place.at + first - place.start, first - piece.start
-        for key, value in piece.values.items():
+        count, target, source = last - first, place.at + first - place.start, first - fragment.start
+        for key, value in fragment.values.items():
             if key not in self.values:
                 self.values[key] = torch.zeros(self.numel, dtype=value.dtype)
             self.values[key][target : target + count].copy_(value[source : source + count])
             self.filled[key] = self.filled.get(key, 0) + count
         self.found += count
-        for key, value in piece.shared.items():
+        for key, value in fragment.shared.items():
             if not _same(self.shared.setdefault(key, value), value):
                 raise CheckpointMismatchError(
-                    f"{piece.name}: its optimizer state {key!r} is {value}, that of "
+                    f"{fragment.name}: its optimizer state {key!r} is {value}, that of "
                     f"{self.names[0]} {self.shared[key]}; here one tensor holds both and has one "
                     "value"
                 )
 
-    def resemble(self, piece: SavedPiece) -> None:
+    def resemble(self, fragment: SavedFragment) -> None:
         """Have the state of a tensor that holds padding only, as the optimizer would have made it
         with all others.
         """
         self.values = {
-            key: torch.zeros(self.numel, dtype=value.dtype) for key, value in piece.values.items()
+            key: torch.zeros(self.numel, dtype=value.dtype)
+            for key, value in fragment.values.items()
         }
-        self.shared = dict(piece.shared)
+        self.shared = dict(fragment.shared)
 
     def check(self) -> None:
         """Raise unless every element was found, with all state that any of them has."""
@@ -137,7 +138,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class _Recut:
+class _Resharding:
     """This rank's tensors, by the names of the parameters in them."""
 
     def __init__(self, optimizer: Any, name_of: NameOf) -> None:
@@ -155,19 +156,19 @@ class _Recut:
                     _Place(tensor, start, at, numel, param.numel())
                 )
 
-    def fill(self, saved: SavedOptimizer | OwnSlices) -> None:
+    def fill(self, saved: SavedOptimizer | RankSlices) -> None:
         """Take everything that is this rank's."""
-        first: SavedPiece | None = None
-        for piece in saved.pieces():
-            first = first or piece
-            for place in self.places.get(piece.name, ()):
-                if piece.start + piece.numel > place.whole:
+        first: SavedFragment | None = None
+        for fragment in saved.fragments():
+            first = first or fragment
+            for place in self.places.get(fragment.name, ()):
+                if fragment.start + fragment.numel > place.whole:
                     raise CheckpointMismatchError(
-                        f"{piece.name} has {place.whole} elements, in the checkpoint at least "
-                        f"{piece.start + piece.numel}"
+                        f"{fragment.name} has {place.whole} elements, in the checkpoint at least "
+                        f"{fragment.start + fragment.numel}"
                     )
-                place.tensor.take(place, piece)
-                self._take_options(place.tensor.group, piece)
+                place.tensor.take(place, fragment)
+                self._take_options(place.tensor.group, fragment)
         for tensor in self.tensors:
             tensor.check()
             if tensor.used == 0 and first is not None:
@@ -176,19 +177,19 @@ class _Recut:
             # What is missing is a group without parameters on this stage.
             self.options.setdefault(index, dict(options))
 
-    def _take_options(self, group: int, piece: SavedPiece) -> None:
-        known = self.options.setdefault(group, dict(piece.options))
-        first = self._from.setdefault(group, piece.name)
+    def _take_options(self, group: int, fragment: SavedFragment) -> None:
+        known = self.options.setdefault(group, dict(fragment.options))
+        first = self._from.setdefault(group, fragment.name)
         differing = [
             key
-            for key in piece.options
-            if key not in known or not _same(known[key], piece.options[key])
+            for key in fragment.options
+            if key not in known or not _same(known[key], fragment.options[key])
         ]
         if differing:
             raise CheckpointMismatchError(
-                f"parameter group {group} holds {first} and {piece.name}, which were saved with "
+                f"parameter group {group} holds {first} and {fragment.name}, which were saved with "
                 f"different {differing[0]!r} ({known.get(differing[0])} and "
-                f"{piece.options[differing[0]]}): give them groups of their own, as before"
+                f"{fragment.options[differing[0]]}): give them groups of their own, as before"
             )
 
     def base_state(self) -> dict[str, Any]:
@@ -266,9 +267,9 @@ def own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]:
         yield _OwnTensor(index, numel, used, (numel,)), runs
 
 
-def recut_state(
-    sequence: StepSequence, saved: SavedOptimizer | OwnSlices, name_of: NameOf
-) -> RecutState:
+def reshard_optimizer_state(
+    sequence: StepSequence, saved: SavedOptimizer | RankSlices, name_of: NameOf
+) -> ReshardedState:
     """What `sequence` (or the client's optimizer, where that has the state) would have saved on
     this rank.
 
@@ -282,20 +283,20 @@ def recut_state(
         CheckpointError: A file is missing or damaged.
     """
     owner = sequence if isinstance(sequence, MasterWeightOptimizer) else sequence.optimizer
-    recut = _Recut(owner, name_of)
-    recut.fill(saved)
-    base = recut.base_state()
+    resharding = _Resharding(owner, name_of)
+    resharding.fill(saved)
+    base = resharding.base_state()
     if isinstance(sequence, ZeROOptimizer):
-        state = _zero_state(sequence, base, recut.masters(), saved.scaler)
+        state = _zero_state(sequence, base, resharding.masters(), saved.scaler)
     elif isinstance(sequence, FP16_Optimizer):
         state = {
             **saved.scaler,
             keys.OPTIMIZER_STATE_DICT: base,
-            **_fp16_masters(sequence, recut.masters()),
+            **_fp16_masters(sequence, resharding.masters()),
         }
     else:
         state = base
-    return RecutState(state, recut.has_masters)
+    return ReshardedState(state, resharding.has_masters)
 
 
 def _zero_state(

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import read_by
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
     DecoupledCheckpointEngine,
@@ -19,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import finish_saves
-from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.storage_nodes import (
     StorageNode,
@@ -111,12 +112,12 @@ class CheckpointParts:
         is_local = self._config.tree.checkpoint.use_node_local_storage  # type: ignore[attr-defined]  # from DeepSpeedEngine
         return node_local_storage() if is_local else shared_storage()
 
-    def _host_cut(self) -> dict[str, int]:
+    def _host_degrees(self) -> dict[str, int]:
         """Where a process must be in an equal run for its random states to be its own again."""
         return {
             "world": dist.get_world_size(),
             "replicas": groups._get_sequence_data_parallel_world_size(),
-            **Cut.of_this_run()._asdict(),
+            **ParallelDegrees.of_this_run()._asdict(),
         }
 
     def _refresh_masters(self) -> None:

@@ -21,6 +21,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names, manifest
 from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.torch_files import check_loadable
 from deepspeed.checkpoint.utils import separate
 from deepspeed.git_version_info import version as __version__
@@ -32,7 +33,7 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.description import describe, describe_whole
 from deepspeed.runtime.checkpointing.host_state import host_state
-from deepspeed.runtime.checkpointing.model_files import Cut, LayeredModule, ModelFiles
+from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.parts import CheckpointParts
 from deepspeed.runtime.checkpointing.save_job import SaveJob
@@ -205,7 +206,7 @@ class SavingMixin(CheckpointParts):
             put(name, content)
         num_forwards = self.module.num_forwards if isinstance(self.module, LayeredModule) else ()
         micro_steps = self.tracker.micro_steps  # type: ignore[attr-defined]  # from DeepSpeedEngine
-        host = host_state(self.training_dataloader, micro_steps, self._host_cut(), num_forwards)
+        host = host_state(self.training_dataloader, micro_steps, self._host_degrees(), num_forwards)
         put(file_names.host_file(dist.get_rank()), host)
 
     def _model_state(
@@ -213,7 +214,7 @@ class SavingMixin(CheckpointParts):
     ) -> dict[str, Any]:
         sequence = self._sequence
         sharded = isinstance(sequence, ZeROOptimizer)
-        cut = Cut.of_this_run()
+        degrees = ParallelDegrees.of_this_run()
         return {
             keys.MODULE: weights,
             keys.BUFFER_NAMES: [name for name, _ in self.module.named_buffers()],
@@ -235,10 +236,10 @@ class SavingMixin(CheckpointParts):
             keys.DP_WORLD_SIZE: sequence.num_shards
             if sharded
             else groups._get_data_parallel_world_size(),
-            keys.MP_WORLD_SIZE: cut.parts,
+            keys.MP_WORLD_SIZE: degrees.parts,
             keys.CHECKPOINT_PARALLEL_DIMS: {
-                keys.CHECKPOINT_PP_DEGREE: cut.stages,
-                keys.CHECKPOINT_TP_DEGREE: cut.tensor,
+                keys.CHECKPOINT_PP_DEGREE: degrees.stages,
+                keys.CHECKPOINT_TP_DEGREE: degrees.tensor,
             },
             keys.DS_CONFIG: self.config,  # type: ignore[attr-defined]  # from EngineSettings
             keys.DS_VERSION: __version__,
@@ -246,7 +247,7 @@ class SavingMixin(CheckpointParts):
         }
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
-        """Shapes per group in flat order: offline tools cut the concatenated shards by them."""
+        """Shapes per group in flat order: offline tools degrees the concatenated shards by them."""
         names = self._sequence.param_names
         return [
             OrderedDict((names[param], param.shape) for param in group.params)

@@ -1,9 +1,9 @@
-"""This rank's share of whole parameters: of a universal checkpoint, or of one saved by another
-number of tensor-parallel ranks.
+"""This rank's slices of consolidated parameters: of a universal checkpoint, or of one saved by
+another number of tensor-parallel ranks.
 
-Which slice of a parameter is whose is `checkpoint.universal_checkpoint`'s; here the names and
-shapes of the model at hand are put to it. Nothing here communicates or changes the model; who calls
-it when is `checkpoint_loading`'s.
+Which slice of a parameter is whose is `checkpoint.resharding`'s; here the names and shapes of the
+model at hand are put to it. Nothing here communicates or changes the model; who calls it when is
+`loading`'s.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch import nn
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.consolidation import (
-    OwnSlices,
-    Parameters,
-    UniversalState,
-    WholeState,
+    ConsolidatedCheckpoint,
+    ConsolidatedParameters,
 )
-from deepspeed.runtime.checkpointing.model_files import Cut, ModelFiles, ReadWeights
+from deepspeed.checkpoint.resharding.rank_slices import RankSlices
+from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
+from deepspeed.runtime.checkpointing.model_files import ModelFiles, ReadWeights
 from deepspeed.utils import groups
 
 
-def own_slices(
+def slices_of_this_rank(
     module: nn.Module, folder: str, model: Mapping[str, Any], universal: bool
-) -> OwnSlices | None:
+) -> RankSlices | None:
     """This rank's share of whole parameters; None for a folder whose files can be read as they are.
 
     Args:
@@ -41,7 +42,7 @@ def own_slices(
     Raises:
         CheckpointError: It is none, or was sliced otherwise and nothing in it says how.
     """
-    saved, own = Cut.of_file(model).tensor, Cut.of_this_run().tensor
+    saved, own = ParallelDegrees.of_file(model).tensor, ParallelDegrees.of_this_run().tensor
     if saved == own and not universal:
         return None
     if saved != own and model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None:
@@ -51,13 +52,15 @@ def own_slices(
             "in the checkpoint. Run with as many, or save with "
             f"client_state={{{keys.UNIVERSAL_CHECKPOINT_INFO!r}: {{...}}}}"
         )
-    parameters: Parameters = UniversalState(folder) if universal else WholeState(folder)
-    names = file_names(module)
+    parameters: ConsolidatedParameters = (
+        UniversalCheckpoint(folder) if universal else ConsolidatedCheckpoint(folder)
+    )
+    names = saved_names(module)
     shapes = {names[name]: param.shape for name, param in module.named_parameters()}
-    return OwnSlices(parameters, shapes, groups.get_tensor_model_parallel_rank(), own)
+    return RankSlices(parameters, shapes, groups.get_tensor_model_parallel_rank(), own)
 
 
-def file_names(module: nn.Module) -> dict[str, str]:
+def saved_names(module: nn.Module) -> dict[str, str]:
     """Name of each parameter in the model -> that in files: of tied weights the first, and experts
     numbered over all ranks.
     """
@@ -69,7 +72,7 @@ def file_names(module: nn.Module) -> dict[str, str]:
     }
 
 
-def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> ReadWeights:
+def read_sliced_weights(files: ModelFiles, slices: RankSlices, strict: bool | None) -> ReadWeights:
     """The model's weights: parameters rounded from what is whole, the rest from the files of
     weights.
 
@@ -77,7 +80,7 @@ def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> Re
         CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of
             another model.
     """
-    names, own = file_names(files.module), files.module.state_dict(keep_vars=True)
+    names, own = saved_names(files.module), files.module.state_dict(keep_vars=True)
     of_layers = dict(_in_layers(files, slices)) if files.is_layered else {}
     state: dict[str, Any] = {}
     for name, tensor in own.items():
@@ -91,18 +94,18 @@ def read_slices(files: ModelFiles, slices: OwnSlices, strict: bool | None) -> Re
     return ReadWeights(state, None)
 
 
-def _in_layers(files: ModelFiles, slices: OwnSlices) -> Iterator[tuple[int, torch.Tensor]]:
+def _in_layers(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[int, torch.Tensor]]:
     """What the layers' files have for each tensor of this stage, by identity: a tied weight's file
     has another name for it.
     """
-    if slices.is_cut_anew:
+    if slices.is_resliced:
         return
     for layer, state in files.layered.read_state_dir(slices.parameters.folder, strict=False):
         own = layer.state_dict(keep_vars=True)
         yield from ((id(own[name]), value) for name, value in state.items() if name in own)
 
 
-def _foreign(files: ModelFiles, slices: OwnSlices, own: set[str]) -> dict[str, Any]:
+def _foreign(files: ModelFiles, slices: RankSlices, own: set[str]) -> dict[str, Any]:
     """Parameters that are not this model's; another stage or expert rank may have them where there
     are any.
     """
@@ -116,5 +119,5 @@ def _foreign(files: ModelFiles, slices: OwnSlices, own: set[str]) -> dict[str, A
     }
 
 
-def _is_trained(parameters: Parameters, name: str) -> bool:
+def _is_trained(parameters: ConsolidatedParameters, name: str) -> bool:
     return len(parameters.slots(name)) > 1

@@ -1,7 +1,7 @@
 """State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and
 BF16_Optimizer files share.
 
-Written and read here is this rank's own cut of it; state that was cut otherwise is made into that
+Written and read here is this rank's own shard; state that was sharded otherwise is made into that
 by `runtime.checkpointing.optimizer_resharding`.
 
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per
@@ -102,7 +102,7 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     counts = list(saved[PARTITION_COUNT])
     if counts != optimizer.partition_count:
         raise CheckpointMismatchError(
-            f"the checkpoint's parameter groups are cut into {counts} shards, this run's into "
+            f"the checkpoint's parameter groups are divided into {counts} shards, this run's into "
             f"{optimizer.partition_count}"
         )
     for index, (group, master) in enumerate(

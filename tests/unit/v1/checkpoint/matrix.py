@@ -1,5 +1,5 @@
-"""The reshape matrix: which precisions and stages of ZeRO, which divisions of ranks, and how a run
-of each is made and trained.
+"""The resharding matrix: which precisions and stages of ZeRO, which divisions of ranks, and how a
+run of each is made and trained.
 
 Owns cases, cuts, the choice of a share of all combinations, and the small models. What is compared
 is `test_matrix`'s.

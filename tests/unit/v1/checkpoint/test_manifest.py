@@ -371,7 +371,7 @@ def found_state(folder: str) -> set[Any]:
             piece.numel,
             tuple(sorted((key, str(value.dtype)[6:]) for key, value in piece.values.items())),
         )
-        for piece in SavedOptimizer(folder).pieces()
+        for piece in SavedOptimizer(folder).fragments()
     }
 
 

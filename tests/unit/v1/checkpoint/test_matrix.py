@@ -1,8 +1,8 @@
-"""The reshape matrix: what one division of ranks saved goes on in every other, equal bit for bit by
-name.
+"""The resharding matrix: what one division of ranks saved goes on in every other, equal bit for bit
+by name.
 
-The suite runs a pairwise share; `make reshape-matrix` runs every combination and prints how many
-held (`DS_RESHAPE_MATRIX`: the file to which it writes them).
+The suite runs a pairwise share; `make reshard-matrix` runs every combination and prints how many
+held (`DS_RESHARD_MATRIX`: the file to which it writes them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unit.common import DistributedFixture, DistributedTest
 from .matrix import CASES, CUTS, WORLDS, Combination, Run, all_combinations, by_cut, pairwise
 from .runs import differences
 
-TABLE = os.environ.get("DS_RESHAPE_MATRIX")
+TABLE = os.environ.get("DS_RESHARD_MATRIX")
 COMBINATIONS = all_combinations() if TABLE else pairwise(all_combinations())
 STEPS, AFTER = 2, 2
 # Relative, of losses and norms. Other ranks add gradients in another order, in the model's dtype

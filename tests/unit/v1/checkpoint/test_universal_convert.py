@@ -19,9 +19,9 @@ from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.ds_to_universal import command, main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.resharding.consolidation import UniversalState
-from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape, own_slice
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice_of_rank
+from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.utils.tensor_fragment import fragment_address
 
 SHARED = Path(__file__).parents[5] / "shared" / "compat" / "checkpoints"
@@ -177,12 +177,12 @@ class TestFiles:
     def test_any_number_of_slices(self, tmp_path: Path) -> None:
         # Kills: a slice of the stack instead of one of each stacked parameter; a vocabulary that is
         # not padded for its ranks.
-        state = UniversalState(str(convert(write(tmp_path / "t"))))
+        state = UniversalCheckpoint(str(convert(write(tmp_path / "t"))))
         patterns = SlicePatterns(INFO)
         for name, content in expected().items():
             entry = state.entry(name, "fp32")
             for rank in range(2):
-                own = own_slice(name, entry, SHAPES[name], rank, 2)
+                own = slice_of_rank(name, entry, SHAPES[name], rank, 2)
                 last = -1 if name == "vocab.w" and rank == 1 else None
                 assert name == "avg.w" or torch.equal(own[:last], values(rank)[name][:last]), name
                 assert last is None or not own[-1].any()  # the row of padding
@@ -192,7 +192,7 @@ class TestFiles:
                 if name not in ("norm.w", "avg.w"):
                     dim = 1 if name == "row.w" else 0
                     shape[dim] = 3 if name == "vocab.w" else shape[dim] // 2
-                by_four.append(own_slice(name, entry, shape, rank, 4))
+                by_four.append(slice_of_rank(name, entry, shape, rank, 4))
             if name != "avg.w":
                 assert torch.equal(patterns.merged(name, by_four)["param"], content["param"]), name
 
@@ -233,7 +233,7 @@ class TestFiles:
             SHARED / case / "step4", tmp_path / "step4", copy_function=shutil.copyfile
         )
         os.chmod(source, 0o755)
-        state = UniversalState(str(convert(Path(source), "--inject_missing_state")))
+        state = UniversalCheckpoint(str(convert(Path(source), "--inject_missing_state")))
         assert state.names() == ["0.bias", "0.weight", "2.bias", "2.weight"]
         assert state.slots("0.weight") == ["exp_avg", "exp_avg_sq", "fp32"]
         assert (state.shared("2.bias")["step"].item(), state.group("2.bias")) == (4, 0)
@@ -374,5 +374,5 @@ class TestRefusals:
         output = convert(write(tmp_path / "t"))
         (output / "zero" / "col.w" / "fp32.pt").write_bytes(pickle.dumps(Evil()))
         with pytest.raises(CheckpointError, match=r"fp32\.pt"):
-            UniversalState(str(output)).entry("col.w", "fp32")
+            UniversalCheckpoint(str(output)).entry("col.w", "fp32")
         assert not (tmp_path / "ran").exists()

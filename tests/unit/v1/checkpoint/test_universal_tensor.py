@@ -148,7 +148,7 @@ class TestOtherTensorRanks(DistributedTest):
             engine.load_checkpoint(str(tmpdir), tag="silent")
         with pytest.raises(
             CheckpointError,
-            match=r"row\.weight has shape \(12, 4\).*does not say how row\.weight is cut",
+            match=r"row\.weight has shape \(12, 4\).*does not say how row\.weight is sliced",
         ):
             engine.load_checkpoint(str(tmpdir), tag="wrong")
         assert differences(before, whole(engine)) == []
