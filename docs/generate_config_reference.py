@@ -17,20 +17,16 @@ import typing
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deepspeed.runtime.config_models import base
-from deepspeed.runtime.config_models.reader import (
-    CPU_SWITCHES,
-    PIN_MEMORY_SWITCH,
-    RENAMED,
-    nested_model,
-)
-from deepspeed.runtime.config_models.refusals import INERT, REFUSALS
+from deepspeed.runtime.config_models.base import nested_model
+from deepspeed.runtime.config_models.reader import CPU_SWITCHES, PIN_MEMORY_SWITCH, RENAMED
+from deepspeed.runtime.config_models.refusals import INERT, REFUSALS, Refusal, Scope
 from deepspeed.runtime.config_models.training import TrainingConfig
 
 PAGE = Path(__file__).parent / "config-reference.md"
@@ -51,10 +47,20 @@ base64-encoded JSON. This page lists every key.
   x data-parallel world size`. Give any two, or one of the first two; accumulation then is 1.
 - **Dotted keys** at the top level, such as `"zero_optimization.reduce_bucket_size"`, set the
   nested key.
-- **Refused** values are ones that this release does not honour: setting one is an error that says
-  what to do instead.
-- Keys marked **no effect** are accepted, and named in one warning when they are set to something
-  else than the default.
+- What this release does not honour stands in
+  [a section of its own](#refused-and-without-effect).
+"""
+
+REFUSED = """\
+## Refused and without effect
+
+Client libraries and configurations written for other releases hold these keys, so they are known
+and their types are checked.
+
+- A **refused** value is an error that names the key and says what to do instead. The default is
+  accepted.
+- A key **without effect** is named in one warning when it is set to something else than its
+  default.
 """
 
 
@@ -111,44 +117,134 @@ def shown_default(field: FieldInfo) -> str:
     return f"`{text}`"
 
 
-def notes(path: str) -> str:
-    """Return what is refused or without effect at a path of field names."""
-    parts = [f"Refused for now: {refusal.remedy}." for refusal in REFUSALS if refusal.path == path]
-    parts += [f"No effect without {inert.without}." for inert in INERT if inert.path == path]
-    return " ".join(parts)
+class Row(NamedTuple):
+    """A key of the configuration.
+
+    Attributes:
+        keys: path of JSON keys.
+        path: path of field names, which refusals are filed under.
+        field: of its model.
+    """
+
+    keys: str
+    path: str
+    field: FieldInfo
+
+    @property
+    def cells(self) -> str:
+        """Type, default and documentation, as cells of a table."""
+        meaning = (self.field.description or "").replace("|", "/")
+        return f"{field_type(self.field)} | {shown_default(self.field)} | {meaning}"
 
 
-def block(model: type[BaseModel], keys: str, path: str) -> Iterator[str]:
+def rows_of(model: type[BaseModel], keys: str = "", path: str = "") -> Iterator[Row]:
+    """Yield the keys of a block.
+
+    Args:
+        model: its class.
+        keys: path of its JSON keys, empty for the top level.
+        path: path of its field names.
+    """
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        yield Row(f"{keys}.{key}" if keys else key, f"{path}.{name}" if path else name, field)
+
+
+def all_rows(model: type[BaseModel], keys: str = "", path: str = "") -> Iterator[Row]:
+    """Yield the keys of a block and of those inside it."""
+    for row in rows_of(model, keys, path):
+        yield row
+        inner = nested_model(row.field)
+        if inner is not None:
+            yield from all_rows(inner, row.keys, row.path)
+
+
+def not_honoured() -> set[str]:
+    """Return the paths of keys, and of whole blocks, that nothing can be reached by."""
+    paths = {inert.path for inert in INERT}
+    for refusal in REFUSALS:
+        if refusal.scope is Scope.KEY:
+            paths.add(refusal.path)
+        elif refusal.scope is Scope.FEATURE:
+            paths.add(block_of(refusal))
+    for row in reversed(list(all_rows(TrainingConfig))):
+        inner = nested_model(row.field)
+        if inner is not None and all(each.path in paths for each in rows_of(inner, "", row.path)):
+            paths.add(row.path)
+    return paths
+
+
+def block(model: type[BaseModel], keys: str, path: str, hidden: set[str]) -> Iterator[str]:
     """Yield the lines of a block's table and of the blocks inside it.
 
     Args:
         model: its class.
         keys: path of JSON keys, for the headline.
-        path: path of field names, which the notes are filed under.
+        path: path of field names.
+        hidden: paths to leave out.
     """
+    rows = [row for row in rows_of(model, keys, path) if row.path not in hidden]
+    if not rows:
+        return
     yield f"## `{keys}`" if keys else "## Top level"
     yield ""
-    summary = " ".join((model.__doc__ or "").strip().split("\n\n")[0].split())
     if keys:
-        yield summary
-        yield ""
-    if model.model_config.get("extra") == "allow":
-        yield "Further keys are accepted; they have no effect while the feature is disabled."
+        yield (model.__doc__ or "").strip().split("\n")[0]
         yield ""
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
-    inner_blocks = []
-    for name, field in model.model_fields.items():
-        key, here = field.alias or name, f"{path}.{name}" if path else name
-        text = " ".join(part for part in (field.description or "", notes(here)) if part)
-        meaning = text.replace("|", "/")
-        yield f"| `{key}` | {field_type(field)} | {shown_default(field)} | {meaning} |"
-        inner = nested_model(field)
-        if inner is not None:
-            inner_blocks.append((inner, f"{keys}.{key}" if keys else key, here))
+    for row in rows:
+        yield f"| `{row.keys.rpartition('.')[2]}` | {row.cells} |"
     yield ""
-    for inner_model, inner_keys, inner_path in inner_blocks:
-        yield from block(inner_model, inner_keys, inner_path)
+    for row in rows:
+        inner = nested_model(row.field)
+        if inner is not None:
+            yield from block(inner, row.keys, row.path, hidden)
+
+
+def refused() -> Iterator[str]:
+    """Yield the section of what is refused or has no effect."""
+    rows = {row.path: row for row in all_rows(TrainingConfig)}
+    of = {scope: [each for each in REFUSALS if each.scope is scope] for scope in Scope}
+    yield REFUSED
+    yield "### Refused values\n\nOther values of these keys are honoured.\n"
+    yield "| key | refused |\n|---|---|"
+    for each in of[Scope.VALUE]:
+        yield f"| `{each.path}` | {each.remedy} |"
+    yield "\n### Refused keys\n"
+    yield "| key | type | default | meaning | instead |\n|---|---|---|---|---|"
+    for each in of[Scope.KEY]:
+        yield f"| `{rows[each.path].keys}` | {cells(each.path, rows)} | {each.remedy} |"
+    yield "\n### Refused features\n\nWithout the feature, the other keys have no effect.\n"
+    yield "| switch | other keys of its block | instead |\n|---|---|---|"
+    for each in of[Scope.FEATURE]:
+        others = inside(block_of(each), rows, but=each.path)
+        yield f"| `{rows[each.path].keys}` | {others} | {each.remedy} |"
+    yield "\n### Keys without effect\n"
+    yield "| key | type | default | meaning | needs |\n|---|---|---|---|---|"
+    for inert in INERT:
+        yield f"| `{rows[inert.path].keys}` | {cells(inert.path, rows)} | {inert.without} |"
+
+
+def block_of(refusal: Refusal) -> str:
+    """Return the path of the block that a key stands in."""
+    return refusal.path.rpartition(".")[0]
+
+
+def cells(path: str, rows: dict[str, Row]) -> str:
+    """Return the cells of a key that has no table of its own, whose keys they name."""
+    keys = inside(path, rows)
+    return rows[path].cells + (f" Keys: {keys}." if keys else "")
+
+
+def inside(path: str, rows: dict[str, Row], but: str = "") -> str:
+    """Return the keys below a path, without one of them."""
+    below = [row for row in rows.values() if row.path.startswith(f"{path}.") and row.path != but]
+    keys = [f"`{row.keys.removeprefix(rows[path].keys + '.')}`" for row in below]
+    model = nested_model(rows[path].field)
+    if model is not None and model.model_config.get("extra") == "allow":
+        keys.append("any")
+    return ", ".join(keys)
 
 
 def render() -> str:
@@ -158,7 +254,8 @@ def render() -> str:
     lines += [f'| `{old}: true` | `{new}.device: "cpu"` |' for old, new in CPU_SWITCHES.items()]
     lines += [f"| `{PIN_MEMORY_SWITCH}` | `pin_memory` of the offload blocks |"]
     lines += ['| `zero_optimization: true` | `zero_optimization: {"stage": 1}` |', ""]
-    lines += block(TrainingConfig, "", "")
+    lines += block(TrainingConfig, "", "", not_honoured())
+    lines += refused()
     return "\n".join(lines).rstrip() + "\n"
 
 

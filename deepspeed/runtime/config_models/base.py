@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 
@@ -31,16 +32,38 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
 
-def option(default: Any, doc: str, **limits: Any) -> Any:
-    """Return a pydantic field: default, one-sentence documentation, and limits such as ``ge=0`` or
-    ``alias=``.
+def option(default: Any, doc: str, *, needs: str | None = None, **limits: Any) -> Any:
+    """Return the pydantic field of a key.
+
+    Args:
+        default: its value when it is not given.
+        doc: its documentation, one sentence.
+        needs: what this release lacks, without which the key has no effect.
+        limits: such as `ge=0`, or `alias=`.
     """
+    about: dict[str, Any] = {"description": doc, **limits}
+    if needs is not None:
+        about["json_schema_extra"] = {"needs": needs}
     if isinstance(default, (dict, list)) or (
         isinstance(default, type) and issubclass(default, BaseModel)
     ):
         factory = default if isinstance(default, type) else default.copy
-        return Field(default_factory=factory, description=doc, **limits)
-    return Field(default=default, description=doc, **limits)
+        return Field(default_factory=factory, **about)
+    return Field(default=default, **about)
+
+
+def needs(field: FieldInfo) -> str | None:
+    """Return what this release lacks, without which a key has no effect."""
+    extra = field.json_schema_extra
+    return str(extra["needs"]) if isinstance(extra, dict) and "needs" in extra else None
+
+
+def nested_model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field that is a block, possibly an optional one."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def _wrong(expected: str) -> PydanticCustomError:

@@ -33,24 +33,26 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     partition_activations: Bool = option(
         False, "Split saved activations over model-parallel ranks."
     )
-    contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
-    cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
     number_checkpoints: Int | None = option(
         None, "Number of checkpoints, for the contiguous buffer."
     )
-    synchronize_checkpoint_boundary: Bool = option(False, "Wait for the device at each checkpoint.")
+    contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
+    cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
     profile: Bool = option(False, "Time each checkpoint.")
+    synchronize_checkpoint_boundary: Bool = option(False, "Wait for the device at each checkpoint.")
 
 
 class AioConfig(DeepSpeedConfigModel):
     """Asynchronous file I/O of NVMe offload."""
 
-    block_size: Size = option(1048576, "Bytes of one request.", ge=1)
-    queue_depth: Int = option(8, "Requests in flight.", ge=1)
-    intra_op_parallelism: Int = option(1, "Threads per transfer.", ge=1)
-    single_submit: Bool = option(False, "Submit requests one by one.")
-    overlap_events: Bool = option(True, "Submit and complete at the same time.")
-    use_gds: Bool = option(False, "GPUDirect Storage.")
+    block_size: Size = option(1048576, "Bytes of one request.", ge=1, needs="NVMe offload")
+    queue_depth: Int = option(8, "Requests in flight.", ge=1, needs="NVMe offload")
+    intra_op_parallelism: Int = option(1, "Threads per transfer.", ge=1, needs="NVMe offload")
+    single_submit: Bool = option(False, "Submit requests one by one.", needs="NVMe offload")
+    overlap_events: Bool = option(
+        True, "Submit and complete at the same time.", needs="NVMe offload"
+    )
+    use_gds: Bool = option(False, "GPUDirect Storage.", needs="NVMe offload")
 
 
 class DeepSpeedNebulaConfig(DeepSpeedConfigModel):
@@ -134,6 +136,7 @@ class ElasticityConfig(DeepSpeedConfigModel):
         0,
         "Shortest time between two changes of world size, in minutes; for schedulers that read it.",
         ge=0,
+        needs="a resource scheduler that reads it",
     )
     prefer_larger_batch: Bool = option(True, "Of equal choices take the larger batch.")
     ignore_non_elastic_batch_info: Bool = option(

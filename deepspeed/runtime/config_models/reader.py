@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from deepspeed.runtime.config_models.base import nested_model
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.constants import BFLOAT16_OLD
 from deepspeed.utils.logging import logger
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -25,7 +27,7 @@ AUTO = "auto"
 
 # Old path -> new path, where the value is kept.
 RENAMED: dict[str, str] = {
-    "bfloat16": "bf16",
+    BFLOAT16_OLD: "bf16",
     "bf16.check_overflow": "bf16.check_grad_overflow",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
@@ -55,14 +57,6 @@ def known_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
         fields[field.alias or name] = field
         fields.setdefault(name, field)
     return fields
-
-
-def nested_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field that is a block, possibly an optional one."""
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
 
 
 def _field_at(model: type[BaseModel], path: str) -> FieldInfo | None:

@@ -1,33 +1,44 @@
 """What this release does not honour, as data: refused values, and keys without effect.
 
-When a feature arrives, its rows are deleted here and nothing else changes. ``reader`` has checked
-types before.
+When a feature arrives, its rows are deleted here, or ``needs=`` of its keys, and nothing else
+changes. ``reader`` has checked types before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from deepspeed.runtime.config_models.base import needs, nested_model
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 
+class Scope(Enum):
+    """How much a refusal refuses."""
+
+    VALUE = "value"  # one value, or kind of value, of a key that is honoured otherwise
+    KEY = "key"  # every value but the default
+    FEATURE = "feature"  # the key switches a feature on; those beside it mean nothing without it
+
+
 class Refusal(NamedTuple):
-    """A value that is refused: where, when, and what to do instead."""
+    """A value that is refused: where, when (asked of what is not None), and what to do instead."""
 
     path: str
     when: Callable[[Any], bool]
     remedy: str
+    scope: Scope = Scope.KEY
 
 
 class Inert(NamedTuple):
-    """Keys that change nothing while ``without`` is not used; set to another value they are named
-    in one warning.
+    """A key that changes nothing while ``without`` is not there; set to another value than its
+    default it is named in one warning.
     """
 
     path: str
@@ -39,26 +50,6 @@ LATER_MANY = "come in a later release"
 OUT = "is out of scope"
 ONEBIT = ("onebitadam", "onebitlamb", "zerooneadam")
 MUP = ("muadam", "muadamw", "musgd")
-STAGE3_KEYS = (
-    "sub_group_size",
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-    "mics_hierarchical_params_gather",
-    "memory_efficient_linear",
-    "pipeline_loading_checkpoint",
-    "override_module_apply",
-    "log_trace_cache_warnings",
-    "enable_sanity_checks",
-    "save_muon_momentum_buffer_in_memory",
-    "leaf_module",
-)
 
 
 def _on(value: Any) -> bool:
@@ -66,11 +57,11 @@ def _on(value: Any) -> bool:
 
 
 def _given(value: Any) -> bool:
-    return value is not None
+    return True
 
 
 def _above_one(value: Any) -> bool:
-    return value is not None and value > 1
+    return bool(value > 1)
 
 
 def _enabled_somewhere(value: Any) -> bool:
@@ -88,23 +79,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "zero_optimization.stage",
         lambda v: v == ZeroStageEnum.weights,
         f"ZeRO-3 {LATER}; use stage 0, 1 or 2",
+        Scope.VALUE,
     ),
     Refusal(
         "zero_optimization.offload_param.device",
-        lambda v: v not in (None, OffloadDeviceEnum.none),
+        lambda v: v != OffloadDeviceEnum.none,
         f'parameter offload needs ZeRO-3, which {LATER}; use "none"',
+        Scope.FEATURE,
     ),
     Refusal(
         "zero_optimization.offload_optimizer.device",
         lambda v: v == OffloadDeviceEnum.nvme,
         f'NVMe offload {LATER}; use "cpu"',
+        Scope.VALUE,
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload", _on, f"SuperOffload {LATER}; use false"
     ),
     Refusal(
         "zero_optimization.offload_optimizer.ratio",
-        lambda v: v not in (None, 1.0),
+        lambda v: v != 1.0,
         f"partial offload {LATER}; use 1.0",
     ),
     Refusal("zero_optimization.zenflow", _given, f"ZenFlow {LATER}; remove the block"),
@@ -145,17 +139,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "optimizer.type",
         lambda v: str(v).lower() in ONEBIT,
         f'1-bit optimizers {LATER_MANY}; use "Adam" or "Lamb"',
+        Scope.VALUE,
     ),
     Refusal(
         "optimizer.type",
         lambda v: str(v).lower() in MUP,
         'pass the muP optimizer of package "mup" as optimizer=',
+        Scope.VALUE,
     ),
     Refusal("optimizer.legacy_fusion", _on, "there is one fused optimizer; use false"),
     Refusal(
         "optimizer.params.max_grad_norm",
         _on,
         'it is no optimizer parameter; set "gradient_clipping"',
+        Scope.VALUE,
     ),
     Refusal(
         "fp16.fp16_master_weights_and_grads", _on, f"fp16 master weights {LATER_MANY}; use false"
@@ -167,10 +164,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("data_types.param_dtype", _given, f'it {LATER}; enable "fp16" or "bf16" instead'),
     Refusal("data_types.buffer_dtype", _given, f'it {LATER}; enable "fp16" or "bf16" instead'),
     Refusal(
-        "amp.enabled", _on, 'Apex AMP is not supported; use "fp16", "bf16" or "torch_autocast"'
+        "amp.enabled",
+        _on,
+        'Apex AMP is not supported; use "fp16", "bf16" or "torch_autocast"',
+        Scope.FEATURE,
     ),
     Refusal(
-        "msamp.enabled", _on, 'MS-AMP is not supported; use "fp16", "bf16" or "torch_autocast"'
+        "msamp.enabled",
+        _on,
+        'MS-AMP is not supported; use "fp16", "bf16" or "torch_autocast"',
+        Scope.FEATURE,
     ),
     Refusal(
         "sparse_gradients", _on, f"sparse gradients {LATER_MANY}; use false and dense embeddings"
@@ -181,12 +184,15 @@ REFUSALS: tuple[Refusal, ...] = (
         'use false; "zero_optimization.allgather_partitions": false broadcasts',
     ),
     Refusal("graph_harvesting", _on, f"it {LATER}; use false"),
-    Refusal("data_efficiency.enabled", _on, f"data efficiency {LATER}; use false"),
-    Refusal("curriculum_learning.enabled", _on, f"curriculum learning {LATER}; use false"),
+    Refusal("data_efficiency.enabled", _on, f"data efficiency {LATER}; use false", Scope.FEATURE),
+    Refusal(
+        "curriculum_learning.enabled", _on, f"curriculum learning {LATER}; use false", Scope.FEATURE
+    ),
     Refusal(
         "checkpoint.writer.type",
         lambda v: v == "MOCK",
         'it writes nothing that could be loaded; use "torch", "fast" or "dcp"',
+        Scope.VALUE,
     ),
     Refusal(
         "checkpoint.writer.data_parallel",
@@ -195,11 +201,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "checkpoint.parallel_write; remove the key",
     ),
     Refusal("checkpoint.writer.io_multiplier", _above_one, "a byte is written once; use 1"),
-    Refusal("nebula.enabled", _on, "Nebula is not supported; use false and save to a file system"),
+    Refusal(
+        "nebula.enabled",
+        _on,
+        "Nebula is not supported; use false and save to a file system",
+        Scope.FEATURE,
+    ),
     Refusal(
         "datastates_ckpt.enabled",
         _on,
         "DataStates is not supported; use false and save to a file system",
+        Scope.FEATURE,
     ),
     Refusal(
         "pipeline.partition",
@@ -211,43 +223,53 @@ REFUSALS: tuple[Refusal, ...] = (
         _on,
         "give it to PipelineModule(seed_layers=True), which builds the layers",
     ),
-    Refusal("tensor_parallel.autotp_size", _above_one, f"tensor parallelism {LATER}; use 0 or 1"),
+    Refusal(
+        "tensor_parallel.autotp_size",
+        _above_one,
+        f"tensor parallelism {LATER}; use 0 or 1",
+        Scope.FEATURE,
+    ),
     Refusal(
         "tensor_parallel.tensor_parallel.tp_size", _above_one, f"tensor parallelism {LATER}; use 1"
     ),
-    Refusal("expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false"),
+    Refusal(
+        "expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false", Scope.FEATURE
+    ),
     Refusal(
         "compile.deepcompile",
         _on,
         f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile",
+        Scope.FEATURE,
     ),
-    Refusal("hybrid_engine.enabled", _on, f"inference {OUT}; use false"),
-    Refusal("autotuning.enabled", _on, f"autotuning {OUT}; use false"),
-    Refusal("progressive_layer_drop.enabled", _on, f"it {LATER}; use false"),
-    Refusal("eigenvalue.enabled", _on, f"quantized training {OUT}; use false"),
-    Refusal("quantize_training.enabled", _on, f"quantized training {OUT}; use false"),
+    Refusal("hybrid_engine.enabled", _on, f"inference {OUT}; use false", Scope.FEATURE),
+    Refusal("autotuning.enabled", _on, f"autotuning {OUT}; use false", Scope.FEATURE),
+    Refusal("progressive_layer_drop.enabled", _on, f"it {LATER}; use false", Scope.FEATURE),
+    Refusal("eigenvalue.enabled", _on, f"quantized training {OUT}; use false", Scope.FEATURE),
+    Refusal(
+        "quantize_training.enabled", _on, f"quantized training {OUT}; use false", Scope.FEATURE
+    ),
     Refusal("compression_training", _enabled_somewhere, f"compression {OUT}; remove the block"),
     Refusal("weight_quantization", _on, f"weight quantization {OUT}; remove the block"),
     Refusal("sparse_attention", _on, f"sparse attention {OUT}; remove the block"),
 )
 
-INERT: tuple[Inert, ...] = (
-    *(Inert(f"zero_optimization.{key}", "ZeRO stage 3") for key in STAGE3_KEYS),
-    Inert("zero_optimization.use_multi_rank_bucket_allreduce", "several collectives per bucket"),
-    Inert("zero_optimization.offload_optimizer.nvme_path", "NVMe offload"),
-    Inert("zero_optimization.offload_optimizer.pipeline_read", "NVMe offload"),
-    Inert("zero_optimization.offload_optimizer.pipeline_write", "NVMe offload"),
-    Inert("zero_optimization.offload_optimizer.fast_init", "NVMe offload"),
-    Inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "SuperOffload"),
-    Inert("elasticity.min_time", "a resource scheduler that reads it"),
-    Inert("inference", "the inference engine"),
-)
+
+def _inert_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Inert]:
+    for name, field in model.model_fields.items():
+        without, inner = needs(field), nested_model(field)
+        if without is not None:
+            yield Inert(prefix + name, without)
+        elif inner is not None:
+            yield from _inert_keys(inner, f"{prefix}{name}.")
+
+
+INERT = tuple(_inert_keys(TrainingConfig))
 
 
 def value_at(tree: BaseModel, path: str) -> Any:
     """Return the value at a dotted path of field names, or None below a block that is absent."""
     value: Any = tree
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         if value is None:
             return None
         value = value.get(name) if isinstance(value, dict) else getattr(value, name)
@@ -269,12 +291,10 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
     """
     for inert in INERT:
         block_path, _, name = inert.path.rpartition(".")
-        block = value_at(tree, block_path) if block_path else tree
-        if block is None or name not in block.model_fields_set:
-            continue
-        value = getattr(block, name)
-        if value != type(block).model_fields[name].get_default(call_default_factory=True):
-            yield f"{inert.path}={value!r} (has no effect without {inert.without})"
+        for key, value in _changed(value_at(tree, block_path)):
+            if key == name:
+                yield f"{inert.path}={value!r} (has no effect without {inert.without})"
+    yield from _keys_of_absent_features(tree)
     offload = tree.zero_optimization.offload_optimizer
     if (
         offload
@@ -285,6 +305,30 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
             f"zero_optimization.offload_optimizer.device={offload.device.value!r} "
             "(has no effect at stage 0)"
         )
+
+
+def _keys_of_absent_features(tree: TrainingConfig) -> Iterator[str]:
+    """The same of keys beside the switch of a refused feature that was not given; who gives it, and
+    so says off, knows.
+    """
+    for refusal in REFUSALS:
+        if refusal.scope is Scope.FEATURE:
+            block_path, _, switch = refusal.path.rpartition(".")
+            block = value_at(tree, block_path)
+            if block is not None and switch not in block.model_fields_set:
+                for key, value in _changed(block):
+                    yield f"{block_path}.{key}={value!r} (has no effect without {switch})"
+
+
+def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a block that were given another value than their default."""
+    if block is None:
+        return
+    for name, field in type(block).model_fields.items():
+        value = getattr(block, name)
+        if name in block.model_fields_set and value != field.get_default(call_default_factory=True):
+            yield name, value
+    yield from (block.model_extra or {}).items()
 
 
 def refuse_unsupported(tree: TrainingConfig) -> None:

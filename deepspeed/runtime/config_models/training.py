@@ -18,14 +18,14 @@ from deepspeed.runtime.config_models.base import (
     Text,
     option,
 )
+from deepspeed.runtime.constants import CHECKPOINT_TAG_VALIDATION_MODES
 from deepspeed.utils.logging import log_levels
 
-TAG_VALIDATION_MODES = ("WARN", "IGNORE", "FAIL")
 WRITER_TYPES = ("TORCH", "PYTHON", "FAST", "DCP", "MOCK")
 
 
 def _tag_validation(value: Any) -> Any:
-    if not isinstance(value, str) or value.upper() not in TAG_VALIDATION_MODES:
+    if not isinstance(value, str) or value.upper() not in CHECKPOINT_TAG_VALIDATION_MODES:
         raise PydanticCustomError("wrong_mode", '"Warn", "Ignore" or "Fail"')
     return value.upper()
 
@@ -257,7 +257,9 @@ class TrainingConfig(DeepSpeedConfigModel):
     tensor_parallel: features.TPTrainingConfig = option(
         features.TPTrainingConfig, "Tensor parallelism."
     )
-    inference: dict[str, Any] | None = option(None, "Inference engine.")
+    inference: dict[str, Any] | None = option(
+        None, "Inference engine.", needs="the inference engine"
+    )
     expert_parallel: features.OpenFeatureConfig = option(
         features.OpenFeatureConfig, "Automatic expert parallelism."
     )

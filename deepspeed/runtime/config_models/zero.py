@@ -21,12 +21,19 @@ from deepspeed.runtime.config_models.base import (
     option,
 )
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.leaf_module_config import (
-    DEFAULT_LEAF_MODULE_CLASSES,
-    DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
-    DEFAULT_LEAF_MODULE_NAMES,
-)
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+# What this release lacks (`option(needs=...)`).
+STAGE_3 = "ZeRO stage 3"
+NVME_OFFLOAD = "NVMe offload"
+
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 def _stage(value: Any) -> Any:
@@ -65,16 +72,18 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     device: Device = option(
         OffloadDeviceEnum.none, 'Where optimizer state lives: "none", "cpu" or "nvme".'
     )
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.")
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
     buffer_count: Int = option(4, "Gradient slices on their way to the host at once.", ge=0)
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
-    pipeline_read: Bool = option(False, "Overlap NVMe reads with the step.")
-    pipeline_write: Bool = option(False, "Overlap NVMe writes with the step.")
-    fast_init: Bool = option(False, "Fast initialization when offloading to NVMe.")
+    pipeline_read: Bool = option(False, "Overlap NVMe reads with the step.", needs=NVME_OFFLOAD)
+    pipeline_write: Bool = option(False, "Overlap NVMe writes with the step.", needs=NVME_OFFLOAD)
+    fast_init: Bool = option(
+        False, "Fast initialization when offloading to NVMe.", needs=NVME_OFFLOAD
+    )
     ratio: Float = option(1.0, "Share of the state that is updated on the CPU.", ge=0.0, le=1.0)
     super_offload: Bool = option(False, "SuperOffload for Grace-class CPUs.")
     cpuadam_cores_perc: Float = option(
-        0.8, "Share of the CPU cores that SuperOffload uses.", ge=0.0, le=1.0
+        0.8, "Share of the CPU cores that SuperOffload uses.", ge=0.0, le=1.0, needs="SuperOffload"
     )
 
 
@@ -120,7 +129,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     reduce_bucket_size: Size = option(int(5e8), "Elements reduced by one collective.", ge=0)
     use_multi_rank_bucket_allreduce: Bool = option(
-        True, "Reduce the pieces of several owners in one collective."
+        True,
+        "Reduce the pieces of several owners in one collective.",
+        needs="several collectives per bucket",
     )
     allgather_partitions: Bool = option(
         True, "Gather updated parameters by all-gather; otherwise by broadcasts."
@@ -142,46 +153,65 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         None, "Optimizer off the device."
     )
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
-    sub_group_size: Size = option(int(1e9), "Elements updated at a time (stage 3).", ge=0)
+    sub_group_size: Size = option(int(1e9), "Elements updated at a time.", ge=0, needs=STAGE_3)
     prefetch_bucket_size: Size = option(
-        int(5e7), "Elements fetched ahead (stage 3).", ge=0, alias="stage3_prefetch_bucket_size"
+        int(5e7),
+        "Elements fetched ahead.",
+        ge=0,
+        alias="stage3_prefetch_bucket_size",
+        needs=STAGE_3,
     )
     param_persistence_threshold: Size = option(
         int(1e5),
-        "Parameters smaller than this stay whole (stage 3).",
+        "Parameters smaller than this stay whole.",
         ge=0,
         alias="stage3_param_persistence_threshold",
+        needs=STAGE_3,
     )
     model_persistence_threshold: Size = option(
         sys.maxsize,
-        "Elements that may stay whole (stage 3).",
+        "Elements that may stay whole.",
         ge=0,
         alias="stage3_model_persistence_threshold",
+        needs=STAGE_3,
     )
     max_live_parameters: Size = option(
-        int(1e9), "Elements whole at a time (stage 3).", ge=0, alias="stage3_max_live_parameters"
+        int(1e9),
+        "Elements whole at a time.",
+        ge=0,
+        alias="stage3_max_live_parameters",
+        needs=STAGE_3,
     )
     max_reuse_distance: Size = option(
         int(1e9),
-        "Keep a parameter used again within so many elements (stage 3).",
+        "Keep a parameter used again within so many elements.",
         ge=0,
         alias="stage3_max_reuse_distance",
+        needs=STAGE_3,
     )
     gather_16bit_weights_on_model_save: Bool = option(
         False,
-        "Gather weights for saving (stage 3).",
+        "Gather weights for saving.",
         alias="stage3_gather_16bit_weights_on_model_save",
+        needs=STAGE_3,
     )
     module_granularity_threshold: Size = option(
-        0, "Fetch small modules together (stage 3).", alias="stage3_module_granularity_threshold"
+        0,
+        "Fetch small modules together.",
+        alias="stage3_module_granularity_threshold",
+        needs=STAGE_3,
     )
     use_all_reduce_for_fetch_params: Bool = option(
         False,
-        "Fetch parameters by all-reduce (stage 3).",
+        "Fetch parameters by all-reduce.",
         alias="stage3_use_all_reduce_for_fetch_params",
+        needs=STAGE_3,
     )
     allgather_sequential: Bool = option(
-        False, "Gather parameters one after another (stage 3).", alias="stage3_allgather_sequential"
+        False,
+        "Gather parameters one after another.",
+        alias="stage3_allgather_sequential",
+        needs=STAGE_3,
     )
     ignore_unused_parameters: Bool = option(
         True, "Accept parameters without a gradient; otherwise they are an error."
@@ -203,26 +233,30 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     mics_shard_size: Int = option(-1, "Ranks of a MiCS shard (stage 3); -1: off.")
     mics_hierarchical_params_gather: Bool = option(
-        False, "Gather MiCS shards in two levels (stage 3)."
+        False, "Gather MiCS shards in two levels.", needs=STAGE_3
     )
     memory_efficient_linear: Bool = option(
-        True, "Linear layers that do not keep weights for backward (stage 3)."
+        True, "Linear layers that do not keep weights for backward.", needs=STAGE_3
     )
     pipeline_loading_checkpoint: Bool = option(
-        False, "Overlap loading a checkpoint with initialization (stage 3)."
+        False, "Overlap loading a checkpoint with initialization.", needs=STAGE_3
     )
-    override_module_apply: Bool = option(True, "Gather parameters inside Module.apply (stage 3).")
+    override_module_apply: Bool = option(
+        True, "Gather parameters inside Module.apply.", needs=STAGE_3
+    )
     log_trace_cache_warnings: Bool = option(
-        False, "Warn when the order of modules changes (stage 3)."
+        False, "Warn when the order of modules changes.", needs=STAGE_3
     )
     enable_sanity_checks: Bool = option(
-        False, "Check the bookkeeping of fetched parameters (stage 3)."
+        False, "Check the bookkeeping of fetched parameters.", needs=STAGE_3
     )
     save_muon_momentum_buffer_in_memory: Bool = option(
-        False, "Keep Muon momentum on the device (stage 3)."
+        False, "Keep Muon momentum on the device.", needs=STAGE_3
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = option(
-        DeepSpeedZeroLeafModuleConfig, "Modules whose parameters are fetched together (stage 3)."
+        DeepSpeedZeroLeafModuleConfig,
+        "Modules whose parameters are fetched together.",
+        needs=STAGE_3,
     )
     num_optimizer_instances: Int = option(
         1, "Replicas of the sharded state in the data-parallel group (stages 1, 2).", ge=1

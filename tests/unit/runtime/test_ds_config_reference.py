@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deepspeed.runtime.config_models.reader import all_paths
+from deepspeed.runtime.config_models.refusals import INERT, REFUSALS, Scope
+from deepspeed.runtime.config_models.training import TrainingConfig
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -30,3 +34,34 @@ def test_the_page_lists_every_key_of_the_most_used_blocks():
     ):
         assert f"| `{key}` |" in page
     assert "| `reduce_bucket_size` | size | `500000000` |" in page
+
+
+def test_the_page_lists_every_key() -> None:
+    """Kills: a key that is hidden from the tables and forgotten in the section of the refused."""
+    page = (ROOT / "docs" / "config-reference.md").read_text(encoding="utf-8")
+    renamed = {"tensor_parallel": "tp", "replace_with_kernel_inject": "kernel_inject"}
+    for path in all_paths(TrainingConfig):
+        name = path.rpartition(".")[2]
+        # Of a key with an alias the page shows the alias.
+        shown = (name, f"stage3_{name}", renamed.get(name, name))
+        spelled = [text for each in shown for text in (f"`{each}`", f".{each}`", f"{each}.")]
+        assert any(text in page for text in spelled), path
+
+
+def test_what_is_not_honoured_stands_apart() -> None:
+    page = (ROOT / "docs" / "config-reference.md").read_text(encoding="utf-8")
+    tables, refused = page.split("## Refused and without effect")
+    tables = tables[tables.index("## Top level") :]
+    listed: set[str] = set()
+    block = ""
+    for line in tables.splitlines():
+        if line.startswith("## "):
+            block = line.split("`")[1] + "." if "`" in line else ""
+        elif line.startswith("| `"):
+            listed.add(block + line.split("`")[1])
+    apart = {refusal.path for refusal in REFUSALS if refusal.scope is not Scope.VALUE}
+    assert "zero_optimization.reduce_bucket_size" in listed
+    assert listed.isdisjoint(apart | {inert.path for inert in INERT})
+    assert not {"nebula", "compile", "aio", "zero_optimization.offload_param"} & listed
+    assert not any(key.startswith("zero_optimization.stage3_") for key in listed)
+    assert all(f"{refusal.remedy} |" in refused for refusal in REFUSALS)
