@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deepspeed.elasticity import constants as keys
+from deepspeed.elasticity import constants
 from deepspeed.elasticity.constants import (
     DEEPSPEED_ELASTICITY_CONFIG as DEEPSPEED_ELASTICITY_CONFIG,
 )
 from deepspeed.elasticity.constants import LATEST_ELASTICITY_VERSION as LATEST_ELASTICITY_VERSION
+
+# Attribute of the object -> its constant, where that is not its name in upper case.
+_CONSTANTS = {"prefer_larger_batch_size": "PREFER_LARGER_BATCH"}
 
 
 class ElasticityError(Exception):
@@ -51,34 +54,29 @@ class ElasticityConfig:
         ElasticityConfigError: a value is wrong.
     """
 
+    enabled: bool
+    max_acceptable_batch_size: int
+    micro_batches: list[int]
+    min_gpus: int
+    max_gpus: int
+    num_gpus_per_node: int
+    model_parallel_size: int
+    min_time: int
+    prefer_larger_batch_size: bool
+    ignore_non_elastic_batch_info: bool
+    version: float
+
     def __init__(self, param_dict: dict[str, Any]) -> None:
-        self.enabled = param_dict.get(keys.ENABLED, keys.ENABLED_DEFAULT)
-        if self.enabled:
-            for required in (keys.MAX_ACCEPTABLE_BATCH_SIZE, keys.MICRO_BATCHES):
+        if param_dict.get("enabled"):
+            for required in (constants.MAX_ACCEPTABLE_BATCH_SIZE, constants.MICRO_BATCHES):
                 if required not in param_dict:
                     raise ElasticityConfigError(
                         f"Elasticity config missing {required}; an enabled block must give it"
                     )
-        self.max_acceptable_batch_size = param_dict.get(
-            keys.MAX_ACCEPTABLE_BATCH_SIZE, keys.MAX_ACCEPTABLE_BATCH_SIZE_DEFAULT
-        )
-        self.micro_batches = param_dict.get(keys.MICRO_BATCHES, keys.MICRO_BATCHES_DEFAULT)
-        self.min_gpus = param_dict.get(keys.MIN_GPUS, keys.MIN_GPUS_DEFAULT)
-        self.max_gpus = param_dict.get(keys.MAX_GPUS, keys.MAX_GPUS_DEFAULT)
-        self.model_parallel_size = param_dict.get(
-            keys.MODEL_PARALLEL_SIZE, keys.MODEL_PARALLEL_SIZE_DEFAULT
-        )
-        self.num_gpus_per_node = param_dict.get(
-            keys.NUM_GPUS_PER_NODE, keys.NUM_GPUS_PER_NODE_DEFAULT
-        )
-        self.min_time = param_dict.get(keys.MIN_TIME, keys.MIN_TIME_DEFAULT)
-        self.version = param_dict.get(keys.VERSION, keys.VERSION_DEFAULT)
-        self.prefer_larger_batch_size = param_dict.get(
-            keys.PREFER_LARGER_BATCH, keys.PREFER_LARGER_BATCH_DEFAULT
-        )
-        self.ignore_non_elastic_batch_info = param_dict.get(
-            keys.IGNORE_NON_ELASTIC_BATCH_INFO, keys.IGNORE_NON_ELASTIC_BATCH_INFO_DEFAULT
-        )
+        for attribute in ElasticityConfig.__annotations__:
+            name = _CONSTANTS.get(attribute, attribute.upper())
+            key, default = getattr(constants, name), getattr(constants, f"{name}_DEFAULT")
+            setattr(self, attribute, param_dict.get(key, default))
         self._check_micro_batches()
         self._check_sizes()
 
@@ -86,13 +84,13 @@ class ElasticityConfig:
         sizes = self.micro_batches
         if not isinstance(sizes, list):
             raise ElasticityConfigError(
-                f"Elasticity expected value of {keys.MICRO_BATCHES} to be a list of micro batches, "
-                f"instead is: {type(sizes)}, containing: {sizes}"
+                f"Elasticity expected value of {constants.MICRO_BATCHES} to be a list of micro "
+                f"batches, instead is: {type(sizes)}, containing: {sizes}"
             )
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ElasticityConfigError(
-                f"Elasticity expected {keys.MICRO_BATCHES} to only contain positive integers, at "
-                f"least one, instead contains: {sizes}"
+                f"Elasticity expected {constants.MICRO_BATCHES} to only contain positive integers, "
+                f"at least one, instead contains: {sizes}"
             )
 
     def _check_sizes(self) -> None:

@@ -29,8 +29,6 @@ from deepspeed.elasticity.config import (
 from deepspeed.elasticity.constants import (
     DEEPSPEED_ELASTICITY_CONFIG,
     ELASTICITY,
-    ENABLED,
-    ENABLED_DEFAULT,
     LATEST_ELASTICITY_VERSION,
     MINIMUM_DEEPSPEED_VERSION,
 )
@@ -285,7 +283,7 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
             "training job."
         )
     block = ds_config[ELASTICITY]
-    if not block.get(ENABLED, ENABLED_DEFAULT):
+    if not block.get("enabled"):
         raise ElasticityConfigError(
             "Elasticity is disabled, please enable it ('enabled':true) if running an elastic "
             "training job."
@@ -311,7 +309,7 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
 
 def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
     """Say whether a configuration asks for elastic batch sizes."""
-    return bool(ds_config.get(ELASTICITY, {}).get(ENABLED, ENABLED_DEFAULT))
+    return bool(ds_config.get(ELASTICITY, {}).get("enabled"))
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
-"""Name of the nebula block, for scripts that write ``ds_config[NEBULA]``."""
+"""Constants of the ``nebula`` block, for scripts that write ``ds_config[NEBULA]``."""
 
-from __future__ import annotations
+from deepspeed._lazy import lazy_attributes
 
-NEBULA = "nebula"
-NEBULA_ENABLED = "enabled"
-NEBULA_ENABLED_DEFAULT = False
+__getattr__ = lazy_attributes(__name__, tables=("deepspeed.runtime.config_models.naming:NEBULA",))

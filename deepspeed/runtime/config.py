@@ -1,8 +1,7 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
 ``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it
-are upstream's names for the same values, as thin delegates. Keys, types and documentation live in
-``config_models``.
+are upstream's names for the same values. Keys, types and documentation live in ``config_models``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.elasticity.batch import elastic_batch_sizes
 from deepspeed.runtime.config_models.batch import BatchSizes, WorldSize, resolve_batch_sizes
-from deepspeed.runtime.config_models.getters import *  # noqa: F403 - scripts import the getters from here
+from deepspeed.runtime.config_models.reading import Reading
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import (
     DeepSpeedConfigError,
@@ -25,15 +25,14 @@ from deepspeed.runtime.config_utils import (
     dict_raise_error_on_duplicate_keys,
     parse_dtype,
 )
-from deepspeed.runtime.constants import *  # noqa: F403 - scripts import the constants from here
-from deepspeed.runtime.constants import TENSOR_CORE_ALIGN_SIZE
-from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
+from deepspeed.runtime.constants import DEEPSPEED_OPTIMIZERS, TENSOR_CORE_ALIGN_SIZE
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.logging import logger, print_dist
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models import features, observe, precision
+    from deepspeed.runtime.config_models.getters import get_zero_config
+    from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
     from deepspeed.runtime.config_models.training import TrainingConfig
-    from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 
 __all__ = [
     "DeepSpeedConfig",
@@ -43,6 +42,16 @@ __all__ = [
     "get_zero_config",
     "parse_dtype",
 ]
+
+# Scripts import the constants and the getters of raw dicts from here.
+__getattr__ = lazy_attributes(
+    __name__,
+    tables=(
+        "deepspeed.runtime.constants:__dict__",
+        "deepspeed.runtime.config_models.getters:CONSTANTS",
+        "deepspeed.runtime.config_models.getters:GETTERS",
+    ),
+)
 
 
 class DtypeEnum(Enum):
@@ -241,12 +250,6 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(
                 "fp16.enabled and bf16.enabled are both true; enable one of them"
             )
-        if tree.data_parallel_size is not None and tree.data_parallel_size != world.size:
-            raise DeepSpeedConfigError(
-                f"data_parallel_size: {tree.data_parallel_size} is not the number of data-parallel "
-                f"ranks, {world.size} ({world.source}); remove the key or start another number of "
-                "ranks"
-            )
         self._check_instances(world)
         if (
             tree.fp16.enabled
@@ -278,30 +281,40 @@ class DeepSpeedConfig:
 
     # Upstream's names for parts of the tree.
 
-    @property
-    def zero_config(self) -> DeepSpeedZeroConfig:
-        """The ``zero_optimization`` block."""
-        return self.tree.zero_optimization
-
-    @property
-    def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
-        return self.tree.zero_optimization.stage
-
-    @property
-    def zero_enabled(self) -> bool:
-        """Whether anything is sharded."""
-        return self.tree.zero_optimization.stage > ZeroStageEnum.disabled
-
-    @property
-    def float16_config(self) -> precision.DeepSpeedFP16Config:
-        """The ``fp16`` block."""
-        return self.tree.fp16
-
-    @property
-    def bfloat16_config(self) -> precision.DeepSpeedBF16Config:
-        """The ``bf16`` block."""
-        return self.tree.bf16
+    zero_config = Reading(lambda tree: tree.zero_optimization)
+    zero_optimization_stage = Reading(lambda tree: tree.zero_optimization.stage)
+    zero_enabled = Reading(lambda tree: tree.zero_optimization.stage > ZeroStageEnum.disabled)
+    float16_config = Reading(lambda tree: tree.fp16)
+    bfloat16_config = Reading(lambda tree: tree.bf16)
+    amp_enabled = Reading(lambda tree: tree.amp.enabled)
+    grad_accum_dtype = Reading(lambda tree: tree.data_types.grad_accum_dtype)
+    torch_autocast_enabled = Reading(lambda tree: tree.torch_autocast.enabled)
+    torch_autocast_dtype = Reading(
+        lambda tree: parse_dtype(tree.torch_autocast.dtype, "torch_autocast.dtype")
+    )
+    torch_autocast_lower_precision_safe_modules = Reading(
+        lambda tree: tree.torch_autocast.lower_precision_safe_modules
+    )
+    optimizer_params = Reading(lambda tree: tree.optimizer and tree.optimizer.params or None)
+    scheduler_name = Reading(lambda tree: tree.scheduler and tree.scheduler.type)
+    scheduler_params = Reading(lambda tree: tree.scheduler and tree.scheduler.params or None)
+    seq_parallel_communication_data_type = Reading(
+        lambda tree: parse_dtype(
+            tree.seq_parallel_communication_data_type, "seq_parallel_communication_data_type"
+        )
+    )
+    sparse_gradients_enabled = Reading(lambda tree: tree.sparse_gradients)
+    checkpoint_tag_validation_enabled = Reading(
+        lambda tree: tree.checkpoint.tag_validation != "IGNORE"
+    )
+    checkpoint_tag_validation_fail = Reading(lambda tree: tree.checkpoint.tag_validation == "FAIL")
+    load_universal_checkpoint = Reading(lambda tree: tree.checkpoint.load_universal)
+    use_node_local_storage = Reading(lambda tree: tree.checkpoint.use_node_local_storage)
+    timers_config = Reading(lambda tree: tree.timers.throughput)
+    activation_checkpointing_config = Reading(lambda tree: tree.activation_checkpointing)
+    compile_config = Reading(lambda tree: tree.compile)
+    tensor_parallel_config = Reading(lambda tree: tree.tensor_parallel)
+    elasticity_enabled = Reading(lambda tree: tree.elasticity.enabled)
 
     @property
     def optimizer_name(self) -> str | None:
@@ -311,22 +324,7 @@ class DeepSpeedConfig:
         block = self.tree.optimizer
         if block is None:
             return None
-        return block.type.lower() if block.type.lower() in DEEPSPEED_OPTIMIZERS else block.type  # noqa: F405
-
-    @property
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Keyword arguments of the optimizer, None when there are none."""
-        return (self.tree.optimizer.params or None) if self.tree.optimizer else None
-
-    @property
-    def scheduler_name(self) -> str | None:
-        """Name of the schedule to build."""
-        return self.tree.scheduler.type if self.tree.scheduler else None
-
-    @property
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Keyword arguments of the schedule, None when there are none."""
-        return (self.tree.scheduler.params or None) if self.tree.scheduler else None
+        return block.type.lower() if block.type.lower() in DEEPSPEED_OPTIMIZERS else block.type
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
@@ -338,100 +336,13 @@ class DeepSpeedConfig:
         return parse_dtype(self.tree.communication_data_type, "communication_data_type")
 
     @property
-    def seq_parallel_communication_data_type(self) -> torch.dtype | None:
-        """The same between sequence-parallel ranks."""
-        return parse_dtype(
-            self.tree.seq_parallel_communication_data_type, "seq_parallel_communication_data_type"
-        )
-
-    @property
-    def grad_accum_dtype(self) -> str | None:
-        """Name of the type that gradients accumulate in; ``parse_dtype`` turns it into a dtype."""
-        return self.tree.data_types.grad_accum_dtype
-
-    @property
-    def torch_autocast_enabled(self) -> bool:
-        """Whether forward runs under torch.autocast."""
-        return self.tree.torch_autocast.enabled
-
-    @property
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Type of torch.autocast, None for torch's default."""
-        return parse_dtype(self.tree.torch_autocast.dtype, "torch_autocast.dtype")
-
-    @property
-    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
-        """Class paths of modules whose gradients may be communicated in the autocast type."""
-        return self.tree.torch_autocast.lower_precision_safe_modules
-
-    @property
-    def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether tags are compared between ranks."""
-        return self.tree.checkpoint.tag_validation != "IGNORE"
-
-    @property
-    def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether different tags are an error."""
-        return self.tree.checkpoint.tag_validation == "FAIL"
-
-    @property
-    def load_universal_checkpoint(self) -> bool:
-        """Whether a universal checkpoint is loaded."""
-        return self.tree.checkpoint.load_universal
-
-    @property
-    def use_node_local_storage(self) -> bool:
-        """Whether every node has its own checkpoint folder."""
-        return self.tree.checkpoint.use_node_local_storage
-
-    @property
-    def sparse_gradients_enabled(self) -> bool:
-        """Whether sparse gradients are reduced as such."""
-        return self.tree.sparse_gradients
-
-    @property
-    def amp_enabled(self) -> bool:
-        """Whether Apex AMP is used."""
-        return self.tree.amp.enabled
-
-    @property
-    def timers_config(self) -> observe.DeepSpeedThroughputTimerConfig:
-        """The throughput timer's block."""
-        return self.tree.timers.throughput
-
-    @property
-    def monitor_config(self) -> observe.DeepSpeedMonitorConfig:
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
         """The four monitor blocks together."""
         # startup: as in the constructor.
         from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
 
-        tree = self.tree
-        return DeepSpeedMonitorConfig(
-            tensorboard=tree.tensorboard,
-            wandb=tree.wandb,
-            csv_monitor=tree.csv_monitor,
-            comet=tree.comet,
-        )
-
-    @property
-    def activation_checkpointing_config(self) -> features.DeepSpeedActivationCheckpointingConfig:
-        """The ``activation_checkpointing`` block."""
-        return self.tree.activation_checkpointing
-
-    @property
-    def compile_config(self) -> features.CompileConfig:
-        """The ``compile`` block."""
-        return self.tree.compile
-
-    @property
-    def tensor_parallel_config(self) -> features.TPTrainingConfig:
-        """The ``tensor_parallel`` block."""
-        return self.tree.tensor_parallel
-
-    @property
-    def elasticity_enabled(self) -> bool:
-        """Whether batch sizes are chosen for elastic training."""
-        return self.tree.elasticity.enabled
+        names = DeepSpeedMonitorConfig.model_fields
+        return DeepSpeedMonitorConfig(**{name: getattr(self.tree, name) for name in names})
 
     def __getattr__(self, name: str) -> Any:
         """Read a top-level key (``gradient_clipping``, ``steps_per_print``, ...) under its own

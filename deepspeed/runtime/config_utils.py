@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.base import DeepSpeedConfigModel as DeepSpeedConfigModel
+from deepspeed._lazy import lazy_attributes
+
+__getattr__ = lazy_attributes(
+    __name__, {"DeepSpeedConfigModel": "deepspeed.runtime.config_models.base"}
+)
 
 
 class DeepSpeedConfigError(ValueError):
@@ -100,12 +103,3 @@ def parse_dtype(value: str | torch.dtype | None, key: str = "dtype") -> torch.dt
             f'{key}: {value!r} is not a data type; use "fp32", "fp16", "bf16" or null'
         )
     return _DTYPE_NAMES[name]
-
-
-def __getattr__(name: str) -> Any:
-    """Load the pydantic base class on first use (startup: pydantic is slow to import)."""
-    if name == "DeepSpeedConfigModel":
-        from deepspeed.runtime.config_models.base import DeepSpeedConfigModel
-
-        return DeepSpeedConfigModel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

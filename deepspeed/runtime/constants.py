@@ -1,33 +1,23 @@
-"""Keys of the configuration that training scripts import by name, and their defaults.
+"""Constants that training scripts import by name.
 
-The keys themselves are defined, typed and documented in ``deepspeed.runtime.config_models``; these
-strings exist because scripts write ``ds_config[TRAIN_BATCH_SIZE]``. A test holds each default equal
-to the model's.
+Written here are those that are no keys of the configuration. The names of keys and their defaults
+(``TRAIN_BATCH_SIZE``, ``FP16_LOSS_SCALE_DEFAULT``, ...) are derived from the models on first use
+(``deepspeed.runtime.config_models.naming``).
 """
 
-from __future__ import annotations
+from deepspeed._lazy import lazy_attributes
+
+__getattr__ = lazy_attributes(
+    __name__, tables=("deepspeed.runtime.config_models.getters:CONSTANTS",)
+)
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 ROUTE_ENCODE = "encode"
 
-TRAIN_BATCH_SIZE = "train_batch_size"
-TRAIN_BATCH_SIZE_DEFAULT = None
-TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
-TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT = None
-GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
-GRADIENT_ACCUMULATION_STEPS_DEFAULT = None
-
-OPTIMIZER = "optimizer"
-OPTIMIZER_TYPE_DEFAULT = None
-OPTIMIZER_PARAMS = "params"
-SCHEDULER = "scheduler"
-SCHEDULER_TYPE_DEFAULT = None
-SCHEDULER_PARAMS = "params"
 TYPE = "type"
 MAX_GRAD_NORM = "max_grad_norm"
-
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
@@ -59,90 +49,14 @@ TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 ADAM_W_MODE_DEFAULT = True
 
-GRADIENT_CLIPPING = "gradient_clipping"
-GRADIENT_CLIPPING_DEFAULT = 1.0
-PRESCALE_GRADIENTS = "prescale_gradients"
-PRESCALE_GRADIENTS_DEFAULT = False
-GRADIENT_PREDIVIDE_FACTOR = "gradient_predivide_factor"
-GRADIENT_PREDIVIDE_FACTOR_DEFAULT = 1.0
-GRADIENT_ALLREDUCE_OP = "gradient_allreduce_op"
 GRADIENT_ALLREDUCE_OP_MEAN = "mean"
 GRADIENT_ALLREDUCE_OP_SUM = "sum"
-GRADIENT_ALLREDUCE_OP_DEFAULT = GRADIENT_ALLREDUCE_OP_MEAN
 GRADIENT_ALLREDUCE_OP_SUPPORTED = (GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM)
-COMMUNICATION_DATA_TYPE = "communication_data_type"
-COMMUNICATION_DATA_TYPE_DEFAULT = None
-SPARSE_GRADIENTS = "sparse_gradients"
-SPARSE_GRADIENTS_DEFAULT = False
-DISABLE_ALLGATHER = "disable_allgather"
-DISABLE_ALLGATHER_DEFAULT = False
-MANAGED_GRADIENT_ACCUMULATION = "managed_gradient_accumulation"
-MANAGED_GRADIENT_ACCUMULATION_DEFAULT = True
-
-FP16 = "fp16"
-FP16_ENABLED = "enabled"
-FP16_ENABLED_DEFAULT = False
-FP16_AUTO_CAST = "auto_cast"
-FP16_AUTO_CAST_DEFAULT = False
-FP16_LOSS_SCALE = "loss_scale"
-FP16_LOSS_SCALE_DEFAULT = 0
-FP16_INITIAL_SCALE_POWER = "initial_scale_power"
-FP16_INITIAL_SCALE_POWER_DEFAULT = 16
-FP16_LOSS_SCALE_WINDOW = "loss_scale_window"
-FP16_LOSS_SCALE_WINDOW_DEFAULT = 1000
-FP16_HYSTERESIS = "hysteresis"
-FP16_HYSTERESIS_DEFAULT = 2
-FP16_CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
-FP16_CONSECUTIVE_HYSTERESIS_DEFAULT = False
-FP16_MIN_LOSS_SCALE = "min_loss_scale"
-FP16_MIN_LOSS_SCALE_DEFAULT = 1
-BFLOAT16 = "bf16"
+CHECKPOINT_TAG_VALIDATION_MODES = ["WARN", "IGNORE", "FAIL"]
 BFLOAT16_OLD = "bfloat16"
-BFLOAT16_ENABLED = "enabled"
-BFLOAT16_ENABLED_DEFAULT = False
-BFLOAT16_IMMEDIATE_GRAD_UPDATE = "immediate_grad_update"
-AMP = "amp"
-AMP_ENABLED = "enabled"
-AMP_ENABLED_DEFAULT = False
-DATA_TYPES = "data_types"
-GRAD_ACCUM_DTYPE = "grad_accum_dtype"
-GRAD_ACCUM_DTYPE_DEFAULT = None
-TORCH_AUTOCAST = "torch_autocast"
-TORCH_AUTOCAST_ENABLED = "enabled"
-TORCH_AUTOCAST_ENABLED_DEFAULT = False
-TORCH_AUTOCAST_DTYPE = "dtype"
-TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES = "lower_precision_safe_modules"
-
-ZERO_ALLOW_UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
-ZERO_ALLOW_UNTESTED_OPTIMIZER_DEFAULT = False
-ZERO_FORCE_DS_CPU_OPTIMIZER = "zero_force_ds_cpu_optimizer"
-ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT = True
-
-STEPS_PER_PRINT = "steps_per_print"
-STEPS_PER_PRINT_DEFAULT = None
-WALL_CLOCK_BREAKDOWN = "wall_clock_breakdown"
-WALL_CLOCK_BREAKDOWN_DEFAULT = False
-MEMORY_BREAKDOWN = "memory_breakdown"
-MEMORY_BREAKDOWN_DEFAULT = False
-DUMP_STATE = "dump_state"
-DUMP_STATE_DEFAULT = False
-LOG_LEVEL = "log_level"
-LOG_LEVEL_DEFAULT = None
-DATALOADER_DROP_LAST = "dataloader_drop_last"
-DATALOADER_DROP_LAST_DEFAULT = False
-VOCABULARY_SIZE = "vocabulary_size"
-VOCABULARY_SIZE_DEFAULT = None
 # Multiple of matrix sizes that tensor cores work on.
 TENSOR_CORE_ALIGN_SIZE = 8
 
-CHECKPOINT = "checkpoint"
-CHECKPOINT_TAG_VALIDATION = "tag_validation"
-CHECKPOINT_TAG_VALIDATION_DEFAULT = "WARN"
-CHECKPOINT_TAG_VALIDATION_MODES = ["WARN", "IGNORE", "FAIL"]
-LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
-LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
-USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
-USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT = False
 PIPE_REPLICATED = "ds_pipe_replicated"
 DATA_PARALLEL_GROUP = "data_parallel_group"
 GLOBAL_RANK = "global_rank"

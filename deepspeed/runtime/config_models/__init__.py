@@ -1,7 +1,22 @@
-"""The typed configuration tree: one pydantic model per JSON block, one line per key.
+"""The one tree of configuration, its sources and its readings.
 
-``training.TrainingConfig`` is the root. ``reader`` turns a user's dict into it and words the
-errors, ``refusals`` says which values this release does not honour. Nothing here is imported by
-``import deepspeed`` (startup: pydantic is slow to import); the upstream module paths load these
-classes on first use.
+From a user's dict to what the engine reads, in this order:
+
+- ``source``: where a configuration comes from (dict, file, base64) -> a dict.
+- ``reader``: deprecated and dotted names, unknown keys, left-over ``"auto"``, and the wording of
+  every mistake -> a validated model.
+- ``training``: the root of the models, one field per top-level JSON key. Its blocks are in
+  ``precision``, ``zero``, ``observe`` (watching a run) and ``features`` (the rest); ``base`` has
+  their base class and value types. A key is defined on one line: name, type, default, limits,
+  documentation.
+- ``refusals``: what this release does not honour, refused or named in a warning.
+- ``batch``: the three batch numbers, resolved.
+
+``deepspeed.runtime.config.DeepSpeedConfig`` runs them. What upstream calls a key or a default is
+derived from the models: ``naming`` has the rule, ``getters`` the constants and the functions that
+read raw dicts, ``reading`` the attributes of ``DeepSpeedConfig``. Upstream's modules of these names
+(``deepspeed.runtime.constants``, ``deepspeed.monitor.config``, ...) are doors to here.
+
+Only ``batch``, ``reading`` and ``source`` are imported by ``import deepspeed.runtime.config``; the
+rest loads on first use (startup: pydantic is slow to import).
 """

@@ -26,8 +26,8 @@ from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
     from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
 # Every shard holds a multiple of this many elements; part of the checkpoint layout.
 SHARD_ALIGNMENT = 2

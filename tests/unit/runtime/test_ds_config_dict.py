@@ -19,7 +19,9 @@ from deepspeed.runtime.config import (
     data_parallel_world_size,
     parse_dtype,
 )
-from deepspeed.runtime.config_models.reader import all_paths, known_fields, nested_model, read_block
+from deepspeed.runtime.config_models.base import nested_model
+from deepspeed.runtime.config_models.getters import GETTERS
+from deepspeed.runtime.config_models.reader import all_paths, known_fields, read_block
 from deepspeed.runtime.config_models.refusals import INERT, REFUSALS, value_at
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
@@ -182,9 +184,9 @@ def test_defaults_are_upstreams():
 def test_constants_agree_with_the_models():
     fields = known_fields(TrainingConfig)
     compared = 0
-    for name, value in vars(constants).items():
-        default = vars(constants).get(f"{name}_DEFAULT", fields)
-        if isinstance(value, str) and value in fields and default is not fields:
+    for name in constants.__all__:
+        value, default = getattr(constants, name), getattr(constants, f"{name}_DEFAULT", fields)
+        if value == name.lower() and value in fields and default is not fields:
             assert fields[value].get_default(call_default_factory=True) == default, name
             compared += 1
     assert compared > 15
@@ -504,6 +506,26 @@ def test_keys_without_effect_are_named_in_one_warning(warnings):
         assert path in warnings[0]
 
 
+@pytest.mark.parametrize(
+    "keys, path",
+    [
+        (dict(aio={"queue_depth": 32}), "aio.queue_depth=32"),
+        (dict(compile={"offload_parameters": True}), "compile.offload_parameters=True"),
+        (dict(amp={"opt_level": "O1"}), "amp.opt_level='O1'"),
+        (dict(tensor_parallel={"tp": {"tp_grain_size": 2}}), "tensor_parallel.tensor_parallel="),
+    ],
+)
+def test_keys_of_what_is_not_there_are_named(keys, path, warnings):
+    # Kills: a key that is accepted and ignored.
+    config(**keys)
+    assert len(warnings) == 1 and path in warnings[0]
+
+
+def test_who_switches_a_feature_off_is_not_told_that_its_keys_have_no_effect(warnings):
+    config(amp={"enabled": False, "opt_level": "O1"}, eigenvalue={"enabled": False, "tol": 0.5})
+    assert warnings == []
+
+
 def test_the_tables_name_paths_that_exist():
     names = {path.replace(".tp.", ".tensor_parallel.") for path in all_paths(TrainingConfig)}
     names |= {"optimizer.params.max_grad_norm"}
@@ -621,6 +643,14 @@ def test_the_users_dict_is_not_touched():
 def test_fp16_and_bf16_exclude_each_other():
     text = error(fp16=ON, bf16=ON)
     assert "fp16.enabled" in text and "bf16.enabled" in text
+
+
+def test_a_vocabulary_that_tensor_cores_cannot_split_is_named(warnings):
+    config(vocabulary_size=17)
+    config(vocabulary_size=16, fp16=ON)
+    assert warnings == []
+    config(vocabulary_size=17, fp16=ON)
+    assert "vocabulary_size: 17 is not a multiple of 8" in warnings[0]
 
 
 def test_overlap_is_resolved_by_stage():
@@ -744,7 +774,6 @@ def test_models_are_found_under_upstreams_paths(module, name):
 
 def test_getters_read_raw_dicts_as_the_tree_does():
     from deepspeed.runtime import config as module
-    from deepspeed.runtime.config_models import getters
 
     raw = {
         "train_batch_size": 8,
@@ -755,7 +784,7 @@ def test_getters_read_raw_dicts_as_the_tree_does():
         "dump_state": True,
     }
     tree = DeepSpeedConfig(raw).tree
-    for name in getters.__all__:
+    for name in GETTERS:
         key = name.removeprefix("get_")
         if key in TrainingConfig.model_fields and key != "communication_data_type":
             for given in (raw, {"train_batch_size": 8}):

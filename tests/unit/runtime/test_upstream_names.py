@@ -558,8 +558,6 @@ class TestEngine(DistributedTest):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=FULL)
         assert {name: getattr(engine, name)() for name in ENGINE_METHODS} == ENGINE_METHODS
         assert {name: getattr(engine, name) for name in ENGINE_PROPERTIES} == ENGINE_PROPERTIES
-        assert all(getattr(engine, name).__name__ == name for name in ENGINE_METHODS)
-        assert all(getattr(engine, name).__doc__ for name in ENGINE_METHODS)
         offload = engine.zero_offload_optimizer()
         assert offload.device is OffloadDeviceEnum.cpu and offload.pin_memory is False
         assert engine.config["train_batch_size"] == 8
