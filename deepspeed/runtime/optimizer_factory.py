@@ -301,13 +301,7 @@ def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
         return LossScaler(scale=1.0)
     if fp16.loss_scale:
         return LossScaler(scale=fp16.loss_scale)
-    return DynamicLossScaler(
-        init_scale=2.0**fp16.initial_scale_power,
-        scale_window=fp16.loss_scale_window,
-        min_scale=fp16.min_loss_scale,
-        delayed_shift=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-    )
+    return DynamicLossScaler(**fp16.dynamic_loss_scale_args())
 
 
 def _replicated(context: WrapContext) -> dict[str, Any]:
