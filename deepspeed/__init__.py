@@ -148,10 +148,12 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
     Raises:
         ValueError: For anything but two positive numbers, or beside an mpu.
     """
-    from deepspeed.utils import groups  # startup: needs torch.distributed
+    from deepspeed.comm.parallel_map import make_mesh  # startup: needs torch.distributed
+    from deepspeed.utils import groups
 
     if mesh_param is None:
-        return groups.mesh_device if mpu is None and groups.mpu is None else None
+        here = groups.current()
+        return here.mesh if mpu is None and here.mpu is None else None
     if mpu is not None:
         raise ValueError(
             f"mesh_param={mesh_param!r} beside an mpu: the mpu says which ranks share what; give "
@@ -163,7 +165,7 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
             "mesh_param: expected (data parallel ranks, sequence parallel ranks), got "
             f"{mesh_param!r}"
         )
-    return groups._make_mesh(*sizes)
+    return make_mesh(*sizes)
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.parallel_map import make_mesh
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
@@ -86,6 +87,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
 
     Attributes:
         module: The model.
+        parallel_map: Which ranks share what.
         optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the
             client's own optimizer.
         lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to
@@ -129,7 +131,7 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         if not dont_change_device:
             model.to(self.device)
         make_parallel_groups(model, self._config)
-        self.model_ranks = ModelRanks.of(model)
+        self.model_ranks = ModelRanks.of(model, self.parallel_map)
         broadcast_model(model, self.model_ranks)
         self._sequence_parallel_hooks = sum_sequence_parallel_gradients(
             model, self.model_ranks.tensor_group
@@ -155,20 +157,11 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
             raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
     def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
-        if mpu is not None:
-            groups.mpu = mpu
-        elif getattr(groups.mpu, "get_pipe_parallel_world_size", int)() > 1:
-            raise ValueError(
-                "deepspeed.initialize() of a plain model while a pipeline's groups are in use: "
-                "gradients would be averaged over the ranks of one stage only. Call destroy() on "
-                "the pipeline's engine before, or give the groups to use as mpu=..."
-            )
         sequence = self._config.sequence_parallel_size
         if mesh_device is None and mpu is None and sequence > 1:
-            mesh_device = groups._make_mesh(self._config.world_size, sequence)
-        if mesh_device is not None:
-            groups._use_mesh(mesh_device)
-        self._mesh_device = mesh_device
+            mesh_device = make_mesh(self._config.world_size, sequence)
+        self.parallel_map = groups.map_of(mpu, mesh_device)
+        self._map_in_force = groups.put_in_force(self.parallel_map)
         self.local_rank = self._local_rank(args)
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
@@ -176,9 +169,9 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.device = torch.device(accelerator.current_device_name())
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.data_parallel_group = groups._get_data_parallel_group()
-        self.dp_world_size = groups._get_data_parallel_world_size()
-        self.mp_world_size = groups._get_model_parallel_world_size()
+        self.data_parallel_group = self.parallel_map.data.group
+        self.dp_world_size = self.parallel_map.data.size
+        self.mp_world_size = self.parallel_map.model.size
         if self._config.tree.comms_logger.enabled:
             dist.configure(self._config.tree)
 
@@ -751,12 +744,5 @@ class DeepSpeedEngine(EngineSettings, CheckpointMixin, nn.Module):
         self.optimizer = None
         self.basic_optimizer = None
         self.lr_scheduler = None
-        # The next engine may have other groups, or none: a data-parallel one would train over the
-        # ranks of a stage.
-        if groups.mesh_device is self._mesh_device:
-            groups.mesh_device = None
-        if groups.mpu is self.mpu and not any(
-            other.mpu is self.mpu for other in verification.engines
-        ):
-            groups.mpu = None
+        self._map_in_force.remove()
         logger.debug("engine destroyed")

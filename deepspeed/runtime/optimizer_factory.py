@@ -28,7 +28,6 @@ from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimize
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups
 
 # Optimizers whose update of an element depends on that element alone: right on any shard of a flat
 # buffer.
@@ -320,7 +319,7 @@ def _replicated(context: WrapContext) -> dict[str, Any]:
 def _sharded(context: WrapContext) -> dict[str, Any]:
     zero = context.config.tree.zero_optimization
     return {
-        "instances": groups._get_optimizer_instances(zero.num_optimizer_instances),
+        "instances": context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),
         "norm_group": context.ranks.norm_group,
         "counts_in_norm": context.ranks.counts_shard,
         "offload": zero.offload_optimizer if _offloads(context.config) else None,

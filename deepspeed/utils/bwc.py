@@ -48,6 +48,12 @@ def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     return int(_ask(mpu, names, 1))
 
 
+def bwc_pipeline_parallel_rank(mpu: Any = None) -> int:
+    """The pipeline stage; 0 without an mpu or when it knows no pipeline."""
+    names = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
+    return int(_ask(mpu, names, 0))
+
+
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
     """The pipeline group; None without an mpu or when it knows no pipeline."""
     names = ("get_pipeline_model_parallel_group", "get_pipe_parallel_group")

@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def _unit(self) -> Any:
-        return self.mpu if self.mpu is not None else groups.mpu
+        return self.mpu if self.mpu is not None else groups.current().mpu
 
     @property
     def group(self) -> Any:

@@ -84,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._compute_loss = True
         # Of micro-batches whose last part comes later, by micro-batch.
         self._labels: dict[int | None, Any] = {}
-        self._outputs = BatchOutputs(self.grid, self.device)
+        self._outputs = BatchOutputs(self.parallel_map, self.device)
         self.agg_train_loss: torch.Tensor | None = None
 
     # Construction
@@ -110,7 +110,7 @@ class PipelineEngine(DeepSpeedEngine):
         passes = Passes(
             self.tracker.divisor,
             self.module.num_model_chunks,
-            self.module.grid.get_pipe_parallel_group(),
+            self.parallel_map.pipe.group,
         )
         return replace(super()._gradient_scope(), shared=self._tied_weights(), passes=passes)
 
@@ -282,7 +282,7 @@ class PipelineEngine(DeepSpeedEngine):
             # they know, at the same message.
             self.channels.reset()
             self._training_batch = training
-        self._outputs = BatchOutputs(self.grid, self.device)
+        self._outputs = BatchOutputs(self.parallel_map, self.device)
         self._labels.clear()
         for buffer in self.pipe_buffers:
             buffer.release()

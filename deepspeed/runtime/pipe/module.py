@@ -22,6 +22,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import group_store
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
@@ -43,7 +44,6 @@ from deepspeed.runtime.pipe.topology import (
     ProcessTopology,
 )
 from deepspeed.runtime.utils import set_random_seed, tensors_in
-from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
@@ -311,7 +311,7 @@ class PipelineModule(LayerFiles, nn.Module):
             for stage, rank in enumerate(pipeline)
             if stage not in stages
         ]
-        return groups._shared_group(together + alone)
+        return group_store.shared_group(together + alone)
 
     @torch.no_grad()
     def _make_equal(self, key: str, comm: dict[str, Any], owner: int) -> None:

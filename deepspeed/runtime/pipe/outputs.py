@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.pipe.module import PipelineError
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 
 class BatchOutputs:
     """Losses and outputs of one batch; empty but on the last stage.
 
     Args:
-        grid: Where this rank is.
+        parallel_map: Where this rank is.
         device: Where losses live.
 
     Attributes:
@@ -26,8 +26,9 @@ class BatchOutputs:
         logits: Of each micro-batch of an evaluation, the last layer's output.
     """
 
-    def __init__(self, grid: PipelineParallelGrid, device: torch.device) -> None:
-        self._grid = grid
+    def __init__(self, parallel_map: ParallelMap, device: torch.device) -> None:
+        self._pipe, self._data = parallel_map.pipe, parallel_map.data
+        self._is_last_stage = self._pipe.rank == self._pipe.size - 1
         self._device = device
         self._total: torch.Tensor | None = None
         self._additional: dict[str, torch.Tensor] = {}
@@ -53,9 +54,7 @@ class BatchOutputs:
         """
         share = torch.zeros((), dtype=torch.float32, device=self._device)
         if self._total is not None:
-            share += self._total / (
-                micro_batches * (dist.get_world_size() // self._grid.pipe_parallel_size)
-            )
+            share += self._total / (micro_batches * (dist.get_world_size() // self._pipe.size))
         dist.all_reduce(share)
         return share
 
@@ -69,13 +68,13 @@ class BatchOutputs:
         """Mean of the results over micro-batches and data-parallel ranks, fp32, on the last stage;
         None elsewhere.
         """
-        if not self._grid.is_last_stage:
+        if not self._is_last_stage:
             return None
         mean: torch.Tensor = torch.stack([result.detach().float() for result in self.results]).mean(
             0
         )
-        dist.all_reduce(mean, group=self._grid.get_data_parallel_group())
-        return mean / self._grid.data_parallel_size
+        dist.all_reduce(mean, group=self._data.group)
+        return mean / self._data.size
 
     def broadcast_scalar(self, data: torch.Tensor | None) -> torch.Tensor:
         """The last stage's scalar on all stages, fp32, 0-dim.
@@ -84,15 +83,14 @@ class BatchOutputs:
             PipelineError: If it is none.
         """
         result = torch.zeros((), dtype=torch.float32, device=self._device)
-        if self._grid.is_last_stage:
+        if self._is_last_stage:
             if data is None or data.numel() != 1:
                 raise PipelineError(
                     "eval_batch: only a scalar is given to all stages, the loss is "
                     f"{described(data)}; give bcast_loss=False"
                 )
             result.copy_(data.reshape(()))
-        last = self._grid.stage_to_global(self._grid.pipe_parallel_size - 1)
-        dist.broadcast(result, src=last, group=self._grid.get_pipe_parallel_group())
+        dist.broadcast(result, src=self._pipe.ranks[-1], group=self._pipe.group)
         return result
 
 

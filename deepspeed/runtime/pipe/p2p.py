@@ -20,9 +20,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import group_store
 from deepspeed.runtime.pipe.channel import Channel, PipelineShapeError, transfers_are_ordered
 from deepspeed.runtime.pipe.failure import PipelinePeerError
-from deepspeed.utils import groups
 
 __all__ = [
     "Channel",
@@ -61,7 +61,7 @@ def make_channel_groups(
     """
     device = device or torch.device(get_accelerator().current_device_name())
     key = ("pipeline channels", tuple(pairs), str(device))
-    return list(groups._made_once(key, lambda: _make_channel_groups(pairs, device)))
+    return list(group_store.made_once(key, lambda: _make_channel_groups(pairs, device)))
 
 
 def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.utils import groups
+from deepspeed.comm.group_store import shared_group
+from deepspeed.comm.rank_lists import holding
 
 PIPE_AXIS = "pipe"
 DATA_AXIS = "data"
@@ -186,10 +187,6 @@ def _default_topology(world_size: int) -> ProcessTopology:
     return PipeDataParallelTopology(*dims)
 
 
-def _holding(rank: int, rank_lists: list[list[int]]) -> list[int]:
-    return next(ranks for ranks in rank_lists if rank in ranks)
-
-
 class PipelineParallelGrid:
     """The process groups of a topology, and Megatron's questions about them. Making it is
     collective over the world.
@@ -258,12 +255,12 @@ class PipelineParallelGrid:
         self.pipe_groups, self.pp_group = self._lines(PIPE_AXIS)
         self.model_groups, self.slice_group = self._lines(MODEL_AXIS)
         copies = [self._topo.filter_match(**at) for at in self._data_coordinates()]
-        self.dp_proc_group = groups._shared_group(self.dp_groups)
-        self.pp_proc_group = groups._shared_group(self.pipe_groups)
-        self.slice_proc_group = groups._shared_group(self.model_groups)
-        self.ds_model_proc_group = groups._shared_group(copies)
+        self.dp_proc_group = shared_group(self.dp_groups)
+        self.pp_proc_group = shared_group(self.pipe_groups)
+        self.slice_proc_group = shared_group(self.model_groups)
+        self.ds_model_proc_group = shared_group(copies)
         self.ds_model_world_size = self.pipe_parallel_size * self.slice_parallel_size
-        self.ds_model_rank = _holding(self.global_rank, copies).index(self.global_rank)
+        self.ds_model_rank = holding(self.global_rank, copies).index(self.global_rank)
         self.p2p_groups = self._neighbours()
 
     def _lines(self, axis: str) -> tuple[list[list[int]], list[int]]:
@@ -271,7 +268,7 @@ class PipelineParallelGrid:
         exist.
         """
         lines = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
-        return lines, _holding(self.global_rank, lines)
+        return lines, holding(self.global_rank, lines)
 
     def _data_coordinates(self) -> list[dict[str, int]]:
         if DATA_AXIS not in self._topo.axes:

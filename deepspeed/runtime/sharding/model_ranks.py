@@ -1,7 +1,7 @@
 """Which ranks hold which parameters of a model, as reduction, norm and the first broadcast need to
 know it.
 
-The groups are `deepspeed.utils.groups`'; this is their view from one model: who averages the
+The axes are the engine's `ParallelMap`'s; this is the view of it from one model: who averages the
 gradient of a parameter, and which one of the ranks that hold it counts it in the global norm.
 
 [Note: who counts]
@@ -24,11 +24,10 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups
-from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 
 def norm_selection(tensor_rank: int) -> Callable[[torch.Tensor], bool]:
@@ -49,6 +48,7 @@ class ModelRanks:
     """See module.
 
     Attributes:
+        parallel_map: Which ranks share what, whatever the model.
         replicas: Ranks that hold the same dense parameters, over which their gradients are
             averaged: data times sequence parallel.
         num_replicas: How many these are; N of the reduce rule.
@@ -58,6 +58,7 @@ class ModelRanks:
         has_parts: Other ranks hold other stages or slices of the model.
     """
 
+    parallel_map: ParallelMap
     replicas: Any
     num_replicas: int
     experts: Mapping[str, Any] = field(default_factory=dict)
@@ -66,24 +67,19 @@ class ModelRanks:
     has_parts: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelRanks:
+    def of(cls, model: nn.Module, parallel_map: ParallelMap) -> ModelRanks:
         """The ranks of this model's parameters. Experts' groups must have been made."""
         names = {expert_group_of(param) for param in model.parameters()} - {None}
+        experts = {name: parallel_map.experts(name) for name in sorted(filter(None, names))}
+        tensor = parallel_map.tensor
         return cls(
-            replicas=groups._get_sequence_data_parallel_group(),
-            num_replicas=groups._get_sequence_data_parallel_world_size(),
-            experts={
-                name: groups._get_expert_data_parallel_group(name)
-                for name in sorted(filter(None, names))
-            },
-            spread_experts=frozenset(
-                name for name in filter(None, names) if not groups._expert_groups(name).sharded
-            ),
-            tensor_group=groups.get_tensor_model_parallel_group()
-            if groups.get_tensor_model_parallel_world_size() > 1
-            else None,
-            has_parts=groups._get_model_parallel_world_size() > 1
-            or bwc_pipeline_parallel_world_size(groups.mpu) > 1,
+            parallel_map,
+            replicas=parallel_map.replicas.group,
+            num_replicas=parallel_map.replicas.size,
+            experts={name: axes.data.group for name, axes in experts.items()},
+            spread_experts=frozenset(name for name, axes in experts.items() if not axes.sharded),
+            tensor_group=tensor.group if tensor.size > 1 else None,
+            has_parts=parallel_map.model.size > 1 or parallel_map.pipe.size > 1,
         )
 
     def holders(self, param: torch.Tensor) -> Any:

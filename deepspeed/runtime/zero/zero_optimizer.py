@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.utils.groups import OptimizerInstances
 
 
 def _counts_elsewhere(param: nn.Parameter) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed import comm as dist
+from deepspeed.comm import rank_lists
 from deepspeed.utils import groups
 from unit.common import DistributedTest
 
@@ -44,13 +45,13 @@ def test_rank_lists(
 ) -> None:
     # Kills: swapped orders, strides over the world instead of over the block. The lists are
     # upstream's.
-    assert groups._expert_rank_lists(blocks, ep_size, data_first) == (expert, data)
+    assert rank_lists.expert_groups(blocks, ep_size, data_first) == (expert, data)
 
 
 @pytest.mark.parametrize("ep_size", [0, -1, 3])
 def test_sizes_that_do_not_divide_are_refused(ep_size: int) -> None:
     with pytest.raises(ValueError, match=f"ep_size={ep_size} does not divide the 4 ranks"):
-        groups._expert_rank_lists([(0, 1, 2, 3)], ep_size, False)
+        rank_lists.expert_groups([(0, 1, 2, 3)], ep_size, False)
 
 
 class TestExpertGroups(DistributedTest):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import PipeBuffer
@@ -132,8 +133,8 @@ def average_over_the_world(patch: pytest.MonkeyPatch) -> None:
     """Gradients are divided by all ranks, stages included."""
     original = ModelRanks.of.__func__  # type: ignore[attr-defined]  # a class method's function
 
-    def of(cls: type[ModelRanks], model: torch.nn.Module) -> ModelRanks:
-        ranks: ModelRanks = original(cls, model)
+    def of(cls: type[ModelRanks], model: torch.nn.Module, parallel_map: ParallelMap) -> ModelRanks:
+        ranks: ModelRanks = original(cls, model, parallel_map)
         return dataclasses.replace(ranks, num_replicas=4)
 
     patch.setattr(ModelRanks, "of", classmethod(of))

@@ -1,0 +1,81 @@
+"""The process groups that the package makes for itself: each once per world, and kept.
+
+A communicator is expensive, so engines and maps that divide the ranks alike share one. Groups do
+not outlive the world in which they were made, and are forgotten with it. Making one is collective
+over the world: every rank asks for the same, in the same order.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm import comm as dist
+from deepspeed.comm.rank_lists import holding
+
+Made = TypeVar("Made")
+
+
+class _Store:
+    """What was made in one world, by key."""
+
+    def __init__(self) -> None:
+        self.world: ProcessGroup | None = None
+        self.made: dict[Hashable, Any] = {}
+
+    def of_this_world(self) -> dict[Hashable, Any]:
+        """What was made in the present world."""
+        world = dist.get_world_group()
+        if self.world is not world:
+            self.made.clear()
+            self.world = world
+        return self.made
+
+
+_store = _Store()
+
+
+def made_once(key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` made under this key in the present world."""
+    made = _store.of_this_world()
+    if key not in made:
+        made[key] = make()
+    found: Made = made[key]
+    return found
+
+
+def is_made(key: Hashable) -> bool:
+    """Whether something was made under this key in the present world, so that asking for it
+    communicates nothing.
+    """
+    return key in _store.of_this_world()
+
+
+def forget() -> None:
+    """Make everything anew when it is asked for next."""
+    _store.made.clear()
+    _store.world = None
+
+
+def own_group(rank_lists: Sequence[list[int]]) -> ProcessGroup:
+    """Make a group of each list and return this rank's; every rank passes the same lists, in which
+    each rank occurs once.
+
+    new_group is collective over the world: every rank makes every group, in the same order.
+    """
+    made = [dist.new_group(ranks) for ranks in rank_lists]
+    return made[rank_lists.index(holding(dist.get_rank(), rank_lists))]
+
+
+def group_of_one() -> ProcessGroup:
+    """The group of this rank alone."""
+    return made_once("self", lambda: own_group([[rank] for rank in range(dist.get_world_size())]))
+
+
+def shared_group(rank_lists: Sequence[list[int]]) -> ProcessGroup:
+    """This rank's group of `own_group`, made once per division of the ranks."""
+    if len(rank_lists) == 1:
+        return dist.get_world_group()
+    if len(rank_lists) == dist.get_world_size():
+        return group_of_one()
+    return made_once(("ranks", tuple(map(tuple, rank_lists))), lambda: own_group(rank_lists))
