@@ -9,23 +9,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.moe.experts import Experts, plain_output
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 
 
 def make_expert_groups(ep_size: int, is_tensor_parallel: bool, data_first: bool) -> None:
-    """Make the process groups of experts, once. Collective over the world.
+    """Make the axes of experts on the map in force, once. Collective over the world.
 
     Args:
         ep_size: Ranks over which they are spread.
         is_tensor_parallel: Each of them is spread over the tensor-parallel ranks, too.
         data_first: Neighbouring ranks hold the same experts.
     """
-    if is_tensor_parallel and groups.mpu is not None:
-        groups._create_expert_data_and_model_parallel(ep_size, groups.mpu, data_first)
-    else:
-        groups._create_expert_and_data_parallel(ep_size, data_first)
+    here = groups.current()
+    here.make_experts(ep_size, data_first, sharded=is_tensor_parallel and here.mpu is not None)
 
 
 class MoE(nn.Module):
@@ -122,12 +121,21 @@ class MoE(nn.Module):
         make_expert_groups(
             self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_
         )
-        self.deepspeed_moe._set_ep_group(groups._get_expert_parallel_group(self.expert_group_name))
+        axes = groups.current().experts(self.expert_group_name)
+        self.deepspeed_moe._set_ep_group(axes.expert.group)
+
+    @property
+    def parallel_map(self) -> ParallelMap:
+        """Which ranks share what: the map of the engine that made this layer's groups; before that,
+        the one in force.
+        """
+        return self.deepspeed_moe.parallel_map or groups.current()
 
     @property
     def global_expert_ids(self) -> range:
         """The number among all experts of each local expert, once the groups are made."""
-        first = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
+        axes = self.parallel_map.experts(self.expert_group_name)
+        first = axes.expert.rank * self.num_local_experts
         return range(first, first + self.num_local_experts)
 
     def forward(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import Axis
 from deepspeed.utils import groups
 
 
@@ -21,33 +22,36 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
     Raises:
         ValueError: The size along ``dim`` is no multiple of the number of ranks.
     """
-    if groups.get_tensor_model_parallel_world_size() == 1:
-        return input_
-    return _DropTokens.apply(input_, dim)
+    return drop_tokens_over(groups.current().tensor, input_, dim)
 
 
 def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """The parts of all tensor-parallel ranks, concatenated along ``dim``."""
-    if groups.get_tensor_model_parallel_world_size() == 1:
-        return input_
-    return _GatherTokens.apply(input_, dim)
+    return gather_tokens_over(groups.current().tensor, input_, dim)
 
 
-def _drop(input_: torch.Tensor, dim: int) -> torch.Tensor:
-    size, rank = (
-        groups.get_tensor_model_parallel_world_size(),
-        groups.get_tensor_model_parallel_rank(),
-    )
+def drop_tokens_over(tensor: Axis, input_: torch.Tensor, dim: int) -> torch.Tensor:
+    """`drop_tokens` with the tensor-parallel ranks given."""
+    return input_ if tensor.size == 1 else _DropTokens.apply(input_, dim, tensor)
+
+
+def gather_tokens_over(tensor: Axis, input_: torch.Tensor, dim: int) -> torch.Tensor:
+    """`gather_tokens` with the tensor-parallel ranks given."""
+    return input_ if tensor.size == 1 else _GatherTokens.apply(input_, dim, tensor)
+
+
+def _drop(input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+    size = tensor.size
     if input_.shape[dim] % size:
         raise ValueError(
             f"drop_tokens: {input_.shape[dim]} tokens along dim {dim} cannot be split over {size} "
             "tensor-parallel ranks"
         )
-    return input_.chunk(size, dim=dim)[rank].contiguous()
+    return input_.chunk(size, dim=dim)[tensor.rank].contiguous()
 
 
-def _gather(input_: torch.Tensor, dim: int) -> torch.Tensor:
-    group = groups.get_tensor_model_parallel_group()
+def _gather(input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+    group = tensor.group
     own = input_.movedim(dim, 0).contiguous()
     whole = own.new_empty((own.shape[0] * dist.get_world_size(group=group), *own.shape[1:]))
     dist.all_gather_into_tensor(whole, own, group=group)
@@ -58,13 +62,13 @@ class _DropTokens(torch.autograd.Function):
     """Keep the own part; the gradients of all parts are gathered."""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return _drop(input_, dim)
+    def forward(ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+        ctx.dim, ctx.tensor = dim, tensor
+        return _drop(input_, dim, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(grads[0], ctx.dim), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(grads[0], ctx.dim, ctx.tensor), None, None
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -73,10 +77,10 @@ class _GatherTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        ctx.dim = dim
-        return _gather(input_, dim)
+    def forward(ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+        ctx.dim, ctx.tensor = dim, tensor
+        return _gather(input_, dim, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _drop(grads[0], ctx.dim), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _drop(grads[0], ctx.dim, ctx.tensor), None, None

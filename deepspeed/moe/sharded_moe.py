@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import Axis, ParallelMap
 from deepspeed.moe.dispatch import combine, dispatch, route_map
 from deepspeed.moe.gating import (
     JITTER,
@@ -34,7 +35,7 @@ from deepspeed.moe.gating import (
     top2gating,
     topkgating,
 )
-from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.mappings import drop_tokens_over, gather_tokens_over
 from deepspeed.utils import groups
 
 __all__ = [
@@ -194,6 +195,7 @@ class MOELayer(nn.Module):
             tokens of their experts.
 
     Attributes:
+        parallel_map: Which ranks share what, once the expert groups are set: that of the engine.
         l_aux: Load-balancing loss of the last forward, detached once `MoE` has returned it.
         exp_counts: Tokens routed to each expert in the last forward, before dropping.
     """
@@ -212,6 +214,7 @@ class MOELayer(nn.Module):
         refuse_tutel(use_tutel)
         self.gate = gate
         self.experts = experts
+        self.parallel_map: ParallelMap | None = None
         self.ep_group: Any = None
         self.ep_group_name = ep_group_name
         self.ep_size = ep_size
@@ -224,18 +227,16 @@ class MOELayer(nn.Module):
 
     def _set_ep_group(self, ep_group: Any) -> None:
         """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal
-        ones.
+        ones; which ranks share them says the map that is in force now.
         """
         self.ep_group = ep_group
+        self.parallel_map = groups.current()
         agreement: tuple[Any, ...] = (ep_group,)
-        if (
-            groups.get_tensor_model_parallel_world_size() > 1
-            and not self.enable_expert_tensor_parallelism
-        ):
+        if self.parallel_map.tensor.size > 1 and not self.enable_expert_tensor_parallelism:
             # Tensor ranks put their slots together again but may be in different expert groups;
             # expert and expert-data groups are the rows and columns of one block, so that two
             # agreements in turn reach all of it.
-            agreement = (ep_group, groups._get_expert_data_parallel_group(self.ep_group_name))
+            agreement = (ep_group, self.parallel_map.experts(self.ep_group_name).data.group)
         if isinstance(self.gate, TopKGate):
             self.gate._set_ep_group(agreement)
 
@@ -246,7 +247,7 @@ class MOELayer(nn.Module):
         Raises:
             RuntimeError: The expert groups are not made.
         """
-        if self.ep_group is None:
+        if self.ep_group is None or self.parallel_map is None:
             raise RuntimeError(
                 "MoE layer without expert groups: pass the model to deepspeed.initialize, or call "
                 "set_deepspeed_parallelism() of the MoE layer on all ranks"
@@ -257,26 +258,31 @@ class MOELayer(nn.Module):
         routes = cast(SparseRoutes, self.gate(tokens, used_token, sparse_routes=True))
         self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
         # Tensor ranks take equal parts of each expert's slots; surplus slots stay empty.
-        parts = groups.get_tensor_model_parallel_world_size()
+        tensor = self.parallel_map.tensor
+        parts = tensor.size
         slots_per_expert = -(-routes.capacity // parts) * parts
         moves = route_map(routes, slots_per_expert)
         slots = dispatch(tokens, moves).view(routes.num_experts, slots_per_expert, -1)
-        outputs = self._run_experts(slots).reshape(routes.num_experts * slots_per_expert, -1)
+        outputs = self._run_experts(slots, tensor).reshape(
+            routes.num_experts * slots_per_expert, -1
+        )
         return combine(outputs, routes.gates, moves).view(*hidden.shape[:-1], -1)
 
-    def _run_experts(self, slots: torch.Tensor) -> torch.Tensor:
+    def _run_experts(self, slots: torch.Tensor, tensor: Axis) -> torch.Tensor:
         """[E, slots, M] of this rank's tokens -> the same, from whatever ranks hold the experts."""
-        mine = self._all_to_all(slots)
+        mine = self._all_to_all(slots, tensor)
         outputs = self.experts(mine.view(self.ep_size, self.num_local_experts, mine.shape[1], -1))
-        return self._all_to_all(outputs.reshape(slots.shape[0], mine.shape[1], -1), back=True)
+        return self._all_to_all(
+            outputs.reshape(slots.shape[0], mine.shape[1], -1), tensor, back=True
+        )
 
-    def _all_to_all(self, slots: torch.Tensor, back: bool = False) -> torch.Tensor:
+    def _all_to_all(self, slots: torch.Tensor, tensor: Axis, back: bool = False) -> torch.Tensor:
         whole_after = back or self.enable_expert_tensor_parallelism
         whole_before = not back or self.enable_expert_tensor_parallelism
-        sent = drop_tokens(slots, dim=1) if whole_before else slots
+        sent = drop_tokens_over(tensor, slots, dim=1) if whole_before else slots
         received = (
             _AllToAll.apply(self.ep_group, sent)
             if dist.get_world_size(group=self.ep_group) > 1
             else sent
         )
-        return gather_tokens(received, dim=1) if whole_after else received
+        return gather_tokens_over(tensor, received, dim=1) if whole_after else received
