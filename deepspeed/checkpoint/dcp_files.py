@@ -9,6 +9,7 @@ A file `NAME.pt` becomes an index, in torch's format, with everything but the te
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.utils import _pytree as pytree
 
 from deepspeed.checkpoint.checksum import FileRecord, file_checksum
@@ -82,9 +85,7 @@ def write_dcp(
     }
     if tensors:
         with _plain_errors():
-            dcp.save(
-                tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True
-            )
+            _save(tensors, dcp.FileSystemWriter(folder, sync_files=True))
         for name in sorted(os.listdir(folder)):
             part = os.path.join(folder, name)
             records[part] = FileRecord(os.path.getsize(part), file_checksum(part))
@@ -131,8 +132,26 @@ def _read_tensors(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
             raise ValueError(f"{folder} has no tensor {name}")
         tensors[name] = torch.empty(described.size, dtype=described.properties.dtype)
     with _plain_errors():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        _load(tensors, reader)
     return tensors
+
+
+def _save(tensors: dict[str, torch.Tensor], writer: dcp.FileSystemWriter) -> None:
+    """Write without the other ranks."""
+    if "no_dist" in inspect.signature(dcp.save).parameters:
+        dcp.save(tensors, storage_writer=writer, no_dist=True)
+    else:  # torch 2.6 knows the argument, and that of `load`, one floor below only
+        writer.reset()
+        _save_state_dict(tensors, writer, no_dist=True)
+
+
+def _load(tensors: dict[str, torch.Tensor], reader: dcp.FileSystemReader) -> None:
+    """Read into `tensors` without the other ranks."""
+    if "no_dist" in inspect.signature(dcp.load).parameters:
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    else:
+        reader.reset()
+        _load_state_dict(tensors, reader, no_dist=True)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ gives groups made later its own default instead of that of the first.
 """
 
 import importlib
+import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +24,10 @@ from deepspeed.comm.utils import get_local_rank_from_launcher
 Group = ProcessGroup | None
 
 _group_timeout: timedelta = default_pg_timeout
+
+# A backend's thread that lets go of the last tensor needs the interpreter, which torch 2.6 holds
+# while it waits for that thread to end: the process would hang.
+_LET_GO_S = 0.01
 
 # No message has this tag; see `abort_groups`.
 _ABORT_TAG = 2**31 - 1
@@ -105,10 +111,33 @@ def get_store() -> Any:
     return _c10d._get_default_store()
 
 
+def own_connection(store: Any) -> Any:
+    """``store`` through a connection of its own, for a thread: one that waits in the store keeps
+    the other users of its connection waiting. All ranks of the world call it.
+    """
+    return store.clone() if hasattr(store, "clone") else _connected_again(store)
+
+
+def _connected_again(store: Any) -> Any:
+    """`own_connection` for torch 2.6, whose stores cannot be cloned.
+
+    The server below the store's prefixes can be connected to again. Which prefixes these are cannot
+    be read, so the ranks agree on another one: what the first of them wrote under the old ones.
+    """
+    server = store
+    while isinstance(server, torch_dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, torch_dist.TCPStore):
+        return store  # a file or this process's memory: there is no connection to wait for
+    prefix = store.compare_set("deepspeed/own_connection", "", uuid.uuid4().hex).decode()
+    again = torch_dist.TCPStore(server.host, server.port, wait_for_workers=False)
+    return torch_dist.PrefixStore(prefix, again)
+
+
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
     """The global ranks in ``group`` (default: the world), in group order."""
-    _require_initialized()
-    return torch_dist.get_process_group_ranks(group)
+    # torch 2.6 does not take None for the world here, unlike everywhere else.
+    return torch_dist.get_process_group_ranks(get_world_group() if group is None else group)
 
 
 def get_local_rank() -> int:
@@ -144,6 +173,7 @@ def destroy_process_group(group: Group = None) -> None:
     if torch_dist.is_initialized():
         if get_accelerator().defers_collectives:
             get_accelerator().synchronize()  # other ranks wait for what is still queued here
+        time.sleep(_LET_GO_S)
         torch_dist.destroy_process_group(group)
 
 
@@ -167,7 +197,7 @@ def _abort_gloo(group: ProcessGroup) -> None:
     """gloo's own abort wakes nobody, but a receive that times out closes all connections of its
     group, which does.
     """
-    for rank in torch_dist.get_process_group_ranks(group):
+    for rank in get_all_ranks_from_group(group):
         if rank == torch_dist.get_rank():
             continue
         # With each peer: where the connection is closed already, by the peer, the receive fails at

@@ -168,7 +168,7 @@ class StreamCollectives:
         # By name: a group that is destroyed must not live on here.
         key = (simulator, group.group_name, side, peer, starts)
         if key not in self._streams:
-            ranks = torch_dist.get_process_group_ranks(group)
+            ranks = process_groups.get_all_ranks_from_group(group)
             partner = ("" if side is None else f", {side} rank {peer}") + (
                 ", start" if starts else ""
             )
@@ -264,7 +264,7 @@ def _uneven_all_gather(call: CollectiveCall) -> list[Any]:
     group = call.group or torch_dist.group.WORLD
     (own,) = call.reads
     call.writes[torch_dist.get_rank(group)].copy_(own)
-    ranks = torch_dist.get_process_group_ranks(group)
+    ranks = process_groups.get_all_ranks_from_group(group)
     return [
         torch_dist.broadcast(piece, src=rank, group=group, async_op=True)
         for rank, piece in zip(ranks, call.writes, strict=True)

@@ -14,6 +14,7 @@ time.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -958,6 +959,7 @@ def _parse_size(size: str | int | None) -> float:
 
 def _write_bin(state: Mapping[str, LazyTensor], path: str) -> list[str]:
     torch.save(to_torch_tensor(state), path)
+    gc.collect()  # torch 2.6 leaves what it has saved in a circle, so files would pile up in memory
     return list(state)
 
 

@@ -127,7 +127,9 @@ class IntentCheck:
         name = (group or self._world).group_name
         known = self._groups.get(name)
         if known is None:
-            known = self._groups[name] = _Group(name, torch_dist.get_process_group_ranks(group))
+            known = self._groups[name] = _Group(
+                name, process_groups.get_all_ranks_from_group(group)
+            )
         return known
 
     # -- collectives -------------------------------------------------------------------------------

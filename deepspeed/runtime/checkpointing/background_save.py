@@ -40,6 +40,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.comm.process_groups import own_connection
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.runtime.checkpointing.storage_nodes import Put
 from deepspeed.utils.logging import logger
@@ -166,7 +167,7 @@ class BackgroundSave:
         self._may_start.wait(_START_S)
         try:
             if len(self._ranks) > 1:
-                self._store = self._store.clone()
+                self._store = own_connection(self._store)
             failure = self._attempt(lambda: self.job.write(self._description, self._fill))
             self._fill = _nothing  # the copy is free
             failed = self._agree("written", failure, self._ranks)
@@ -271,7 +272,7 @@ class BackgroundSave:
         store, key = None, f"{self._prefix}/pulse/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
             while not self._ended.wait(_PULSE_S):
-                store = store or self._store.clone()
+                store = store or own_connection(self._store)
                 store.add(key, 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed.runtime.pipe.split_backward import SplitBackward
@@ -13,6 +14,17 @@ from deepspeed.runtime.utils import tensors_in
 
 class PipeBufferError(RuntimeError):
     """A schedule uses a buffer in an order that would lose a micro-batch."""
+
+
+def _root(tensor: torch.Tensor) -> GradientEdge:
+    """Where backward starts from ``tensor``; it keeps the graph alive, and not the tensor."""
+    edge = get_gradient_edge(tensor)
+    if isinstance(edge.node, BackwardCFunction) and "ownership_token" not in edge._fields:
+        # A node written in Python does not keep the graph, and the edges of torch 2.6 hold nothing
+        # else. That of a view does; a view's gradient is passed on as it is.
+        with torch.enable_grad():
+            edge = get_gradient_edge(tensor.view_as(tensor))
+    return edge
 
 
 class PipeBuffer:
@@ -78,7 +90,7 @@ class PipeBuffer:
     def keep_roots(self, outputs: Any) -> None:
         """Remember where backward will start from `outputs`."""
         required = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        self.roots = [get_gradient_edge(tensor) for tensor in required]
+        self.roots = [_root(tensor) for tensor in required]
         self.likes = [
             torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in required
         ]

@@ -331,7 +331,7 @@ def test_tensors_are_readable_by_dcp_and_tied_ones_stay_tied(tmp_path: Path) -> 
     assert differences(content, loaded) == []
     assert loaded["tied"][0] is loaded["tied"][1]
     whole = {"['module']['a']": torch.empty(100, 300)}
-    torch.distributed.checkpoint.load(whole, checkpoint_id=str(tmp_path / "x.dcp"), no_dist=True)
+    torch.distributed.checkpoint.load(whole, checkpoint_id=str(tmp_path / "x.dcp"))
     assert torch.equal(whole["['module']['a']"], CONTENT["module"]["a"])
 
 

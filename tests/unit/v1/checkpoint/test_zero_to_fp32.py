@@ -711,8 +711,8 @@ def test_memory_is_one_output_file(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.bin"))) == 10
-    # One file of 16 MiB, one parameter, and what the allocator keeps.
-    assert float(done.stdout) < 16 + 4 + 12
+    # One file of 16 MiB, one parameter, and what the allocator keeps, which depends on the torch.
+    assert float(done.stdout) < 16 + 4 + 20
 
 
 @pytest.mark.parametrize("safe", [False, True])
