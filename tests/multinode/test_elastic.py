@@ -1,7 +1,7 @@
 """Elastic training over real hosts: one is killed or cut off, the others go on, and it comes back.
 
 Each host is a network namespace and runs `deepspeed --elastic_training` for itself with two ranks
-of examples/elastic_train.py. Long: run by `make multinode`.
+of examples/elastic_train.py. Long: run by the campaign `multinode`.
 """
 
 import os

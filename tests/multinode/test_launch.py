@@ -1,8 +1,8 @@
 """`deepspeed` over real hosts: two and three network namespaces, each engine, what is trained, and
 how a job ends.
 
-Long: run by `make multinode`, not with the suite. Skips, with the reason, where a tool or root is
-missing.
+Long: run by the campaign `multinode`, not with the suite. Skips, with the reason, where a tool or
+root is missing.
 """
 
 import os

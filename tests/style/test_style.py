@@ -418,7 +418,7 @@ def test_the_checked_tree_is_not_empty() -> None:
 
 
 def test_no_test_file_is_outside_the_suites() -> None:
-    """`make test` runs tests/unit and tests/style, `make multinode` tests/multinode; a test
+    """`make test` runs tests/unit and tests/style, the campaign `multinode` tests/multinode; a test
     elsewhere would never run.
     """
     strays = [

@@ -140,7 +140,7 @@ def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(
     "ELASTIC_CAMPAIGN" not in os.environ,
-    reason="waits for a lost node to be noticed; make elastic runs it",
+    reason="waits for a lost node to be noticed; make campaign NAME=elastic runs it",
 )
 def test_a_node_goes_and_comes_again(nodes: Nodes) -> None:
     # Kills: a batch that follows the number of ranks, and a job that ends with its first node.

@@ -1,7 +1,7 @@
 """Launching on several nodes with this machine in the place of all: stand-ins for ssh and mpirun
 start what they are told.
 
-The real engines on real hosts are tested by `make multinode`.
+The real engines on real hosts are tested by the campaign `multinode`.
 """
 
 import json

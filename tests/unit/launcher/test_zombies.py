@@ -1,5 +1,5 @@
-"""No process is left by a launch that failed or was interrupted: a share of what `make zombies`
-does fifty times.
+"""No process is left by a launch that failed or was interrupted: a share of what the campaign
+`zombies` does fifty times.
 """
 
 import random

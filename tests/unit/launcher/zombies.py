@@ -1,5 +1,5 @@
-"""Random failing and interrupted launches, and what is left of each: `make zombies` runs 50 and
-prints how many were clean.
+"""Random failing and interrupted launches, and what is left of each: the campaign `zombies`
+runs 50 and prints how many were clean.
 
 Every process of a round carries a word in its environment; /proc tells who is left. Ranks are bad
 on purpose: stuck in native code with all signals blocked, holding the interpreter's lock, ignoring

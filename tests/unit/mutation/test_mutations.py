@@ -1,8 +1,8 @@
 """Every guard guards: a copy of the package with one fault in it must fail the test that the table
 names.
 
-By default the fixes of docs/fixes/ are undone, each as a whole; `make contract` runs the single
-faults too.
+By default the fixes of docs/fixes/ are undone, each as a whole; the campaign `contract` runs the
+single faults too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mutation table: each fault put into a copy of the package is found by the tool that users
 run, which names the right place.
 
-    make mutations        prints the table
+    make campaign NAME=mutations        prints the table
 
 Kills: a guard that is switched off, blind, or says "something is wrong somewhere".
 """
@@ -47,7 +47,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    """Rows of the table that `make mutations` prints."""
+    """Rows of the table that `make campaign NAME=mutations` prints."""
     rows: list[str] = []
     yield rows
     if TABLE_ENV in os.environ:

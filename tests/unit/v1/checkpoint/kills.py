@@ -452,7 +452,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Kill training runs while they save and see what the next run finds."
     )
-    parser.add_argument("--kills", type=int, default=200, help="how many, over all cases")
+    parser.add_argument("--rounds", type=int, default=200, help="how many, over all cases")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the instants")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
     arguments = parser.parse_args()
@@ -463,14 +463,14 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             campaign = Campaign(case, Path(folder), arguments.seed + index)
-            campaign.run(arguments.kills // len(cases) + (index < arguments.kills % len(cases)))
+            campaign.run(arguments.rounds // len(cases) + (index < arguments.rounds % len(cases)))
         problems += campaign.problems
         took = time.monotonic() - began
         told = (
             f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
         )
         print(*campaign.problems, told, sep="\n", flush=True)
-    print(f"seed {arguments.seed}: {arguments.kills} kills, {len(problems)} problems")
+    print(f"seed {arguments.seed}: {arguments.rounds} kills, {len(problems)} problems")
     sys.exit(bool(problems))
 
 

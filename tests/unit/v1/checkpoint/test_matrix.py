@@ -1,8 +1,8 @@
 """The resharding matrix: what one division of ranks saved goes on in every other, equal bit for bit
 by name.
 
-The suite runs a pairwise share; `make reshard-matrix` runs every combination and prints how many
-held (`DS_RESHARD_MATRIX`: the file to which it writes them).
+The suite runs a pairwise share; the campaign `reshard-matrix` runs every combination and prints
+how many held (`DS_RESHARD_MATRIX`: the file to which it writes them).
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""Campaigns that are programs of their own: random trials, which the suite plays a few of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+
+from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
+
+
+def trials(
+    name: str,
+    summary: str,
+    module: str,
+    rounds: int,
+    choice: str | None = None,
+    scratch: bool = False,
+) -> Campaign:
+    """A campaign whose program takes ``--rounds`` and ``--seed``.
+
+    Args:
+        name: Its name.
+        summary: One line.
+        module: The program, below tests/.
+        rounds: How many trials unless told otherwise.
+        choice: The program's own option that restricts the trials.
+        scratch: Whether the program wants an empty ``--folder``.
+    """
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="how many trials (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--seed", type=int, help="draws the trials (default: another each time)"
+        )
+        if choice is not None:
+            parser.add_argument(f"--{choice}", help="only trials of this one")
+
+    def run(arguments: argparse.Namespace) -> int:
+        command = [sys.executable, "-m", module, "--rounds", str(arguments.rounds)]
+        for option in ("seed", choice):
+            value = None if option is None else getattr(arguments, option)
+            if value is not None:
+                command += [f"--{option}", str(value)]
+        if scratch:
+            folder = RESULTS / f"{name}.files"
+            shutil.rmtree(folder, ignore_errors=True)
+            command += ["--folder", str(folder)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        return run_and_keep(command, arguments.output, variables)
+
+    return Campaign(name, summary, add_arguments, run)
+
+
+CAMPAIGNS = (
+    trials(
+        "kill-checkpoints",
+        "runs killed while they save, and whether the next one lost more than that save (minutes)",
+        "unit.v1.checkpoint.kills",
+        rounds=200,
+        choice="case",
+    ),
+    trials(
+        "zombies",
+        "random failing or interrupted launches, and how many left no process",
+        "unit.launcher.zombies",
+        rounds=50,
+        scratch=True,
+    ),
+)

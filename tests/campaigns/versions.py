@@ -1,0 +1,317 @@
+"""Which versions are truly supported: the suite with the oldest, a middle and the newest torch, and
+the clients' tests with the oldest and the newest accelerate and transformers.
+
+Each version gets a virtual environment of its own outside the tree, one after the other. The
+version in question goes in first (clients: after the pinned torch), so that it chooses what it
+depends on; everything else comes as `make test` pins it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
+from campaigns.support_table import (
+    BETWEEN,
+    NEWEST,
+    OLDEST,
+    Row,
+    merge,
+    numbers_of,
+    parse,
+    parse_counts,
+    render,
+)
+
+DOCUMENT = ROOT / "docs" / "support.md"
+PINS = ROOT / "requirements" / "requirements-ci.txt"
+# Where the claim of each package stands, and the tests that are run for it.
+CLAIMED_IN = {
+    "torch": "requirements.txt",
+    "accelerate": "requirements-transformers.txt",
+    "transformers": "requirements-transformers.txt",
+}
+SUITES = {
+    "torch": "tests/unit",
+    "accelerate": "tests/unit/clients",
+    "transformers": "tests/unit/clients",
+}
+TORCH_BETWEEN = "2.9.1"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One version to run; ``version`` is `NEWEST` for what the index has."""
+
+    package: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.package}-{self.version}"
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return self.package if self.version == NEWEST else f"{self.package}=={self.version}"
+
+
+def floor(package: str) -> str:
+    """The oldest version that the requirements accept.
+
+    Raises:
+        ValueError: The requirement names none.
+    """
+    text = (ROOT / "requirements" / CLAIMED_IN[package]).read_text(encoding="ascii")
+    found = re.search(rf"^{package}>=([\d.]+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"requirements/{CLAIMED_IN[package]}: no line '{package}>=VERSION'")
+    return found.group(1)
+
+
+def pins(text: str) -> dict[str, str]:
+    """Version by name of a requirements file or of what `pip freeze` prints."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def constraints(pinned: dict[str, str], installed: dict[str, str]) -> str:
+    """What pip must keep to: what is installed stays, the rest comes as it is pinned."""
+    return "".join(f"{name}=={version}\n" for name, version in sorted((pinned | installed).items()))
+
+
+def claims() -> list[Row]:
+    """What is claimed, as rows that have not been run."""
+    rows = [Row("torch", TORCH_BETWEEN, BETWEEN)]
+    for package in CLAIMED_IN:
+        rows += [Row(package, floor(package), OLDEST), Row(package, "", NEWEST)]
+    return sorted(rows, key=lambda row: list(CLAIMED_IN).index(row.package))
+
+
+def targets(only: Sequence[str]) -> list[Target]:
+    """What to run: the versions that ``only`` names (``PACKAGE=VERSION``), or all that are claimed.
+
+    Raises:
+        ValueError: A word of ``only`` is of another form.
+    """
+    if not only:
+        return [Target(row.package, row.version or NEWEST) for row in claims()]
+    found = []
+    for word in only:
+        package, _, version = word.partition("=")
+        if package not in CLAIMED_IN or not version:
+            raise ValueError(
+                f"--only {word}: write PACKAGE=VERSION, PACKAGE one of {', '.join(CLAIMED_IN)}, "
+                f"VERSION a version or '{NEWEST}'"
+            )
+        found.append(Target(package, version))
+    return found
+
+
+def _which(target: Target, version: str) -> str:
+    if target.version == NEWEST:
+        return NEWEST
+    same = [
+        row.which
+        for row in claims()
+        if row.package == target.package and numbers_of(row.version) == numbers_of(version)
+    ]
+    return same[0] if same else ""
+
+
+class Environment:
+    """The virtual environment of one target.
+
+    Args:
+        folder: Where; made by `install`.
+        pip_args: Flags for pip.
+    """
+
+    def __init__(self, folder: Path, pip_args: Sequence[str]) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self._pip = [str(self.python), "-m", "pip", "--disable-pip-version-check"]
+        self._install = [*self._pip, "install", "--quiet", *pip_args]
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a command that uses it: its programs first, and no other code."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        return {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def steps(
+        self, target: Target, constraint_file: Path
+    ) -> tuple[list[list[str]], list[list[str]]]:
+        """The commands before and after ``constraint_file`` is written."""
+        requirements = [
+            str(ROOT / "requirements" / name) for name in ("requirements", "requirements-dev")
+        ]
+        first = [[sys.executable, "-m", "venv", str(self.folder)]]
+        wanted = [target.requirement]
+        if target.package != "torch":
+            # torch alone before it: no other package's requirement may choose its build.
+            pinned = f"torch=={pins(PINS.read_text(encoding='ascii'))['torch']}"
+            first.append([*self._install, pinned])
+            wanted.append(pinned)
+        first.append([*self._install, *wanted])
+        rest = [*self._install, "-c", str(constraint_file), "setuptools", "wheel"]
+        for name in requirements:
+            rest += ["-r", f"{name}.txt"]
+        package = [*self._install, "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
+        return first, [rest, package]
+
+    def installed(self) -> dict[str, str]:
+        """Version by name of all that is installed."""
+        frozen = self._call([*self._pip, "freeze"], capture=True)
+        return pins(frozen)
+
+    def install(self, target: Target) -> None:
+        """Make it.
+
+        Raises:
+            subprocess.CalledProcessError: A command failed; pip has said why.
+        """
+        constraint_file = self.folder / "constraints.txt"
+        first, rest = self.steps(target, constraint_file)
+        for command in first:
+            self._call(command)
+        pinned = pins(PINS.read_text(encoding="ascii"))
+        constraint_file.write_text(constraints(pinned, self.installed()), encoding="ascii")
+        for command in rest:
+            self._call(command)
+
+    def _call(self, command: Sequence[str], capture: bool = False) -> str:
+        print("+", shlex.join(command), flush=True)
+        done = subprocess.run(
+            command,
+            env=self.variables(),
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE if capture else None,
+        )
+        return done.stdout or ""
+
+
+def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Row:
+    """Install, run the tests, remove the environment; returns the row.
+
+    Raises:
+        subprocess.CalledProcessError: Something could not be installed.
+        ValueError: pytest did not come to its end.
+    """
+    environment = Environment(venvs / str(target), arguments.pip_args)
+    try:
+        environment.install(target)
+        installed = environment.installed()
+        version = installed[target.package].split("+")[0]
+        log = RESULTS / "versions" / f"{target.package}-{version}.log"
+        tests = [str(environment.python), "-m", "pytest", *_tests(target, arguments)]
+        run_and_keep(tests, log, environment.variables())
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(environment.folder, ignore_errors=True)
+    others = [name for name in CLAIMED_IN if name != target.package]
+    beside = [f"Python {platform.python_version()}"]
+    beside += [f"{name} {installed[name]}" for name in others if name in installed]
+    return Row(
+        target.package,
+        version,
+        _which(target, version),
+        ", ".join(beside),
+        datetime.date.today().isoformat(),
+        parse_counts(log.read_text(encoding="utf-8", errors="replace")),
+    )
+
+
+def _tests(target: Target, arguments: argparse.Namespace) -> list[str]:
+    return shlex.split(arguments.tests or SUITES[target.package])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The campaign's own arguments."""
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PACKAGE=VERSION",
+        help="this version instead of all that are claimed; may be given several times",
+    )
+    parser.add_argument(
+        "--tests", help="what pytest runs (default: tests/unit; of clients tests/unit/clients)"
+    )
+    parser.add_argument(
+        "--venvs", type=Path, help="folder of the environments (default: a temporary one)"
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the environments there")
+    parser.add_argument(
+        "--pip-args", type=shlex.split, default=[], help="flags for pip, in one word"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the versions one after the other; the document is written after each."""
+    if arguments.tests and arguments.output == DOCUMENT and not arguments.dry_run:
+        print(
+            f"--tests {arguments.tests}: {DOCUMENT.relative_to(ROOT)} holds results of whole "
+            "suites only; name another file with --output",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        wanted = targets(arguments.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        return _print_commands(wanted, arguments)
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
+        for target in wanted:
+            try:
+                row = run_target(target, arguments.venvs or Path(temporary), arguments)
+            except (subprocess.CalledProcessError, ValueError) as error:
+                print(f"{target}: no result: {error}", file=sys.stderr)
+                failures += 1
+                continue
+            failures += row.counts is not None and row.counts.failed > 0
+            write(arguments.output, [row])
+            print(f"{target}: {row.line()}", flush=True)
+    return 1 if failures else 0
+
+
+def write(document: Path, rows: Sequence[Row]) -> None:
+    """Merge ``rows`` into ``document``, which need not be there."""
+    old = parse(document.read_text(encoding="utf-8")) if document.exists() else []
+    document.parent.mkdir(parents=True, exist_ok=True)
+    document.write_text(render(merge(old, rows), claims()), encoding="utf-8")
+
+
+def _print_commands(wanted: Sequence[Target], arguments: argparse.Namespace) -> int:
+    for target in wanted:
+        folder = (arguments.venvs or Path("VENVS")) / str(target)
+        environment = Environment(folder, arguments.pip_args)
+        first, rest = environment.steps(target, folder / "constraints.txt")
+        tests = [str(environment.python), "-m", "pytest", *_tests(target, arguments)]
+        print(f"# {target}", *(shlex.join(command) for command in [*first, *rest, tests]), sep="\n")
+    return 0
+
+
+CAMPAIGN = Campaign(
+    "versions",
+    "the suite with the oldest, a middle and the newest torch, accelerate and transformers (hours)",
+    add_arguments,
+    run,
+    DOCUMENT,
+)
