@@ -1,0 +1,83 @@
+"""The commit-msg hook: what it refuses, what it lets through, and that git runs it."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "check_commit_message.py"
+problems = runpy.run_path(str(SCRIPT))["problems"]
+
+SIGN_OFF = "Signed-off-by: A B <a@b.org>"
+GOOD = f"Say what changes\n\nAnd why it does.\n\n{SIGN_OFF}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        f"{'x' * 72}\n\nWhy.\n\nReviewed-by: C <c@d.org>\n{SIGN_OFF}\n",
+        f"\n# a remark of git's\n{GOOD}# Please enter the message\n",
+        f"{GOOD}# ------------------------ >8 ------------------------\ndiff --git a b\n",
+        "fixup! Say what changes\n",
+    ],
+)
+def test_a_good_message_passes(text: str) -> None:
+    assert list(problems(text)) == []
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("", "the message is empty"),
+        ("# only a remark\n", "the message is empty"),
+        (GOOD.replace("Say", "x" * 60 + " say"), "the subject has 77 characters"),
+        (GOOD.replace("\n\nAnd", "\nAnd"), "no blank line follows the subject"),
+        (f"Say what changes\n\n{SIGN_OFF}\n", "there is no body"),
+        (f"Say what changes\n\n# Why.\n\n{SIGN_OFF}\n", "there is no body"),
+        (GOOD.replace(SIGN_OFF, ""), "there is no 'Signed-off-by"),
+        (GOOD.replace("<a@b.org>", ""), "there is no 'Signed-off-by"),
+        (GOOD.replace(SIGN_OFF, f"# {SIGN_OFF}"), "there is no 'Signed-off-by"),
+        (f"{GOOD.replace(SIGN_OFF, '')}# --- >8 ---\n{SIGN_OFF}\n", "there is no 'Signed-off-by"),
+    ],
+)
+def test_a_bad_message_is_refused_with_the_reason(text: str, problem: str) -> None:
+    (found,) = problems(text)
+    assert found.startswith(problem)
+
+
+def test_pre_commit_runs_it_on_messages_and_nothing_else() -> None:
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert settings["default_install_hook_types"] == ["pre-commit", "commit-msg"]
+    assert settings["default_stages"] == ["pre-commit"]
+    (hook,) = (
+        hook
+        for repository in settings["repos"]
+        for hook in repository["hooks"]
+        if "commit-msg" in hook.get("stages", ())
+    )
+    assert hook["entry"] == f"python {SCRIPT.relative_to(ROOT)}"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_refuses_to_commit_with_a_bad_message(tmp_path: Path) -> None:
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        who = ["-c", "user.name=A B", "-c", "user.email=a@b.org"]
+        return subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    git("init", "-q")
+    hook = tmp_path / ".git" / "hooks" / "commit-msg"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SCRIPT}" "$1"\n')
+    hook.chmod(0o755)
+    refused = git("commit", "-q", "--allow-empty", "-m", "Say what changes")
+    assert refused.returncode != 0 and "there is no body" in refused.stderr
+    done = git("commit", "-q", "-s", "--allow-empty", "-m", "Say what changes", "-m", "And why.")
+    assert done.returncode == 0, done.stderr
