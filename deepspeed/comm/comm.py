@@ -1,7 +1,8 @@
 """The module under which users know the communication layer; it defines nothing of its own.
 
-Operations: `collectives`. Process groups: `process_groups`. The first group: `initialization`,
-`discovery`. The comms logger: `logging_control`.
+Operations: `collectives`, `coalesced`, `point_to_point`, `host_collectives`. Process groups:
+`process_groups`. The first group: `initialization`, `discovery`. The comms logger:
+`logging_control`.
 """
 
 from typing import Any
@@ -9,32 +10,22 @@ from typing import Any
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from deepspeed.comm import initialization
+from deepspeed.comm.coalesced import WorkList, all_gather_coalesced, all_reduce_coalesced
 from deepspeed.comm.collectives import (
-    WorkList,
     all_gather,
-    all_gather_coalesced,
     all_gather_into_tensor,
-    all_gather_object,
     all_reduce,
-    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     allgather_fn,
-    barrier,
     broadcast,
-    broadcast_object_list,
     gather,
     inference_all_reduce,
-    irecv,
-    isend,
-    monitored_barrier,
-    recv,
     reduce,
     reduce_scatter,
     reduce_scatter_fn,
     reduce_scatter_tensor,
     scatter,
-    send,
 )
 from deepspeed.comm.constants import default_pg_timeout
 from deepspeed.comm.discovery import (
@@ -44,6 +35,12 @@ from deepspeed.comm.discovery import (
     mpi_discovery,
     patch_aml_env_for_torch_nccl_backend,
     patch_aws_sm_env_for_torch_nccl_backend,
+)
+from deepspeed.comm.host_collectives import (
+    all_gather_object,
+    barrier,
+    broadcast_object_list,
+    monitored_barrier,
 )
 from deepspeed.comm.initialization import init_deepspeed_backend, init_distributed, set_backend
 from deepspeed.comm.logging_control import (
@@ -56,7 +53,9 @@ from deepspeed.comm.logging_control import (
     reset_log,
     timed_op,
 )
+from deepspeed.comm.point_to_point import irecv, isend, recv, send
 from deepspeed.comm.process_groups import (
+    Group,
     abort_groups,
     destroy_process_group,
     enable_symm_mem_for_group,
@@ -80,6 +79,7 @@ from deepspeed.comm.process_groups import (
 )
 
 __all__ = [
+    "Group",
     "ProcessGroup",
     "ReduceOp",
     "Work",

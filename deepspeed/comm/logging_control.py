@@ -5,13 +5,81 @@ operations.
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.comm import collectives
-from deepspeed.comm.observation import CollectiveCall, OperationTimer
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.observation import (
+    CollectiveCall,
+    add_observer,
+    call_site,
+    group_size,
+    remove_observer,
+)
 from deepspeed.comm.utils import get_msg_size_from_args
 from deepspeed.utils.comms_logging import CommsLogger
+
+
+class TimedWork:
+    """An asynchronous operation's handle that records the latency when it is waited for; otherwise
+    the handle itself.
+    """
+
+    def __init__(self, work: Any, record: Callable[[], None]) -> None:
+        self._work = work
+        self._record: Callable[[], None] | None = record
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as the wrapped handle does; the first call records the latency."""
+        result = self._work.wait(*args, **kwargs)
+        if self._record is not None:
+            record, self._record = self._record, None
+            record()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class OperationTimer:
+    """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is
+    complete when it was waited for.
+    """
+
+    def __init__(self, comms_logger: CommsLogger) -> None:
+        self.logger = comms_logger
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Issue the operation and record it if the logger wants it."""
+        listed = call.log_name or call.name
+        if not self.logger.wants(listed, call.prof):
+            return proceed()
+        if self.logger.debug:
+            listed = f"{listed} | [Caller Func: {call.debug or _caller()}]"
+        accelerator = get_accelerator()
+        num_ranks = group_size(call.group)
+        # The device is drained before and after, so that only this operation is measured.
+        accelerator.synchronize()
+        started = time.perf_counter()
+
+        def record() -> None:
+            accelerator.synchronize()
+            self.logger.append(
+                call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks
+            )
+
+        result = proceed()
+        if result is not None and hasattr(result, "wait"):
+            return TimedWork(result, record)
+        record()
+        return result
+
+
+def _caller() -> str:
+    frame = call_site()
+    return frame.f_code.co_name if frame is not None else "unknown"
+
 
 comms_logger = CommsLogger()
 _timer = OperationTimer(comms_logger)
@@ -63,9 +131,9 @@ def configure(
         if value is not None:
             setattr(comms_logger, name, value)
     if comms_logger.enabled:
-        collectives.add_observer(_timer)
+        add_observer(_timer)
     else:
-        collectives.remove_observer(_timer)
+        remove_observer(_timer)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

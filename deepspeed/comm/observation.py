@@ -1,6 +1,6 @@
-"""What happens around a collective when somebody watches.
+"""What happens around an operation when somebody watches.
 
-Nobody watches by default and `deepspeed.comm.collectives` then calls torch directly. Otherwise each
+Nobody watches by default: `chain` is None and the operations call torch directly. Otherwise each
 operation becomes a `CollectiveCall` that passes through an `ObserverChain`: from the outermost
 observer to the innermost, each of which decides when to go on to the next, and at last torch. The
 comms logger's `OperationTimer` is one; the intent check, the stream checker and the simulated
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -20,8 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.comms_logging import CommsLogger
+from deepspeed.comm.process_groups import Group
+from deepspeed.comm.utils import message_bytes
+
+Handle = Any  # torch's Work, or None when the operation is complete or this rank takes no part
 
 
 class _Form(NamedTuple):
@@ -70,7 +71,7 @@ _FORMS = {
 _ALWAYS_ASYNC = ("isend", "irecv")
 
 
-def group_size(group: Any) -> int:
+def group_size(group: Group) -> int:
     """The number of ranks in a group (None: the world); 1 when there is no process group."""
     return torch_dist.get_world_size(group) if torch_dist.is_initialized() else 1
 
@@ -93,7 +94,7 @@ class CollectiveCall:
     name: str
     operation: Callable[..., Any]
     args: tuple[Any, ...]
-    group: Any = None
+    group: Group = None
     num_bytes: int = 0
     log_name: str | None = None
     prof: bool = False
@@ -207,59 +208,51 @@ class ObserverChain:
         return proceed()
 
 
-class TimedWork:
-    """An asynchronous operation's handle that records the latency when it is waited for; otherwise
-    the handle itself.
+# None while nobody watches: the operations test this one name and call torch.
+chain: ObserverChain | None = None
+
+
+def add_observer(observer: CollectiveObserver, innermost: bool = False) -> None:
+    """Send every operation from now on through ``observer`` too; nothing happens if it is one
+    already.
+
+    Args:
+        observer: is called around every operation, in the order of issue.
+        innermost: next to torch, inside all others; otherwise outside of all that are there.
     """
-
-    def __init__(self, work: Any, record: Callable[[], None]) -> None:
-        self._work = work
-        self._record: Callable[[], None] | None = record
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait as the wrapped handle does; the first call records the latency."""
-        result = self._work.wait(*args, **kwargs)
-        if self._record is not None:
-            record, self._record = self._record, None
-            record()
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    global chain
+    chain = (chain or ObserverChain(())).with_observer(observer, innermost)
 
 
-class OperationTimer:
-    """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is
-    complete when it was waited for.
+def remove_observer(observer: CollectiveObserver) -> None:
+    """Stop sending operations through ``observer``; nothing happens if it is none."""
+    global chain
+    chain = chain and chain.without_observer(observer)
+
+
+def is_observed_by(observer: CollectiveObserver) -> bool:
+    """Whether operations go through ``observer``."""
+    return chain is not None and observer in chain.observers
+
+
+def observed(
+    name: str,
+    operation: Callable[..., Any],
+    args: tuple[Any, ...],
+    group: Group,
+    payload: Any = None,
+    log_name: str | None = None,
+    prof: bool = False,
+    debug: str | None = None,
+) -> Handle:
+    """Issue an operation through the observers; the arguments are those of `CollectiveCall`.
+
+    Args:
+        payload: The tensor or tensors whose bytes are the operation's message.
     """
-
-    def __init__(self, comms_logger: CommsLogger) -> None:
-        self.logger = comms_logger
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Issue the operation and record it if the logger wants it."""
-        listed = call.log_name or call.name
-        if not self.logger.wants(listed, call.prof):
-            return proceed()
-        if self.logger.debug:
-            listed = f"{listed} | [Caller Func: {call.debug or _caller()}]"
-        accelerator = get_accelerator()
-        num_ranks = group_size(call.group)
-        # The device is drained before and after, so that only this operation is measured.
-        accelerator.synchronize()
-        started = time.perf_counter()
-
-        def record() -> None:
-            accelerator.synchronize()
-            self.logger.append(
-                call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks
-            )
-
-        result = proceed()
-        if result is not None and hasattr(result, "wait"):
-            return TimedWork(result, record)
-        record()
-        return result
+    num_bytes = message_bytes(payload)
+    call = CollectiveCall(name, operation, args, group, num_bytes, log_name, prof, debug)
+    return call.issue() if chain is None else chain.run(call)
 
 
 def call_site() -> FrameType | None:
@@ -275,8 +268,3 @@ def call_site() -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.comm"):
         frame = frame.f_back
     return frame
-
-
-def _caller() -> str:
-    frame = call_site()
-    return frame.f_code.co_name if frame is not None else "unknown"

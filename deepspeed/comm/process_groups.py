@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.constants import default_pg_timeout
 from deepspeed.comm.utils import get_local_rank_from_launcher
 
-Group = ProcessGroup | None
+Group = ProcessGroup | None  # None is the world where nothing else is said
 
 _group_timeout: timedelta = default_pg_timeout
 

@@ -39,8 +39,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
-from deepspeed.comm.collectives import WorkList, add_observer
-from deepspeed.comm.observation import CollectiveCall
+from deepspeed.comm.coalesced import WorkList
+from deepspeed.comm.observation import CollectiveCall, add_observer
 
 # The host itself takes part in these.
 _BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import sys
 
-from deepspeed.comm import collectives
+from deepspeed.comm import observation
 from deepspeed.comm.intent.board import CollectiveMismatchError
 from deepspeed.comm.intent.check import IntentCheck
 
@@ -57,7 +57,7 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         return
     _check = IntentCheck(timeout_s, _num_checks)
     _num_checks += 1
-    collectives.add_observer(_check)
+    observation.add_observer(_check)
     atexit.register(_leave_at_exit)
 
 
@@ -68,7 +68,7 @@ def disable() -> None:
     global _check
     if _check is None:
         return
-    collectives.remove_observer(_check)
+    observation.remove_observer(_check)
     atexit.unregister(_leave_at_exit)
     _check.leave("has switched the check off", stay=False)
     _check = None

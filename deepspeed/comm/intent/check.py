@@ -123,7 +123,7 @@ class IntentCheck:
         )
         self._pairs = PairCheck(self._board, self._rank)
 
-    def _group(self, group: Any) -> _Group:
+    def _group(self, group: process_groups.Group) -> _Group:
         name = (group or self._world).group_name
         known = self._groups.get(name)
         if known is None:

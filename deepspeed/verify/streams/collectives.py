@@ -10,8 +10,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.stream_trace import CollectiveTracing, TracedCollective
-from deepspeed.comm.collectives import add_observer, remove_observer
-from deepspeed.comm.observation import CollectiveCall
+from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
 
 _BY_THE_HOST = ("barrier", "monitored_barrier")
 _PAIRWISE = ("send", "recv", "isend", "irecv")

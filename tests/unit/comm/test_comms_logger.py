@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import collectives
+from deepspeed.comm import observation
 from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
 from unit.common import DistributedTest, needs_newer_gloo
 
@@ -188,7 +188,7 @@ class TestLogger(DistributedTest):
         assert dist.get_comm_operation_count() == 2
         dist.configure(enabled=False)
         dist.all_reduce(torch.ones(1), prof=True)
-        assert dist.get_comm_operation_count() == 2 and collectives._observers is None
+        assert dist.get_comm_operation_count() == 2 and observation.chain is None
 
     def test_own_operations(self) -> None:
         @dist.timed_op

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import collectives, intent
+from deepspeed.comm import intent, observation
 from deepspeed.comm.intent import CollectiveMismatchError
 from deepspeed.comm.intent.check import IntentCheck
 from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
@@ -421,7 +421,7 @@ def test_limits_are_positive() -> None:
 def test_nothing_remains_when_it_is_off() -> None:
     intent.enable()
     intent.enable(5.0)
-    assert intent.is_enabled() and collectives._observers is not None
+    assert intent.is_enabled() and observation.chain is not None
     intent.disable()
     intent.disable()
-    assert not intent.is_enabled() and collectives._observers is None
+    assert not intent.is_enabled() and observation.chain is None

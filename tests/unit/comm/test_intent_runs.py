@@ -14,7 +14,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import collectives, intent
+from deepspeed.comm import intent, observation
 from deepspeed.comm.intent import CollectiveMismatchError
 from deepspeed.comm.observation import CollectiveCall
 from unit.common import DistributedTest
@@ -65,7 +65,7 @@ class TestTraining(DistributedTest):
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_is_silent(self, stage: int) -> None:
         counter = Counter()
-        collectives.add_observer(counter)
+        observation.add_observer(counter)
         train(stage)
         assert intent.is_enabled() and sum(counter.counts.values()) >= (7 if stage == 0 else 20)
         intent.disable()
@@ -73,10 +73,10 @@ class TestTraining(DistributedTest):
     def test_a_rank_that_skips_one_is_named(self) -> None:
         train(stage=1, steps=1)  # switches the check on, so that the next observer is outside of it
         skip = SkipFirst("all_reduce" if dist.get_rank() == 2 else "")
-        collectives.add_observer(skip)
+        observation.add_observer(skip)
         with pytest.raises(CollectiveMismatchError) as failed:
             train(stage=1)
-        collectives.remove_observer(skip)
+        observation.remove_observer(skip)
         text = str(failed.value)
         assert (
             "ranks 0, 1: all_reduce(" in text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import collectives
+from deepspeed.comm import observation
 from deepspeed.comm.observation import CollectiveCall, CollectiveObserver, call_site
 from unit.common import DistributedTest, needs_newer_gloo
 
@@ -35,12 +35,12 @@ class Recorder:
 @contextmanager
 def observed_by(*observers: CollectiveObserver) -> Iterator[None]:
     for observer in observers:
-        collectives.add_observer(observer)
+        observation.add_observer(observer)
     try:
         yield
     finally:
         for observer in observers:
-            collectives.remove_observer(observer)
+            observation.remove_observer(observer)
 
 
 def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -58,8 +58,8 @@ class TestChain(DistributedTest):
             Recorder("device", order),
         )
         with observed_by(first, second):
-            collectives.add_observer(device, innermost=True)
-            collectives.add_observer(first)  # once is enough
+            observation.add_observer(device, innermost=True)
+            observation.add_observer(first)  # once is enough
             dist.all_reduce(torch.ones(1))
             assert order == [
                 "second in",
@@ -69,13 +69,13 @@ class TestChain(DistributedTest):
                 "first out",
                 "second out",
             ]
-            assert collectives.is_observed_by(device)
-            collectives.remove_observer(device)
-            collectives.remove_observer(device)
+            assert observation.is_observed_by(device)
+            observation.remove_observer(device)
+            observation.remove_observer(device)
             dist.all_reduce(torch.ones(1))
             assert len(device.calls) == 1 and len(first.calls) == 2
         # Nobody is left: the operations must call torch directly again.
-        assert collectives._observers is None
+        assert observation.chain is None
 
     def test_an_observer_can_replace_an_operation(self) -> None:
         class Instead:

@@ -17,7 +17,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import collectives
+from deepspeed.comm import observation
 from deepspeed.comm.observation import CollectiveCall, group_size
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -270,11 +270,11 @@ class PipeRun(CaseRun):
         def observed(*args: Any) -> None:
             self.found = self._grads()
             self.reductions.shapes.clear()
-            collectives.add_observer(self.reductions)
+            observation.add_observer(self.reductions)
             try:
                 original(*args)
             finally:
-                collectives.remove_observer(self.reductions)
+                observation.remove_observer(self.reductions)
 
         self.engine._take_model_step = observed
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import collectives, intent
+from deepspeed.comm import intent, observation
 from deepspeed.comm.observation import CollectiveCall, group_size
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
@@ -81,12 +81,12 @@ class GroupsRun(PipeRun):
 
     def train(self, step: int) -> torch.Tensor:
         """One step; norm and mean loss are all that ranks tell each other in few numbers."""
-        collectives.add_observer(self.reductions)
+        observation.add_observer(self.reductions)
         self.reductions.shapes.clear()
         try:
             loss = super().train(step)
         finally:
-            collectives.remove_observer(self.reductions)
+            observation.remove_observer(self.reductions)
         wanted = [(max(SPLITS[self.pipe_case.parts]),), ()]
         if self.reductions.shapes != wanted:
             self.fail(step, f"reductions of {self.reductions.shapes} elements, not of {wanted}")
