@@ -8,9 +8,12 @@ from deepspeed.accelerator.real_accelerator import (
     is_current_accelerator_supported,
     set_accelerator,
 )
+from deepspeed.accelerator.streams import Event, Stream
 
 __all__ = [
     "DeepSpeedAccelerator",
+    "Event",
+    "Stream",
     "get_accelerator",
     "is_current_accelerator_supported",
     "set_accelerator",

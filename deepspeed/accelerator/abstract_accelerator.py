@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import streams
 from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 
 
@@ -138,18 +139,18 @@ class DeepSpeedAccelerator(abc.ABC):
         """The event class."""
 
     @abc.abstractmethod
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream(self, stream: streams.Stream) -> AbstractContextManager[Any]:
         """A context manager under which work is issued on ``stream``."""
 
     @abc.abstractmethod
-    def current_stream(self, device_index: int | None = None) -> Any:
+    def current_stream(self, device_index: int | None = None) -> streams.Stream:
         """The stream on which work is issued now. Hashable."""
 
     @abc.abstractmethod
-    def default_stream(self, device_index: int | None = None) -> Any:
+    def default_stream(self, device_index: int | None = None) -> streams.Stream:
         """The stream that is current when none was chosen."""
 
-    def name_stream(self, stream: Any, name: str) -> None:  # noqa: B027  streams of most devices have no names
+    def name_stream(self, stream: streams.Stream, name: str) -> None:  # noqa: B027  streams of most devices have no names
         """Say what a stream is for: reports call it so where the device lets streams have names."""
 
     def trace_streams(
@@ -307,7 +308,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
     @abc.abstractmethod
     def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
+        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
     ) -> AbstractContextManager[Any]:
         """A context manager that captures the work issued under it into ``graph``."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import streams
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 
@@ -104,7 +105,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def Event(self) -> Any:
         return HostEvent
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream(self, stream: streams.Stream) -> AbstractContextManager[Any]:
         return contextlib.nullcontext(stream)
 
     def current_stream(self, device_index: int | None = None) -> HostStream:
@@ -234,7 +235,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return None
 
     def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
+        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
     ) -> AbstractContextManager[Any]:
         """The host has no graphs: the work under the context manager just runs."""
         return contextlib.nullcontext()

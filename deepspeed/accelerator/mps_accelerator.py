@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import streams
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerator
 
@@ -73,7 +74,7 @@ class MPS_Accelerator(TorchDeviceAccelerator):
     def Event(self) -> Any:
         return HostEvent
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream(self, stream: streams.Stream) -> AbstractContextManager[Any]:
         return contextlib.nullcontext(stream)
 
     def current_stream(self, device_index: int | None = None) -> HostStream:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import streams
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 
@@ -114,13 +115,13 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def Event(self) -> Any:
         return self._module.Event
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream(self, stream: streams.Stream) -> AbstractContextManager[Any]:
         return self._module.stream(stream)
 
-    def current_stream(self, device_index: int | None = None) -> Any:
+    def current_stream(self, device_index: int | None = None) -> streams.Stream:
         return self._module.current_stream(device_index)
 
-    def default_stream(self, device_index: int | None = None) -> Any:
+    def default_stream(self, device_index: int | None = None) -> streams.Stream:
         return self._module.default_stream(device_index)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         return None
 
     def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
+        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
     ) -> AbstractContextManager[Any]:
         """This device has no graphs: the work under the context manager just runs."""
         return contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 import torch
 
+from deepspeed.accelerator import streams
 from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerator
 
 
@@ -16,7 +17,7 @@ class XPU_Accelerator(TorchDeviceAccelerator):
         self._name = "xpu"
         self._communication_backend_name = "xccl"
 
-    def default_stream(self, device_index: int | None = None) -> torch.Stream:
+    def default_stream(self, device_index: int | None = None) -> streams.Stream:
         """The stream that is current: torch.xpu does not name its default stream."""
         return self.current_stream(device_index)
 

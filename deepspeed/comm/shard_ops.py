@@ -36,7 +36,7 @@ class PendingShards:
         self._works = works
         self._keep: torch.Tensor | None = keep
 
-    def sum_over(self, group: Any) -> None:
+    def sum_over(self, group: dist.Group) -> None:
         """Of a reduction: sum this rank's slice over the ranks of `group` too, which own the same
         slice of other sums.
 
@@ -66,7 +66,7 @@ def _slices(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
     ]
 
 
-def is_pairwise(tensor: torch.Tensor, group: Any) -> bool:
+def is_pairwise(tensor: torch.Tensor, group: dist.Group) -> bool:
     """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take
     host tensors only.
     """
@@ -80,7 +80,7 @@ def _exchange(
     into: Sequence[torch.Tensor],
     sending: Sequence[int],
     rank: int,
-    group: Any,
+    group: dist.Group,
 ) -> list[Any]:
     """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it.
 
@@ -100,7 +100,7 @@ def _exchange(
 
 
 def reduce_to_owners(
-    bucket: torch.Tensor, splits: Sequence[int], group: Any = None, async_op: bool = False
+    bucket: torch.Tensor, splits: Sequence[int], group: dist.Group = None, async_op: bool = False
 ) -> PendingShards:
     """Sum slice `i` of `bucket` over all ranks onto rank `i` of `group`.
 
@@ -135,7 +135,7 @@ def reduce_to_owners(
 def gather_from_owners(
     flat: torch.Tensor,
     splits: Sequence[int],
-    group: Any = None,
+    group: dist.Group = None,
     by_broadcast: bool = False,
     async_op: bool = False,
 ) -> PendingShards:
@@ -160,7 +160,7 @@ def gather_from_owners(
 
 def gather_slices(
     slices: Sequence[torch.Tensor],
-    group: Any = None,
+    group: dist.Group = None,
     by_broadcast: bool = False,
     async_op: bool = False,
 ) -> PendingShards:

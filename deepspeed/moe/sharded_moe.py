@@ -57,7 +57,7 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, group: Any, input: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, group: dist.Group, input: torch.Tensor) -> torch.Tensor:
         ctx.group = group
         return _exchange(input, group)
 
@@ -66,7 +66,7 @@ class _AllToAll(torch.autograd.Function):
         return None, _exchange(grad_output[0], ctx.group)
 
 
-def _exchange(pieces: torch.Tensor, group: Any) -> torch.Tensor:
+def _exchange(pieces: torch.Tensor, group: dist.Group) -> torch.Tensor:
     received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, pieces.contiguous(), group=group)
     return received
@@ -215,7 +215,7 @@ class MOELayer(nn.Module):
         self.gate = gate
         self.experts = experts
         self.parallel_map: ParallelMap | None = None
-        self.ep_group: Any = None
+        self.ep_group: dist.Group = None
         self.ep_group_name = ep_group_name
         self.ep_size = ep_size
         self.num_local_experts = num_local_experts
@@ -225,7 +225,7 @@ class MOELayer(nn.Module):
             gate.num_experts if isinstance(gate, TopKGate) else 0, dtype=torch.int64
         )
 
-    def _set_ep_group(self, ep_group: Any) -> None:
+    def _set_ep_group(self, ep_group: dist.Group) -> None:
         """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal
         ones; which ranks share them says the map that is in force now.
         """

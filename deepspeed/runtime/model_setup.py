@@ -95,7 +95,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return pieces
 
 
-def sum_sequence_parallel_gradients(model: nn.Module, group: Any) -> list[Any]:
+def sum_sequence_parallel_gradients(model: nn.Module, group: dist.Group) -> list[Any]:
     """Sum the gradients of parameters marked `sequence_parallel` over the tensor-parallel ranks, as
     they arise.
 

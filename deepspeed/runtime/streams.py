@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import Event, Stream, get_accelerator
 
 
 class CommContext:
@@ -43,23 +42,23 @@ class CommContext:
         accelerator = get_accelerator()
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
-        self.reduction_stream: Any = accelerator.Stream() if self.has_streams else None
-        if self.has_streams:
+        self.reduction_stream: Stream | None = accelerator.Stream() if self.has_streams else None
+        if self.reduction_stream is not None:
             accelerator.name_stream(self.reduction_stream, name)
-        self._alive: deque[tuple[list[torch.Tensor], Any]] = deque()
+        self._alive: deque[tuple[list[torch.Tensor], Event]] = deque()
 
     @property
     def async_handles(self) -> bool:
         """Whether overlap comes from asynchronous work handles instead of a stream."""
         return self.overlap and not self.has_streams
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> Stream:
         """The stream current here and now; inside a hook, the one that its gradient was produced
         on.
         """
         return get_accelerator().current_stream()
 
-    def wait_for(self, producers: Iterable[Any]) -> None:
+    def wait_for(self, producers: Iterable[Stream]) -> None:
         """Let the reduction stream wait for all work issued so far on each of `producers`."""
         if self.reduction_stream is not None:
             for stream in producers:
@@ -121,7 +120,7 @@ class StagingBuffers:
     def __init__(self, count: int, pin: bool = True) -> None:
         self._count = count
         self._pin = pin
-        self._free: deque[tuple[torch.Tensor, Any]] = deque()
+        self._free: deque[tuple[torch.Tensor, Event | None]] = deque()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of at least `numel` elements that no copy uses any more; its content is
@@ -136,6 +135,6 @@ class StagingBuffers:
         memory = torch.empty(numel, dtype=dtype, device="cpu")
         return get_accelerator().pin_memory(memory) if self._pin else memory
 
-    def give_back(self, buffer: torch.Tensor, event: Any = None) -> None:
+    def give_back(self, buffer: torch.Tensor, event: Event | None = None) -> None:
         """A tensor from `take` may be used again, after `event` if there is one."""
         self._free.append((buffer, event))

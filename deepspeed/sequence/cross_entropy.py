@@ -22,7 +22,10 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, vocab_seq_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any
+        ctx: Any,
+        vocab_seq_parallel_logits: torch.Tensor,
+        target: torch.Tensor,
+        sp_group: dist.Group,
     ) -> torch.Tensor:
         """Losses of all positions, in fp32."""
         taking_part = target != IGNORE_INDEX
@@ -52,7 +55,7 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_sequence_parallel_cross_entropy(
-    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: Any
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: dist.Group
 ) -> torch.Tensor:
     """Losses of all positions of a sequence whose positions are split over `sp_group`.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import Stream, get_accelerator
 
 
 class Cut(NamedTuple):
@@ -64,7 +64,11 @@ class Pending:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, async_op: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        cuts: Sequence[Cut],
+        group: dist.Group,
+        async_op: bool,
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self._outgoing, sent = _pack(tensors, cuts, world)
@@ -130,7 +134,10 @@ def _arriving_shapes(shape: Sequence[int], cut: Cut, rank: int) -> list[tuple[in
 
 
 def exchange(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any = None
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    group: dist.Group,
+    stream: Stream | None = None,
 ) -> list[torch.Tensor]:
     """Exchange tensors of one dtype in one collective, without autograd.
 
@@ -155,7 +162,7 @@ def exchange(
 
 
 def _on_stream(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: Any, stream: Any
+    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: dist.Group, stream: Stream
 ) -> list[torch.Tensor]:
     current = get_accelerator().current_stream()
     # Both waits are needed: the tensors are written on the current stream, and their memory, as
@@ -173,7 +180,11 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: Any, cuts: Sequence[Cut], stream: Any, *tensors: torch.Tensor
+        ctx: Any,
+        group: dist.Group,
+        cuts: Sequence[Cut],
+        stream: Stream | None,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Exchange `tensors`."""
         ctx.group, ctx.cuts, ctx.stream = group, cuts, stream

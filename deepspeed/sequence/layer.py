@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import Stream, get_accelerator
 from deepspeed.sequence.exchange import Cut, Exchange, Pending, exchange
 
 
@@ -27,7 +27,11 @@ def shares(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def _make_cut(
-    shape: Sequence[int], scatter: int, gather: int, group: Any, gather_total: int | None = None
+    shape: Sequence[int],
+    scatter: int,
+    gather: int,
+    group: dist.Group,
+    gather_total: int | None = None,
 ) -> Cut:
     """The cut that scatters one dimension as evenly as it goes, and gathers another.
 
@@ -52,7 +56,7 @@ def single_all_to_all(
     scatter_idx: int,
     gather_idx: int,
     batch_dim_idx: int,
-    group: Any,
+    group: dist.Group,
     async_op: bool = False,
     handle: dict[str, Any] | None = None,
     type: str | None = None,
@@ -93,7 +97,7 @@ def single_all_to_all(
 
 
 def uneven_heads_all2all(
-    input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any
+    input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: dist.Group
 ) -> torch.Tensor:
     """`single_all_to_all` whose heads need not divide in either direction; without autograd.
 
@@ -116,7 +120,7 @@ def _checked_cut(
     scatter: int,
     gather: int,
     batch: int,
-    group: Any,
+    group: dist.Group,
     gather_total: int | None = None,
 ) -> Cut:
     _check_dims(tensor, scatter, gather, batch)
@@ -156,12 +160,12 @@ class _SeqAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        group: Any,
+        group: dist.Group,
         input: torch.Tensor,
         scatter_idx: int,
         gather_idx: int,
         batch_dim_idx: int,
-        stream: Any = None,
+        stream: Stream | None = None,
         handle: dict[str, Any] | None = None,
         type: str | None = None,
         is_fwd: bool = True,
@@ -193,7 +197,7 @@ class _DimZeroAllToAll(torch.autograd.Function):
     """Equal pieces of dimension 0 to all ranks, and theirs joined along it."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, input: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, group: dist.Group, input: torch.Tensor) -> torch.Tensor:
         """Exchange.
 
         Raises:
@@ -328,10 +332,10 @@ class DistributedAttention(nn.Module):
     def __init__(
         self,
         local_attention: nn.Module,
-        sequence_process_group: Any,
+        sequence_process_group: dist.Group,
         scatter_idx: int = 2,
         gather_idx: int = 0,
-        sp_stream: Any = None,
+        sp_stream: Stream | None = None,
     ) -> None:
         super().__init__()
         self.local_attn = local_attention

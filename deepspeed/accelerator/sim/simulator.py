@@ -7,12 +7,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.accelerator.sim.backward import BackwardStreams
+from deepspeed.accelerator.sim.backward import BackwardStreams, StreamOf
 from deepspeed.accelerator.sim.dispatch import Operators
 from deepspeed.accelerator.sim.host_reads import Patches, patch_host_reads
 from deepspeed.accelerator.sim.memory import Allocator
@@ -111,6 +110,6 @@ class Simulator:
         finally:
             self.scheduler.tracer = None
 
-    def backward_on_streams(self, stream_of: Any) -> AbstractContextManager[None]:
+    def backward_on_streams(self, stream_of: StreamOf) -> AbstractContextManager[None]:
         """Within it, accumulation nodes run on `stream_of(parameter)`."""
         return self.backward.choosing(stream_of)

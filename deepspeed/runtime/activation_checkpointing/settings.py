@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.comm import Group
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
@@ -66,7 +67,7 @@ class Settings:
         return self.mpu if self.mpu is not None else groups.current().mpu
 
     @property
-    def group(self) -> Any:
+    def group(self) -> Group:
         """The tensor-parallel group; None if nobody knows one."""
         return bwc_tensor_model_parallel_group(self._unit)
 

@@ -67,7 +67,7 @@ def _squared(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
     return total
 
 
-def reduce_squared_norm(squared: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tensor:
     """Sum over the ranks of `group`, in place: the one small collective of a step. No group, no
     collective.
     """

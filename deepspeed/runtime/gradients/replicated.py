@@ -60,7 +60,7 @@ def all_reduce_flat(
     flats: Iterable[torch.Tensor],
     bucket_numel: int,
     factors: ReduceFactors,
-    groups: Iterable[dist.ProcessGroup | None],
+    groups: Iterable[dist.Group],
     communication_data_type: torch.dtype | None,
 ) -> None:
     """All-reduce flat buffers in place, `bucket_numel` elements at a time, scaled by the reduce

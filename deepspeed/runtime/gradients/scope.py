@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.comm import Group
+
 
 class GradientPiece(NamedTuple):
     """Consecutive elements of a parameter whose reduced gradient has the same holders.
@@ -48,7 +50,7 @@ class Passes(NamedTuple):
 
     micro_batches: int
     chunks: int
-    group: Any
+    group: Group
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class MasterWeightOptimizer(StepSequence):
         init_optimizer: torch.optim.Optimizer,
         param_names: Mapping[nn.Parameter, str],
         *,
-        shard_group: Any = None,
+        shard_group: dist.Group = None,
         master_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype = torch.float32,
         offload: DeepSpeedZeroOffloadOptimizerConfig | None = None,
@@ -350,7 +350,7 @@ class MasterWeightOptimizer(StepSequence):
         Returns:
             fp32 tensors in the parameters' shapes, on the model's device.
         """
-        by_group: dict[Any, list[int]] = {}
+        by_group: dict[dist.Group, list[int]] = {}
         for position, (group, _) in enumerate(links):
             by_group.setdefault(self.groups[group].process_group, []).append(position)
         values: dict[int, torch.Tensor] = {}
@@ -362,7 +362,10 @@ class MasterWeightOptimizer(StepSequence):
         return [values[position] for position in range(len(links))]
 
     def _gather_from(
-        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor], process_group: Any
+        self,
+        links: Sequence[tuple[int, int]],
+        shards: Sequence[torch.Tensor],
+        process_group: dist.Group,
     ) -> list[torch.Tensor]:
         numels = [self.groups[group].table.numels[index] for group, index in links]
         flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)

@@ -64,9 +64,9 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         reduce_rule: ReduceRule | None = None,
         loss_scaler: LossScalerBase | None = None,
         check_grad_overflow: bool = True,
-        dp_process_group: Any = None,
-        expert_data_parallel_group: Mapping[str, Any] | None = None,
-        norm_group: Any = None,
+        dp_process_group: dist.Group = None,
+        expert_data_parallel_group: Mapping[str, dist.Group] | None = None,
+        norm_group: dist.Group = None,
         counts_in_norm: Callable[[nn.Parameter], bool] | None = None,
         num_norm_groups: int | None = None,
         device: torch.device | None = None,
@@ -149,7 +149,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         ranks alike, before training.
         """
 
-    def _replicas(self, expert_group: str | None) -> Any:
+    def _replicas(self, expert_group: str | None) -> dist.Group:
         """The ranks that average the gradients of dense parameters (None), or of the experts of
         this group name.
         """

@@ -101,7 +101,7 @@ class Channel:
         dst: int,
         tag: int,
         *,
-        group: Any,
+        group: dist.Group,
         device: torch.device,
         dynamic: bool,
         name: str,

@@ -299,7 +299,7 @@ class PipelineModule(LayerFiles, nn.Module):
             self._make_equal(key, comms[key], owner)
         return comms
 
-    def _group_of_stages(self, stages: list[int]) -> Any:
+    def _group_of_stages(self, stages: list[int]) -> dist.Group:
         """This rank's group over `stages` of its pipeline; a rank on none of them gets a group of
         its own.
         """

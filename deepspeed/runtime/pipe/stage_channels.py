@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.runtime.pipe.failure import FailureWatch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
@@ -81,7 +82,9 @@ class StageChannels:
         before, behind = (pipeline[part % self._module.num_stages] for part in (border - 1, border))
         return [(before, behind), (behind, before)]
 
-    def _channel(self, src: int, dst: int, border: int, backwards: bool, group: object) -> Channel:
+    def _channel(
+        self, src: int, dst: int, border: int, backwards: bool, group: dist.Group
+    ) -> Channel:
         what = (
             f"gradients of part {border}'s inputs"
             if backwards

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.fragments import FragmentTable, ShardRank
 
@@ -84,7 +85,7 @@ class ShardedGroup:
         model_device: torch.device | None = None,
         pin: bool = False,
         offload: bool = False,
-        process_group: Any = None,
+        process_group: dist.Group = None,
         replicas: Any = None,
     ) -> None:
         self.params = list(params)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,11 +58,11 @@ class ModelRanks:
     """
 
     parallel_map: ParallelMap
-    replicas: Any
+    replicas: dist.Group
     num_replicas: int
-    experts: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, dist.Group] = field(default_factory=dict)
     spread_experts: frozenset[str] = frozenset()
-    tensor_group: Any = None
+    tensor_group: dist.Group = None
     has_parts: bool = False
 
     @classmethod
@@ -82,18 +81,18 @@ class ModelRanks:
             has_parts=parallel_map.model.size > 1 or parallel_map.pipe.size > 1,
         )
 
-    def holders(self, param: torch.Tensor) -> Any:
+    def holders(self, param: torch.Tensor) -> dist.Group:
         """The ranks that hold this parameter and average its gradient."""
         name = expert_group_of(param)
         return self.replicas if name is None else self.experts[name]
 
     @property
-    def everyone(self) -> Any:
+    def everyone(self) -> dist.Group:
         """The ranks that together train this model."""
         return dist.get_world_group() if self.has_parts else self.replicas
 
     @property
-    def norm_group(self) -> Any:
+    def norm_group(self) -> dist.Group:
         """The ranks over which squared sums are added up when each counts its shard; None if that
         is this one alone.
         """

@@ -28,6 +28,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
+from deepspeed.accelerator import Stream
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
@@ -112,7 +113,7 @@ class IPGBucket:
     grads: list[torch.Tensor] = field(default_factory=list)
     elements: int = 0
     index: int = 0
-    copy_streams: set[Any] = field(default_factory=set)
+    copy_streams: set[Stream] = field(default_factory=set)
 
     def clear(self) -> None:
         """Forget the contributions. The streams too [fix 1]: a stale one would order the next

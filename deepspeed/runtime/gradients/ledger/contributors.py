@@ -94,7 +94,7 @@ class ContributorSum:
             for row in rows:
                 self.sharers[row] = _ranks(group)
         self.holders = []
-        by_group: dict[Any, list[int]] = {}
+        by_group: dict[dist.Group, list[int]] = {}
         for index, piece in enumerate(pieces):
             group = scope.holders(piece.param)
             self.holders.append(_ranks(group))
@@ -124,5 +124,5 @@ class ContributorSum:
         return [max(1, len(ranks)) for ranks in self.sharers]
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def _ranks(group: dist.Group) -> tuple[int, ...]:
     return tuple(dist.get_all_ranks_from_group(group))
