@@ -12,6 +12,7 @@ from deepspeed.comm.ccl import CCLBackend
 from deepspeed.comm.comm import *  # noqa: F403
 from deepspeed.comm.comm import __all__ as _operations
 from deepspeed.comm.constants import *  # noqa: F403
+from deepspeed.comm.operation_log import CommsLogger
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.utils import (
     get_caller_func,
@@ -24,7 +25,6 @@ from deepspeed.comm.utils import (
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
-from deepspeed.utils.comms_logging import CommsLogger
 
 __all__ = [
     *_operations,

@@ -17,8 +17,8 @@ from deepspeed.comm.observation import (
     group_size,
     remove_observer,
 )
+from deepspeed.comm.operation_log import CommsLogger
 from deepspeed.comm.utils import get_msg_size_from_args
-from deepspeed.utils.comms_logging import CommsLogger
 
 
 class TimedWork:

@@ -1,15 +1,14 @@
-"""What a launcher told this process, and the sizes of messages. No process group is needed for any
-of it.
+"""What a launcher told this process, and the sizes and callers of messages. No process group is
+needed for any of it.
 """
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from deepspeed.utils.comms_logging import get_caller_func
 
 __all__ = [
     "get_caller_func",
@@ -82,6 +81,11 @@ def message_bytes(payload: Any) -> int:
     if isinstance(payload, (list, tuple)):
         return sum(message_bytes(item) for item in payload)
     return 0
+
+
+def get_caller_func(frame: int = 3) -> str:
+    """The name of the function ``frame`` levels up the stack."""
+    return sys._getframe(frame).f_code.co_name
 
 
 def get_default_args(func: Callable[..., Any]) -> dict[str, Any]:

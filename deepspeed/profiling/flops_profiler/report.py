@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from deepspeed.comm.operation_log import print_rank_0
 from deepspeed.profiling.flops_profiler import module_profile as results
 from deepspeed.profiling.flops_profiler.units import (
     duration_to_string,
@@ -18,7 +19,6 @@ from deepspeed.profiling.flops_profiler.units import (
     number_to_string,
     params_to_string,
 )
-from deepspeed.utils.comms_logging import print_rank_0
 
 if TYPE_CHECKING:
     from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler

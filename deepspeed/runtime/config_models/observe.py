@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.comm.constants import COMMS_LOGGER
 from deepspeed.runtime.config_models.base import (
     Bool,
     DeepSpeedConfigModel,
@@ -91,6 +95,21 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
     prof_ops: list[Text] = option([], "Names of the operations to record.")
     verbose: Bool = option(False, "Print each record.")
     debug: Bool = option(False, "Add the calling function to the name.")
+
+
+class DeepSpeedCommsConfig:
+    """The communication options of a configuration dict, as upstream's `deepspeed.comm.config` has
+    them.
+
+    Attributes:
+        comms_logger_enabled: whether the section is there, whatever its ``enabled`` says.
+        comms_logger: the parsed section; set only when it is there.
+    """
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.comms_logger_enabled = COMMS_LOGGER in ds_config
+        if self.comms_logger_enabled:
+            self.comms_logger = CommsLoggerConfig(**ds_config[COMMS_LOGGER])
 
 
 class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from deepspeed.comm.operation_log import print_rank_0
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
-from deepspeed.utils.comms_logging import print_rank_0
 
 GB = 2**30
 FP32_BYTES = 4
