@@ -12,8 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
 # any.

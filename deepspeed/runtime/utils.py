@@ -12,8 +12,17 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.operation_log import print_rank_0
+from deepspeed.runtime.gradients.norm import (
+    clip_factor,
+    local_squared_norm,
+    reduce_squared_norm,
+)
+from deepspeed.runtime.sharding.model_ranks import (
+    is_model_parallel_parameter as is_model_parallel_parameter,  # upstream's path of it
+)
+from deepspeed.runtime.sharding.model_ranks import norm_selection
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
-from deepspeed.utils.comms_logging import print_rank_0
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -81,14 +90,6 @@ def clip_grad_norm_(
             f"clip_grad_norm_(norm_type={norm_type}, mpu=...): only the 2-norm is supported across "
             "ranks"
         )
-    # cycle: both use this module
-    from deepspeed.runtime.gradients.norm import (
-        clip_factor,
-        local_squared_norm,
-        reduce_squared_norm,
-    )
-    from deepspeed.runtime.sharding.model_ranks import norm_selection
-
     params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     counts = norm_selection(bwc_tensor_model_parallel_rank(mpu))
     owned = [p.grad for p in params if p.grad is not None and counts(p)]
@@ -137,11 +138,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def empty_cache() -> None:
     """Return cached device memory."""
     get_accelerator().empty_cache()
-
-
-def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether the parameter is one rank's slice of a larger one."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:

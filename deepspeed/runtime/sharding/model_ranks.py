@@ -26,7 +26,11 @@ from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.group import expert_group_of
-from deepspeed.runtime.utils import is_model_parallel_parameter
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether the parameter is one rank's slice of a larger one."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def norm_selection(tensor_rank: int) -> Callable[[torch.Tensor], bool]:
