@@ -1,3 +1,1 @@
-"""Monitors: where training metrics are written (`monitor.MonitorMaster`), and what the engine
-writes (`training_events`).
-"""
+"""Monitors: where training metrics are written. `monitor.MonitorMaster` writes to all of them."""

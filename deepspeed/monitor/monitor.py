@@ -1,50 +1,17 @@
-"""`Monitor`, the interface of everything that events can be written to, and `MonitorMaster`, which
-writes to all that are enabled.
+"""`MonitorMaster`, which writes events to all monitors that are enabled.
 
-An event is `(name, value, step)`. The engine's own events (`training_events`) and a script's go the
-same way:
+The engine's own events (`runtime.step_observers.training_events`) and a script's go the same way:
 `engine.monitor.write_events([("Train/accuracy", 0.5, engine.global_samples)])`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.monitor.base import Event, Monitor, require
 from deepspeed.utils.logging import logger
-
-Event = tuple[str, Any, int]
-
-
-class Monitor(ABC):
-    """One place to write events to.
-
-    Args:
-        monitor_config: Its configuration block.
-
-    Attributes:
-        monitor_config: The same.
-        enabled: Whether the block is; a monitor that is not opens and writes nothing.
-    """
-
-    def __init__(self, monitor_config: Any) -> None:
-        self.monitor_config = monitor_config
-        self.enabled: bool = monitor_config.enabled
-
-    @abstractmethod
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write events.
-
-        Args:
-            event_list: `(name, value, step)` each; the value is a number or a tensor of one
-                element.
-        """
-
-    def close(self) -> None:  # noqa: B027  # most monitors have nothing to let go of
-        """Write what is buffered and let go of files and connections; no event may follow."""
 
 
 class MonitorMaster(Monitor):
@@ -157,24 +124,6 @@ def checked(event: Event) -> tuple[str, float, int]:
         raise ValueError(
             f"write_events: an event is (name, number, step), got {event!r}"
         ) from error
-
-
-def require(module: str, package: str, block: str) -> None:
-    """Raise unless `module` can be imported.
-
-    Args:
-        module: Its name.
-        package: The package that has it, as pip knows it.
-        block: The configuration block that needs it.
-
-    Raises:
-        ImportError: Names the three.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ImportError(
-            f'{block}.enabled: true needs the package {package}, which is not installed: run "pip '
-            f'install {package}", or set "{block}": {{"enabled": false}}'
-        )
 
 
 def _is_rank_0() -> bool:

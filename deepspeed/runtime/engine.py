@@ -40,7 +40,7 @@ from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.step_observer import observers_of
+from deepspeed.runtime.step_observers import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string

@@ -2,7 +2,7 @@
 observes them.
 
 Attached to the engine by calls that do nothing when timing is off and nobody observes. What
-observers do with them is theirs (`step_observer`).
+observers do with them is theirs (`step_observers`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,

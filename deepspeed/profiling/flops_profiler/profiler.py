@@ -86,7 +86,7 @@ class FlopsProfiler:
     Attributes:
         started: Whether forwards are being profiled.
         backward_duration: Seconds of backward, if whoever profiles a step measured them
-            (`step_profile`); 0 otherwise.
+            (`runtime.step_observers.step_profile`); 0 otherwise.
         step_duration: Likewise, of the optimizer step.
     """
 

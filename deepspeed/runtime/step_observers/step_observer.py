@@ -1,18 +1,15 @@
-"""`StepObserver`: how monitors and profilers attach to the engine.
+"""`StepObserver`, the interface through which monitors and profilers attach to the engine.
 
 The engine says when a phase begins and ends (`engine_timing.EngineTimers`); it does not know who
-listens. `observers_of` reads the configuration and makes those that it asks for. An observer must
-not communicate: ranks may have different ones.
+listens. An observer must not communicate: ranks may have different ones.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    import torch
 
 
 class StepObserver:
@@ -53,24 +50,3 @@ class StepObserver:
 
     def close(self) -> None:
         """The engine is destroyed."""
-
-
-def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
-    """The observers that the configuration asks for on this rank."""
-    # optional: each is imported only for a run that asks for it.
-    tree = engine._config.tree
-    observers: list[StepObserver] = []
-    if tree.memory_breakdown:
-        from deepspeed.profiling.memory_breakdown import MemoryBreakdown  # optional: as above
-
-        observers.append(MemoryBreakdown())
-    if engine.global_rank == 0 and tree.flops_profiler.enabled:
-        # optional: as above
-        from deepspeed.profiling.flops_profiler.step_profile import StepProfile
-
-        observers.append(StepProfile(engine, tree.flops_profiler))
-    if engine.global_rank == 0 and engine.monitor.enabled:
-        from deepspeed.monitor.training_events import TrainingEvents  # optional: as above
-
-        observers.append(TrainingEvents(engine))
-    return observers

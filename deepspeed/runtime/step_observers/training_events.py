@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed.monitor.monitor import Event
-from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.monitor.base import Event
+from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,

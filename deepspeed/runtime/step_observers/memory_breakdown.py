@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.runtime.utils import see_memory_usage
 
 

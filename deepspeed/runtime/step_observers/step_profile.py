@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, synchronized_time
-from deepspeed.runtime.step_observer import StepObserver
+from deepspeed.runtime.step_observers.step_observer import StepObserver
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig

@@ -1,0 +1,59 @@
+"""`Monitor`, the interface of everything that events can be written to.
+
+An event is `(name, value, step)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+Event = tuple[str, Any, int]
+
+
+class Monitor(ABC):
+    """One place to write events to.
+
+    Args:
+        monitor_config: Its configuration block.
+
+    Attributes:
+        monitor_config: The same.
+        enabled: Whether the block is; a monitor that is not opens and writes nothing.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled: bool = monitor_config.enabled
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write events.
+
+        Args:
+            event_list: `(name, value, step)` each; the value is a number or a tensor of one
+                element.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most monitors have nothing to let go of
+        """Write what is buffered and let go of files and connections; no event may follow."""
+
+
+def require(module: str, package: str, block: str) -> None:
+    """Raise unless `module` can be imported.
+
+    Args:
+        module: Its name.
+        package: The package that has it, as pip knows it.
+        block: The configuration block that needs it.
+
+    Raises:
+        ImportError: Names the three.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(
+            f'{block}.enabled: true needs the package {package}, which is not installed: run "pip '
+            f'install {package}", or set "{block}": {{"enabled": false}}'
+        )

@@ -1,0 +1,36 @@
+"""What listens to the engine's steps: `observers_of` makes what the configuration asks for.
+
+`step_observer` is the interface, `training_events` what goes to the monitors, `memory_breakdown`
+and `step_profile` the profilers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.step_observers.step_observer import StepObserver
+
+
+def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
+    """The observers that the configuration asks for on this rank."""
+    # optional: each is imported only for a run that asks for it.
+    tree = engine._config.tree
+    observers: list[StepObserver] = []
+    if tree.memory_breakdown:
+        # optional: as above
+        from deepspeed.runtime.step_observers.memory_breakdown import MemoryBreakdown
+
+        observers.append(MemoryBreakdown())
+    if engine.global_rank == 0 and tree.flops_profiler.enabled:
+        # optional: as above
+        from deepspeed.runtime.step_observers.step_profile import StepProfile
+
+        observers.append(StepProfile(engine, tree.flops_profiler))
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        # optional: as above
+        from deepspeed.runtime.step_observers.training_events import TrainingEvents
+
+        observers.append(TrainingEvents(engine))
+    return observers
