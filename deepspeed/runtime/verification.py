@@ -8,6 +8,7 @@ wanted.
 
 from __future__ import annotations
 
+import importlib
 import os
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "DS_VERIFY"
 CHECKS = ("ledger", "collectives", "streams")
+# The stream checker belongs to the tools above the engine, which knows this entry point of it only.
+STREAM_CHECK = "deepspeed.verify.streams.check"
 
 # Engines that have not been destroyed, and what is to be called with each new one.
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,9 +63,7 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
 
         intent.enable(timeout_s=block.collectives_timeout)
     if "streams" in wanted:
-        # optional: only a run that asks for it pays for it
-        from deepspeed.verify.streams import check
-
+        check: Any = importlib.import_module(STREAM_CHECK)
         check.enable_stream_checking()
         at_step = check.raise_findings
     engines.add(engine)
