@@ -27,18 +27,13 @@ from deepspeed.verify.oracle.plan import (
     read_config,
     shape_of,
 )
+from deepspeed.verify.oracle.randomness import seed_everything
 from deepspeed.verify.oracle.ranks import run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.text import render
+from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.verdicts import Report, make_report
-from deepspeed.verify.oracle.workload import (
-    GlobalBatches,
-    Shape,
-    UsageError,
-    Workload,
-    load_workload,
-    seed_everything,
-)
+from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 
 FAILED, MISUSED = 1, 2
 DEFAULT_BACKEND = "inductor"

@@ -16,7 +16,8 @@ from urllib.parse import parse_qsl
 import torch
 from torch import nn
 
-from deepspeed.verify.oracle.workload import RANDOM_ATTRIBUTES, UsageError
+from deepspeed.verify.oracle.randomness import RANDOM_ATTRIBUTES
+from deepspeed.verify.oracle.usage import UsageError
 
 DEFAULT_SEQUENCE = 32
 # Above this a check in double precision is a matter of hours on a laptop.

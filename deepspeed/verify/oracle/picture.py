@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.verify.oracle.text import cells, summary
+from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.verdicts import Report, Verdict
-from deepspeed.verify.oracle.workload import UsageError
 
 SUFFIXES = (".html", ".png")
 COLORS = {Verdict.PASS: "#1a7f37", Verdict.FAIL: "#cf222e", Verdict.NOT_RUN: "#6e7781"}

@@ -16,7 +16,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.model_setup import model_dtype
-from deepspeed.verify.oracle.workload import Shape, UsageError
+from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle.workload import Shape
 
 LEFT_OUT = (
     "verify",

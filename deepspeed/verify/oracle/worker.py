@@ -28,9 +28,10 @@ from deepspeed.verify.oracle.judge import (
     judge_step,
 )
 from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
+from deepspeed.verify.oracle.randomness import seed_everything
 from deepspeed.verify.oracle.reference import FP32_TOLERANCE, ROUNDOFF, Reference
 from deepspeed.verify.oracle.system import RunRecord, StepRecord, SystemRun
-from deepspeed.verify.oracle.workload import GlobalBatches, load_workload, seed_everything
+from deepspeed.verify.oracle.workload import GlobalBatches, load_workload
 
 # Gradients are accumulated on this many streams beside autograd's own under the simulated device.
 BACKWARD_STREAMS = 2

@@ -1,8 +1,8 @@
 """What is checked: the user's model, its batches and its loss, the same in every process.
 
-Owns the contract of `--model` and `--data`, seeding, calling the model, and cutting one global
-batch into micro-batches in different ways. Knows nothing of engines and ranks beyond their number.
-Hugging Face models are built in `hugging_face`.
+Owns the contract of `--model` and `--data`, calling the model, and cutting one global batch into
+micro-batches in different ways. Knows nothing of engines and ranks beyond their number. Hugging
+Face models are built in `hugging_face`.
 
 A model function returns `module`, `(module, batches)` or `(module, batches, loss)`:
 
@@ -24,7 +24,6 @@ import copy
 import importlib
 import inspect
 import os
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,21 +31,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-# Attributes that turn random behaviour on when they are floats above zero: nn.LSTM.dropout,
-# attention_dropout, resid_pdrop ...
-RANDOM_ATTRIBUTES = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop")
+from deepspeed.verify.oracle.hugging_face import build_model
+from deepspeed.verify.oracle.randomness import seed_everything, without_randomness
+from deepspeed.verify.oracle.usage import UsageError
+
 HUGGING_FACE = "hf:"
-
-
-class UsageError(ValueError):
-    """The command was used wrongly; the text names argument, value and remedy."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +165,6 @@ def _kind(value: Any) -> str:
 # Loading
 
 
-def seed_everything(seed: int) -> None:
-    """Make the user's functions draw the same numbers in every process."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workload:
     """What `--model` and `--data` name, dropout off.
 
@@ -193,9 +181,6 @@ def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workloa
     """
     seed_everything(seed)
     if model.startswith(HUGGING_FACE):
-        # optional: transformers is an extra
-        from deepspeed.verify.oracle.hugging_face import build_model
-
         made: Any = build_model(model.removeprefix(HUGGING_FACE), seed, rows)
     else:
         made = _function("--model", model)()
@@ -222,7 +207,7 @@ def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workloa
             f"--model {model}: no parameter of the module requires a gradient, so there is nothing "
             "to check"
         )
-    return Workload(module, batches, loss, _without_randomness(module))
+    return Workload(module, batches, loss, without_randomness(module))
 
 
 def _function(argument: str, spec: str) -> Callable[..., Any]:
@@ -286,25 +271,6 @@ class _TensorRows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return tree_unflatten([leaf[index] for leaf in self.leaves], self.structure)
-
-
-def _without_randomness(module: nn.Module) -> list[str]:
-    """Turn dropout off in place: a run that draws other masks cannot equal the whole batch."""
-    changed = []
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            part.p = 0.0
-            changed.append(name or type(part).__name__)
-        for key, value in vars(part).items():
-            if isinstance(value, float) and value > 0 and key.endswith(RANDOM_ATTRIBUTES):
-                setattr(part, key, 0.0)
-                changed.append(f"{name}.{key}")
-    if not changed:
-        return []
-    return [
-        f"dropout is set to 0 for the check in {len(changed)} places "
-        f"({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
-    ]
 
 
 # Batches
