@@ -2,7 +2,7 @@
 them.
 
 Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written
-when `runtime.checkpointing.engine_checkpoint`'s.
+when `runtime.checkpointing`'s.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import own_tensors
-from deepspeed.runtime.checkpointing.parts import CheckpointParts
+from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
@@ -59,7 +59,7 @@ TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
 
 def describe(
-    engine: CheckpointParts,
+    state: TrainingState,
     model: ModelFiles,
     optimizer: OptimizerFiles,
     exclude_frozen_parameters: bool = False,
@@ -68,7 +68,7 @@ def describe(
     Collective-free.
 
     Args:
-        engine: The engine.
+        state: The engine.
         model, optimizer: Its files.
         exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
@@ -78,7 +78,7 @@ def describe(
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
     if optimizer.optimizer is not None:
         files.setdefault(optimizer.file or model_file, {}).update(_state(optimizer))
-    scheduler = engine.lr_scheduler
+    scheduler = state.lr_scheduler
     files.setdefault(model_file, {})["scheduler"] = (
         None if scheduler is None else type(scheduler).__name__
     )
@@ -88,29 +88,29 @@ def describe(
         "torch",
         *([] if get_accelerator().device_name() == "cpu" else ["device"]),
     ]
-    has_position = hasattr(engine.training_dataloader, "state_dict")
+    has_position = hasattr(state.training_dataloader, "state_dict")
     files[file_names.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
     return {"part": part, "files": files}
 
 
 def describe_whole(
-    engine: CheckpointParts, tag: str, client_state: Iterable[str], save_latest: bool
+    state: TrainingState, tag: str, client_state: Iterable[str], save_latest: bool
 ) -> dict[str, Any]:
     """What all ranks know alike, for the head of the manifest.
 
     Args:
-        engine: The engine.
+        state: The engine.
         tag: Name of the checkpoint.
         client_state: Names of what the client has added.
         save_latest: The `latest` file will name it.
     """
-    sequence = engine._sequence
+    sequence = state._sequence
     return {
         "tag": tag,
         "ds_version": __version__,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
+        "global_steps": state.global_steps,
+        "global_samples": state.global_samples,
+        "skipped_steps": state.skipped_steps,
         "world_size": dist.get_world_size(),
         "cut": ParallelDegrees.of_this_run()._asdict(),
         "shards": sequence.num_shards if isinstance(sequence, ZeROOptimizer) else 1,

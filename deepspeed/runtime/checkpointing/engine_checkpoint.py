@@ -1,5 +1,8 @@
-"""The engine's weights as a state dict and as one file, and with them all that saves and loads an
-engine.
+"""What an engine owns to save and load itself: the checkpoint engine that writes its files, the
+save in the background, and the weights as a state dict and as one file.
+
+The engine's methods of these names hand on to here. What a save does is `saving`'s, what a load
+does `loading`'s.
 """
 
 from __future__ import annotations
@@ -14,71 +17,146 @@ from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import together
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.runtime.checkpointing.loading import LoadingMixin
-from deepspeed.runtime.checkpointing.saving import SavingMixin
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
+from deepspeed.runtime.checkpointing.background_save import BackgroundSave
+from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
+from deepspeed.runtime.checkpointing.saving import Saver
+from deepspeed.runtime.checkpointing.training_state import TrainingState
 
 
-class CheckpointMixin(SavingMixin, LoadingMixin):
-    """`save_checkpoint`, `load_checkpoint` and the state of `DeepSpeedEngine`."""
+class EngineCheckpoint:
+    """Saves and loads one engine.
+
+    Args:
+        state: The engine.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._saver = Saver(state)
+        self._loader = Loader(state)
+        self._engine: CheckpointEngine | None = None
+        self._background_save: BackgroundSave | None = None
+
+    # Files
+
+    @property
+    def engine(self) -> CheckpointEngine:
+        """What writes and reads files: as `checkpoint.writer` says, or one of the client's."""
+        if self._engine is None:
+            self._engine = make_checkpoint_engine(self._state._config.tree.checkpoint)
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: CheckpointEngine) -> None:
+        if not isinstance(engine, CheckpointEngine):
+            raise TypeError(
+                f"checkpoint_engine: {type(engine).__name__} is no "
+                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it "
+                "from that"
+            )
+        self._engine = engine
+
+    def save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+    ) -> bool:
+        """See `DeepSpeedEngine.save_checkpoint`."""
+        self._background_save = self._saver.save(
+            self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+        return True
+
+    def load(
+        self, load_dir: str, tag: str | None, options: LoadOptions
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """See `DeepSpeedEngine.load_checkpoint`."""
+        return self._loader.load(self.engine, load_dir, tag, options)
+
+    # The engine's life
+
+    def on_backward(self) -> None:
+        """A backward begins."""
+        if self._background_save is not None:
+            self._background_save.on_backward()
+
+    def on_step(self) -> None:
+        """After a step: raise if the save in the background has failed. All ranks call it,
+        together.
+        """
+        save = self._background_save
+        if save is not None and save.settle(self._state.device, wait=False):
+            self._background_save = None
+
+    def close(self) -> None:
+        """The engine ends: wait for this rank's part. Other ranks may not come here together, so
+        nothing is agreed.
+        """
+        if self._background_save is not None:
+            self._background_save.join()
+            self._background_save = None
+        if self._engine is not None:
+            self._engine.cleanup()
+
+    # Weights
+
+    def module_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool, exclude_frozen_parameters: bool
+    ) -> dict[str, Any]:
+        """See `DeepSpeedEngine.module_state_dict`."""
+        module = self._state.module
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
 
     def load_module_state_dict(
         self,
         checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
+        strict: bool,
+        custom_load_fn: Callable[..., Any] | None,
     ) -> None:
-        """Load the model's weights from a model-states file's content; masters follow.
-
-        Args:
-            checkpoint: Content of the file.
-            strict: Names must match exactly.
-            custom_load_fn: Called as `fn(src=state_dict, dst=module)` instead.
-            fetch_z3_params: No effect below stage 3.
-        """
-        state = checkpoint[keys.MODULE]
+        """See `DeepSpeedEngine.load_module_state_dict`."""
+        module = self._state.module
         if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=self.module)
+            custom_load_fn(src=checkpoint[keys.MODULE], dst=module)
         else:
-            self.module.load_state_dict(state, strict=strict)
-        self._refresh_masters()
+            module.load_state_dict(checkpoint[keys.MODULE], strict=strict)
+        refresh_masters(self._state)
 
     def save_16bit_model(
-        self,
-        save_dir: str,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str, save_filename: str, exclude_frozen_parameters: bool
     ) -> bool:
-        """Save the weights alone, in the model's dtype, as one file. All ranks must call it."""
+        """See `DeepSpeedEngine.save_16bit_model`."""
 
         def save() -> None:
             if dist.get_rank() == 0:
                 os.makedirs(save_dir, exist_ok=True)
-                state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
                 temporary = os.path.join(save_dir, file_names.saving(save_filename))
-                write_file(temporary, clone_tensors_for_torch_save(state))
+                write_file(temporary, self._own_weights(exclude_frozen_parameters))
                 os.replace(temporary, os.path.join(save_dir, save_filename))
 
-        together(save, self.device, f"saving {save_filename}")
+        together(save, self._state.device, f"saving {save_filename}")
         return True
 
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Upstream's older name of `save_16bit_model`."""
-        return self.save_16bit_model(save_dir, save_filename)
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+        """The whole state dict on rank 0 (host memory), None elsewhere. Below stage 3 every rank
+        has the weights whole.
+        """
+        return self._own_weights(exclude_frozen_parameters) if dist.get_rank() == 0 else None
 
-    # What clients gather weights with; below stage 3 every rank has them whole.
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def _consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
-        """The whole state dict on rank 0 (host memory), None elsewhere."""
-        if dist.get_rank() != 0:
-            return None
-        return clone_tensors_for_torch_save(
-            self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    def _own_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
+        """What the engine, which a client may have derived from, gives as its weights, in storage
+        of their own.
+        """
+        state: dict[str, Any] = clone_tensors_for_torch_save(
+            self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         )
+        return state

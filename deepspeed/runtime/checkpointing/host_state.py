@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.runtime.dataloader import ResumableDistributedSampler
+from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
 
@@ -27,7 +30,7 @@ def host_state(
     Args:
         loader: The engine's training dataloader, or None.
         micro_steps: Micro-batches so far.
-        cut: How model and data are divided over the ranks.
+        cut: `host_degrees` of this run.
         num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty
             without.
     """
@@ -53,6 +56,15 @@ def host_state(
         "micro_steps": micro_steps,
         "cut": dict(cut),
         "num_forwards": list(num_forwards),
+    }
+
+
+def host_degrees() -> dict[str, int]:
+    """Where a process must be in an equal run for its random states to be its own again."""
+    return {
+        "world": dist.get_world_size(),
+        "replicas": groups._get_sequence_data_parallel_world_size(),
+        **ParallelDegrees.of_this_run()._asdict(),
     }
 
 

@@ -29,6 +29,7 @@ from deepspeed.runtime.checkpointing.optimizer_resharding import (
     reshard_optimizer_state,
 )
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
+from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
@@ -74,6 +75,19 @@ class OptimizerFiles:
         self.experts = model.experts
         self.names = {param: name for name, param in model.module.named_parameters()}
         self.part = groups._get_model_parallel_rank()
+
+    @classmethod
+    def of(cls, state: TrainingState, model: ModelFiles) -> OptimizerFiles:
+        """Those of an engine's optimizer."""
+        tree = state._config.tree
+        return cls(
+            state._sequence,
+            state.optimizer,
+            model,
+            tree.bf16.enabled,
+            tree.use_data_before_expert_parallelism,
+            state.config,
+        )
 
     # Writing
 

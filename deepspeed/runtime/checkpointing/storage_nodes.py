@@ -49,6 +49,11 @@ class StorageNode(NamedTuple):
         return here.index(self.rank), len(here)
 
 
+def storage_node(is_local: bool) -> StorageNode:
+    """The ranks that share a checkpoint folder; `is_local`: those of one node. Collective."""
+    return node_local_storage() if is_local else shared_storage()
+
+
 def shared_storage() -> StorageNode:
     """One folder for all ranks."""
     return StorageNode(dist.get_rank(), tuple(range(dist.get_world_size())), (0,))

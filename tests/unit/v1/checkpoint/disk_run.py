@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.runtime.checkpointing.background_save import in_flight
+from deepspeed.runtime.checkpointing.background_save import finish_saves, in_flight
 from unit.v1.checkpoint.runs import config, differences, look, start, train
 
 ROOM_BYTES = 16384  # less than a rank's files
@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(folder), tag="good")
-        engine._finish_saves()
+        finish_saves(engine.device)
         dist.barrier()
         before = contents(folder)
         on_first(lambda: fill(folder / "filler"))

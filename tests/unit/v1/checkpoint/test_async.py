@@ -172,7 +172,7 @@ class TestInTheBackground(DistributedTest):
                     assert not save._thread.is_alive()
                 engine.step()
         saved("wait")
-        engine._finish_saves()
+        background_save.finish_saves(engine.device)
         monkeypatch.setattr(background_save, "_START_S", 0.01)
         save = saved("soon")
         save._thread.join(20)

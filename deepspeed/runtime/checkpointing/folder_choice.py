@@ -1,0 +1,156 @@
+"""Which checkpoint is loaded, and whether its files are as they were written.
+
+Ranks agree here, so that all load the same or all raise. What is in the files is `loading`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.files import CheckpointError, read_latest, recover_folder, together
+from deepspeed.checkpoint.manifest import read_manifest
+from deepspeed.checkpoint.retention import newest_common_tag, published_tags
+from deepspeed.checkpoint.verification import (
+    FULL,
+    OFF,
+    check_coverage,
+    check_folder,
+    existing_tags,
+    latest_tag,
+    newest_published,
+    raise_problems,
+)
+from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
+from deepspeed.utils.logging import logger
+
+
+class FolderChoice:
+    """Finds and checks checkpoint folders. All ranks call each method, together.
+
+    Args:
+        node: The ranks that share them.
+        level: `checkpoint.verify`.
+        universal: They are universal checkpoints.
+        device: Where ranks agree.
+    """
+
+    def __init__(
+        self, node: StorageNode, level: str, universal: bool, device: torch.device
+    ) -> None:
+        self._node = node
+        self._level = level
+        self._universal = universal
+        self._device = device
+
+    def recover(self, folder: str) -> None:
+        """Put back what a killed save has moved away."""
+        together(
+            lambda: recover_folder(folder) if self._node.publishes else None,
+            self._device,
+            f"looking for {folder}",
+        )
+
+    def latest_tag(self, load_dir: str) -> str | None:
+        """What to load when no tag is given: the same on all ranks."""
+        what = f"looking for the newest checkpoint in {load_dir}"
+        known = together(lambda: self._known_tags(load_dir), self._device, what)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, known)
+        return newest_common_tag([everywhere[publisher] for publisher in self._node.publishers])
+
+    def _known_tags(self, load_dir: str) -> tuple[str | None, list[str]]:
+        if not self._node.publishes:
+            return None, []
+        if self._universal:
+            tag = read_latest(load_dir, keys.LATEST_UNIVERSAL)
+            return tag, [] if tag is None else [tag]
+        named, newest = latest_tag(load_dir), newest_published(load_dir)
+        if newest is not None and named != newest:
+            logger.warning(
+                f"{os.path.join(load_dir, keys.LATEST)} "
+                f"{'is missing' if named is None else f'names {named!r}'}, but the newest "
+                f"checkpoint that it was to name is {newest!r}: a save was killed before it wrote "
+                f"the file, or the file was lost or changed since. Loading {named or newest!r}; "
+                "give a tag for another"
+            )
+        return named or newest, published_tags(load_dir)
+
+    def verify_newest(self, folder: str) -> None:
+        """`verify`, and if it fails tell which older checkpoint could be loaded: no other is
+        loaded unasked.
+        """
+        try:
+            return self.verify(folder)
+        except CheckpointError as error:
+            load_dir, tag = os.path.split(folder)
+            candidates: list[Any] = [
+                [name for name in reversed(published_tags(load_dir)) if name != tag]
+            ]
+            dist.broadcast_object_list(candidates, src=0)
+            for name in candidates[0]:
+                if self._is_valid(os.path.join(load_dir, name)):
+                    raise CheckpointError(
+                        f"{error}. The newest other checkpoint that is as it was written has "
+                        f"tag={name!r}"
+                    ) from error
+            raise
+
+    def _is_valid(self, folder: str) -> bool:
+        try:
+            self.verify(folder)
+        except CheckpointError:
+            return False
+        return True
+
+    def verify(self, folder: str) -> None:
+        """Hold the folder against its manifest, if it has one. All ranks call it, each reads a
+        share of the files.
+
+        Raises:
+            CheckpointError: On every rank, naming what is wrong.
+        """
+        parts = together(
+            lambda: _check_share(folder, self._node, self._level),
+            self._device,
+            f"checking {folder}",
+        )
+        if len(self._node.publishers) > 1:
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, parts)
+            parts = {rank: part for found in everywhere for rank, part in found.items()}
+        # Of one folder its first rank has them all; of folders of several nodes now every rank has.
+        together(
+            lambda: raise_problems(folder, check_coverage(parts.values())),
+            self._device,
+            f"checking {folder}",
+        )
+
+
+def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:
+    """Check what is this rank's share of a folder.
+
+    Returns:
+        What the ranks that wrote the folder describe, for the first of those that share it; nothing
+        for others.
+
+    Raises:
+        CheckpointError: Something is wrong with it.
+    """
+    load_dir, tag = os.path.split(folder)
+    if not os.path.isdir(folder):
+        raise CheckpointError(
+            f"tag {tag!r} is not in {load_dir}; there are: "
+            f"{', '.join(existing_tags(load_dir)) or 'none'}"
+        )
+    manifest = read_manifest(folder) if level != OFF else None
+    if manifest is None:
+        return {}
+    share = node.share(node.ranks)
+    raise_problems(folder, check_folder(folder, manifest, share, level == FULL))
+    return manifest.parts if share[0] == 0 else {}

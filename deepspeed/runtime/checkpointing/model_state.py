@@ -1,0 +1,110 @@
+"""What stands in the model file: weights, counters, the schedule, and what tools need to know to
+make whole weights of optimizer shards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
+from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
+from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.utils import groups
+
+
+def model_state(
+    state: TrainingState,
+    files: ModelFiles,
+    optimizer: OptimizerFiles,
+    weights: dict[str, Any],
+    exclude_frozen_parameters: bool,
+) -> dict[str, Any]:
+    """Content of this rank's model file, but for what clients add.
+
+    Args:
+        state: The engine.
+        files, optimizer: Its files.
+        weights: The model's state dict.
+        exclude_frozen_parameters: Frozen parameters are left out of it.
+    """
+    sequence = state._sequence
+    sharded = isinstance(sequence, ZeROOptimizer)
+    degrees = ParallelDegrees.of_this_run()
+    schedule = state.lr_scheduler
+    content = {
+        keys.MODULE: files.in_model_file(weights),
+        keys.BUFFER_NAMES: [name for name, _ in state.module.named_buffers()],
+        keys.OPTIMIZER: optimizer.in_model_file(),
+        keys.PARAM_SHAPES: _param_shapes(sequence) if isinstance(sequence, ZeROOptimizer) else None,
+        **_frozen_state(state, exclude_frozen_parameters),
+        keys.SHARED_PARAMS: _shared_params(state.module) if sharded else None,
+        keys.LR_SCHEDULER: schedule.state_dict() if schedule is not None else None,
+        keys.DATA_SAMPLER: None,
+        keys.RANDOM_LTD: None,
+        keys.SPARSE_TENSOR_MODULE_NAMES: set(),
+        keys.SKIPPED_STEPS: state.skipped_steps,
+        keys.GLOBAL_STEPS: state.global_steps,
+        keys.GLOBAL_SAMPLES: state.global_samples,
+        # Readers take it for the number of optimizer files: with optimizer instances those of
+        # one instance.
+        keys.DP_WORLD_SIZE: sequence.num_shards
+        if isinstance(sequence, ZeROOptimizer)
+        else groups._get_data_parallel_world_size(),
+        keys.MP_WORLD_SIZE: degrees.parts,
+        keys.CHECKPOINT_PARALLEL_DIMS: {
+            keys.CHECKPOINT_PP_DEGREE: degrees.stages,
+            keys.CHECKPOINT_TP_DEGREE: degrees.tensor,
+        },
+        keys.DS_CONFIG: state.config,
+        keys.DS_VERSION: __version__,
+        keys.MANIFEST_VERSION: manifest.VERSION,
+    }
+    if files.experts.layers:
+        content[keys.NUM_EXPERTS] = files.experts.counts
+    return content
+
+
+def _param_shapes(sequence: ZeROOptimizer) -> list[OrderedDict[str, torch.Size]]:
+    """Shapes per group in flat order: offline tools cut the concatenated shards by them."""
+    names = sequence.param_names
+    return [
+        OrderedDict((names[param], param.shape) for param in group.params)
+        for group in sequence.groups
+    ]
+
+
+def _frozen_state(state: TrainingState, exclude: bool) -> dict[str, Any]:
+    sequence = state._sequence
+    if not isinstance(sequence, ZeROOptimizer) or isinstance(sequence, BF16_Optimizer):
+        return {keys.FROZEN_PARAM_SHAPES: None, keys.FROZEN_PARAM_FRAGMENTS: None}
+    frozen = [
+        (name, param)
+        for name, param in state.module.named_parameters()
+        if not param.requires_grad and not exclude
+    ]
+    return {
+        keys.FROZEN_PARAM_SHAPES: OrderedDict((name, param.shape) for name, param in frozen),
+        keys.FROZEN_PARAM_FRAGMENTS: OrderedDict((name, param.detach()) for name, param in frozen),
+    }
+
+
+def _shared_params(module: nn.Module) -> dict[str, str]:
+    """Name -> first name, for parameters that occur under several names."""
+    first: dict[int, str] = {}
+    shared = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            shared[name] = first[id(param)]
+        else:
+            first[id(param)] = name
+    return shared

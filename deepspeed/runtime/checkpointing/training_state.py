@@ -1,0 +1,60 @@
+"""What saving and loading read and set of an engine: all that they know of it.
+
+`DeepSpeedEngine` has these attributes; whoever else has them can be saved and loaded too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+
+
+class TrainingState(Protocol):
+    """Where training stands.
+
+    Attributes:
+        optimizer: Who has the optimizer's state.
+        lr_scheduler: The schedule, or None.
+        training_dataloader: Whose position is saved, if it has a `state_dict`; or None.
+        device: Of the model, and of what ranks agree by.
+        tracker: Counts micro-batches.
+        global_steps: Optimizer steps, skipped ones included.
+        skipped_steps: Steps skipped because the gradient was not finite.
+        global_samples: Samples seen.
+        loaded_checkpoint_tag: Set by loading.
+    """
+
+    _config: DeepSpeedConfig
+    _sequence: StepSequence | None
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+    device: torch.device
+    tracker: AccumulationTracker
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    loaded_checkpoint_tag: str | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as a plain dict, for the files."""
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The weights that are saved; a client's engine may have others than the model's."""
