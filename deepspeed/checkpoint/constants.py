@@ -76,6 +76,7 @@ LOSS_SCALER = "loss_scaler"
 # Masters and loss scale of the fp16 optimizers without ZeRO
 FP32_GROUPS_FLAT = "fp32_groups_flat"
 FP32_GROUPS = "fp32_groups"
+MASTER_KEYS = {FP32_GROUPS_FLAT, FP32_GROUPS}
 SCALER_KEYS = (
     "cur_scale",
     "cur_iter",

@@ -14,6 +14,7 @@ of a shard the same sum, whatever instance it is in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import all_reduce_flat
+from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
@@ -174,6 +176,11 @@ class BF16_Optimizer(ZeROOptimizer):
     def has_reduced_gradients(self) -> bool:
         """See `ZeROOptimizer`."""
         return self._reduced
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        return replace(super().state_layout, lists_frozen=False)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in upstream's layout."""

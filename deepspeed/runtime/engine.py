@@ -39,7 +39,6 @@ from deepspeed.runtime.model_setup import (
 )
 from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
 from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.step_observers import observers_of
@@ -225,9 +224,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         self._check_offload_optimizer(basic, is_clients=basic is client)
         self.basic_optimizer = basic
         self._sequence = wrap_optimizer(basic, self._wrap_context())
-        self.optimizer = (
-            self._sequence if isinstance(self._sequence, MasterWeightOptimizer) else basic
-        )
+        self.optimizer = self._sequence.public_optimizer
 
     def _check_offload_optimizer(self, basic: Any, is_clients: bool) -> None:
         """`zero_force_ds_cpu_optimizer`: a client's optimizer must be made for the host when its

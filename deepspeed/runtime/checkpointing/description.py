@@ -35,7 +35,7 @@ Experts are numbered over all ranks. "unused" requires gradients, but the optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,10 +49,8 @@ from deepspeed.checkpoint.resharding.saved_optimizer import FP32, is_per_element
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
-from deepspeed.runtime.checkpointing.optimizer_resharding import own_tensors
-from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.utils import groups
 
 TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
@@ -76,8 +74,10 @@ def describe(
     model_file = file_names.model_file(part)
     weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
-    if optimizer.optimizer is not None:
-        files.setdefault(optimizer.file or model_file, {}).update(_state(optimizer))
+    if optimizer.sequence is not None:
+        files.setdefault(optimizer.file or model_file, {}).update(
+            _state(optimizer.sequence, optimizer)
+        )
     scheduler = state.lr_scheduler
     files.setdefault(model_file, {})["scheduler"] = (
         None if scheduler is None else type(scheduler).__name__
@@ -104,7 +104,7 @@ def describe_whole(
         client_state: Names of what the client has added.
         save_latest: The `latest` file will name it.
     """
-    sequence = state._sequence
+    shard = state_layout(state).shard
     return {
         "tag": tag,
         "ds_version": __version__,
@@ -113,7 +113,7 @@ def describe_whole(
         "skipped_steps": state.skipped_steps,
         "world_size": dist.get_world_size(),
         "cut": ParallelDegrees.of_this_run()._asdict(),
-        "shards": sequence.num_shards if isinstance(sequence, ZeROOptimizer) else 1,
+        "shards": 1 if shard is None else shard.count,
         "client_state": sorted(map(str, client_state)),
         "latest": save_latest,
     }
@@ -123,7 +123,9 @@ def _weights(
     files: ModelFiles, optimizer: OptimizerFiles, model_file: str, without_frozen: bool
 ) -> dict[str, Any]:
     """Name of a file -> name of a weight -> shape, dtype, kind and, if it is tied, to which."""
-    trained = {param for group in _param_groups(optimizer) for param in group}
+    sequence = optimizer.sequence
+    groups_of_params = [] if sequence is None else sequence.numbered_params()
+    trained = {param for params in groups_of_params for param in params}
     layers = files.layered.files_of_layers() if files.is_layered else {}
     found: dict[str, dict[str, Any]] = (
         {name: {} for name in layers} if files.is_layered else {model_file: {}}
@@ -166,40 +168,25 @@ def _files_of(
     return [file for file, layer in layers.items() if name.startswith(f"{layer}.")]
 
 
-def _param_groups(optimizer: OptimizerFiles) -> Iterator[Sequence[torch.Tensor]]:
-    """The model's parameters that the optimizer updates."""
-    if isinstance(optimizer.sequence, MasterWeightOptimizer):
-        yield from (group.params for group in optimizer.sequence.groups)
-    elif optimizer.optimizer is not None:
-        yield from (group["params"] for group in optimizer.optimizer.param_groups)
-
-
-def _state(optimizer: OptimizerFiles) -> dict[str, Any]:
+def _state(sequence: StepSequence, optimizer: OptimizerFiles) -> dict[str, Any]:
     """Slots and fragments of one optimizer file."""
-    sequence = optimizer.sequence
-    owner = sequence if isinstance(sequence, MasterWeightOptimizer) else optimizer.optimizer
-    params = [iter(group["params"]) for group in owner.param_groups]
     slots: list[dict[str, str]] = []
     fragments = []
-    for tensor, runs in own_tensors(owner):
-        held = next(params[tensor.group], None)
-        state = owner.state.get(held, {}) if held is not None else {}
-        sizes, is_scalar = (tensor.numel, tensor.used), len(tensor.shape) == 0
-        found = {FP32: "float32"} if isinstance(owner, MasterWeightOptimizer) else {}
-        for key, value in state.items():
+    for own in sequence.own_tensors():
+        sizes, is_scalar = (own.tensor.numel(), own.used), own.tensor.dim() == 0
+        found = {FP32: "float32"} if optimizer.layout.has_masters else {}
+        for key, value in sequence.state.get(own.tensor, {}).items():
             if is_per_element(key, value, sizes, is_scalar):
                 found[key] = str(value.dtype).removeprefix("torch.")
         if found not in slots:
             slots.append(found)
-        for param, start, _, numel in runs:
-            name = renumbered(optimizer.names.get(param, ""), optimizer.experts.first)
+        for run in own.runs:
+            name = renumbered(optimizer.names.get(run.param, ""), optimizer.experts.first)
             if name:
-                fragments.append([name, start, numel, slots.index(found)])
-    scale = getattr(getattr(sequence, "loss_scaler", None), "cur_scale", None)
-    is_whole = not isinstance(sequence, ZeROOptimizer)
+                fragments.append([name, run.start, run.numel, slots.index(found)])
     return {
         "slots": slots,
         "fragments": fragments,
-        "whole": is_whole,
-        "loss_scale": None if scale is None else float(scale),
+        "whole": optimizer.layout.shard is None,
+        "loss_scale": float(sequence.loss_scale),
     }

@@ -42,7 +42,6 @@ from deepspeed.runtime.checkpointing.weight_resharding import (
     slices_of_this_rank,
 )
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
@@ -172,7 +171,7 @@ class Loader:
         load_optimizer_states: bool,
     ) -> ReshardedState | None:
         try:
-            return OptimizerFiles.of(self._state, files).read(folder, model, slices)
+            return OptimizerFiles(self._state, files).read(folder, model, slices)
         except (CheckpointError, CheckpointMismatchError):
             if load_optimizer_states:
                 raise
@@ -218,7 +217,7 @@ class Loader:
         state = self._state
         if loaded.optimizer is not None:
             from_fp32 = state._config.tree.zero_optimization.load_from_fp32_weights
-            files = OptimizerFiles.of(state, ModelFiles(state.module))
+            files = OptimizerFiles(state, ModelFiles(state.module))
             files.load(loaded.optimizer, options.load_optimizer_states, from_fp32)
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if (
@@ -246,7 +245,8 @@ class Loader:
             if type(schedule).__name__ in VALID_LR_SCHEDULES
             else schedule.get_last_lr()
         )
-        for group, rate in zip(self._state.optimizer.param_groups, rates, strict=False):
+        sequence = self._state._sequence
+        for group, rate in zip(sequence.param_groups if sequence else (), rates, strict=False):
             group["lr"] = rate
 
     def _restore_host(self, loaded: LoadedFiles) -> None:
@@ -268,7 +268,7 @@ class Loader:
 
 def refresh_masters(state: TrainingState) -> None:
     """Masters, where there are any, follow the model's weights."""
-    if isinstance(state._sequence, MasterWeightOptimizer):
+    if state._sequence is not None:
         state._sequence.refresh_fp32_params()
 
 

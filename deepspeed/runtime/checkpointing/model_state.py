@@ -7,18 +7,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 
 
@@ -37,17 +34,16 @@ def model_state(
         weights: The model's state dict.
         exclude_frozen_parameters: Frozen parameters are left out of it.
     """
-    sequence = state._sequence
-    sharded = isinstance(sequence, ZeROOptimizer)
-    degrees = ParallelDegrees.of_this_run()
-    schedule = state.lr_scheduler
+    layout, degrees = optimizer.layout, ParallelDegrees.of_this_run()
+    shard, schedule = layout.shard, state.lr_scheduler
     content = {
         keys.MODULE: files.in_model_file(weights),
         keys.BUFFER_NAMES: [name for name, _ in state.module.named_buffers()],
         keys.OPTIMIZER: optimizer.in_model_file(),
-        keys.PARAM_SHAPES: _param_shapes(sequence) if isinstance(sequence, ZeROOptimizer) else None,
-        **_frozen_state(state, exclude_frozen_parameters),
-        keys.SHARED_PARAMS: _shared_params(state.module) if sharded else None,
+        # offline tools cut the concatenated shards by them
+        keys.PARAM_SHAPES: None if shard is None else optimizer.param_shapes(),
+        **_frozen_state(state.module, layout.lists_frozen, exclude_frozen_parameters),
+        keys.SHARED_PARAMS: None if shard is None else _shared_params(state.module),
         keys.LR_SCHEDULER: schedule.state_dict() if schedule is not None else None,
         keys.DATA_SAMPLER: None,
         keys.RANDOM_LTD: None,
@@ -57,9 +53,9 @@ def model_state(
         keys.GLOBAL_SAMPLES: state.global_samples,
         # Readers take it for the number of optimizer files: with optimizer instances those of
         # one instance.
-        keys.DP_WORLD_SIZE: sequence.num_shards
-        if isinstance(sequence, ZeROOptimizer)
-        else groups._get_data_parallel_world_size(),
+        keys.DP_WORLD_SIZE: groups._get_data_parallel_world_size()
+        if shard is None
+        else shard.count,
         keys.MP_WORLD_SIZE: degrees.parts,
         keys.CHECKPOINT_PARALLEL_DIMS: {
             keys.CHECKPOINT_PP_DEGREE: degrees.stages,
@@ -74,22 +70,12 @@ def model_state(
     return content
 
 
-def _param_shapes(sequence: ZeROOptimizer) -> list[OrderedDict[str, torch.Size]]:
-    """Shapes per group in flat order: offline tools cut the concatenated shards by them."""
-    names = sequence.param_names
-    return [
-        OrderedDict((names[param], param.shape) for param in group.params)
-        for group in sequence.groups
-    ]
-
-
-def _frozen_state(state: TrainingState, exclude: bool) -> dict[str, Any]:
-    sequence = state._sequence
-    if not isinstance(sequence, ZeROOptimizer) or isinstance(sequence, BF16_Optimizer):
+def _frozen_state(module: nn.Module, listed: bool, exclude: bool) -> dict[str, Any]:
+    if not listed:
         return {keys.FROZEN_PARAM_SHAPES: None, keys.FROZEN_PARAM_FRAGMENTS: None}
     frozen = [
         (name, param)
-        for name, param in state.module.named_parameters()
+        for name, param in module.named_parameters()
         if not param.requires_grad and not exclude
     ]
     return {

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
@@ -22,24 +24,17 @@ from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import (
     ReshardedState,
     reshard_optimizer_state,
 )
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
-from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
+from deepspeed.runtime.optimizers.state_layout import OwnShard
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.runtime.sharding.state import CheckpointMismatchError, check_fits
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 from deepspeed.utils import groups
 
-# How whole state may have masters: flat per group, or one per parameter.
-MASTERS = {keys.FP32_GROUPS_FLAT, keys.FP32_GROUPS}
 NAMELESS = "a parameter that is not the module's"
 
 
@@ -50,44 +45,26 @@ class OptimizerFiles:
     which differ from rank to rank, whole state is in a file per expert rank.
 
     Args:
-        sequence: The step sequence; None for an engine that does not train.
-        optimizer: Who has the state: the sequence, or the client's optimizer.
+        state: The engine.
         model: The model's files.
-        bf16: It is trained in bf16, which its files' names tell.
-        data_before_experts: Order of data- and expert-parallel ranks.
-        config: The configuration, for the files.
+
+    Attributes:
+        sequence: The optimizer; None for an engine that does not train.
+        layout: How its state is spread over files.
+        experts: The layers with experts of the model.
+        names: Name of each of the model's parameters.
     """
 
-    def __init__(
-        self,
-        sequence: StepSequence | None,
-        optimizer: Any,
-        model: ModelFiles,
-        bf16: bool,
-        data_before_experts: bool,
-        config: Any,
-    ) -> None:
-        self.sequence = sequence
-        self.optimizer = optimizer
-        self.bf16 = bf16
-        self.data_before_experts = data_before_experts
-        self.config = config
+    def __init__(self, state: TrainingState, model: ModelFiles) -> None:
+        tree = state._config.tree
+        self.sequence = state._sequence
+        self.layout = state_layout(state)
         self.experts = model.experts
         self.names = {param: name for name, param in model.module.named_parameters()}
-        self.part = groups._get_model_parallel_rank()
-
-    @classmethod
-    def of(cls, state: TrainingState, model: ModelFiles) -> OptimizerFiles:
-        """Those of an engine's optimizer."""
-        tree = state._config.tree
-        return cls(
-            state._sequence,
-            state.optimizer,
-            model,
-            tree.bf16.enabled,
-            tree.use_data_before_expert_parallelism,
-            state.config,
-        )
+        self._bf16 = tree.bf16.enabled
+        self._data_before_experts = tree.use_data_before_expert_parallelism
+        self._config = state.config
+        self._part = groups._get_model_parallel_rank()
 
     # Writing
 
@@ -96,8 +73,8 @@ class OptimizerFiles:
         """Name of the file of its own that this rank's state is in; None: it is in the model
         file.
         """
-        if isinstance(self.sequence, ZeROOptimizer):
-            return file_names.optimizer_file(self.sequence.shard_rank, self.part, self.bf16)
+        if self.layout.shard is not None:
+            return self._shard_file(self.layout.shard, self._bf16)
         return self._expert_file() if self.experts.layers else None
 
     def in_model_file(self) -> dict[str, Any] | None:
@@ -108,22 +85,27 @@ class OptimizerFiles:
         """Name -> content of the files of their own that this rank writes; `node` are the ranks
         that share the folder.
         """
-        if not isinstance(self.sequence, ZeROOptimizer):
+        shard = self.layout.shard
+        if shard is None or self.sequence is None:
             return self._expert_files(node)
-        others = self.sequence.instances.across
-        if others is not None and not node.is_first(dist.get_all_ranks_from_group(others)):
-            # Other instances hold copies. The files are those of one instance alone, so offline
-            # tools read them as ever.
+        if shard.holders is not None and not node.is_first(
+            dist.get_all_ranks_from_group(shard.holders)
+        ):
+            # Others hold copies. The files are those of one of them alone, so offline tools read
+            # them as ever.
             return {}
         content = {
             keys.OPTIMIZER_STATE_DICT: self.sequence.state_dict(),
-            keys.DS_CONFIG: self.config,
+            keys.DS_CONFIG: self._config,
             keys.DS_VERSION: __version__,
         }
-        return {file_names.optimizer_file(self.sequence.shard_rank, self.part, self.bf16): content}
+        return {self._shard_file(shard, self._bf16): content}
+
+    def _shard_file(self, shard: OwnShard, bf16: bool) -> str:
+        return file_names.optimizer_file(shard.rank, self._part, bf16)
 
     def _expert_files(self, node: StorageNode) -> dict[str, Any]:
-        if not self.experts.layers or self.optimizer is None:
+        if not self.experts.layers or self.sequence is None:
             return {}
         writer = groups._get_expert_broadcast_src_rank(self.experts.largest_group)
         if writer not in dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group()):
@@ -140,37 +122,37 @@ class OptimizerFiles:
 
     def _expert_file(self) -> str:
         return file_names.expert_optimizer_file(
-            groups._get_expert_parallel_rank(self.experts.largest_group), self.part
+            groups._get_expert_parallel_rank(self.experts.largest_group), self._part
         )
 
     def _whole_state(self) -> dict[str, Any] | None:
         """State of an optimizer that is not sharded; None if it is, or if there is none."""
-        if isinstance(self.sequence, ZeROOptimizer) or self.optimizer is None:
+        if self.layout.shard is not None or self.sequence is None:
             return None
-        return {**self.optimizer.state_dict(), **self._numbering()}
+        return {**self.sequence.state_dict(), **self._numbering()}
 
-    def _numbering(self) -> dict[str, Any]:
-        """What the numbers of parameters in whole state mean, for runs that number them
-        otherwise.
+    def param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
+        """Name and shape of the parameters of each group, in the order in which the state numbers
+        them or lays them out.
         """
-        if isinstance(self.sequence, MasterWeightOptimizer):
-            numbered = [group.params for group in self.sequence.groups]
-        else:
-            numbered = [group["params"] for group in self.optimizer.param_groups]
-        shapes = [
+        numbered = [] if self.sequence is None else self.sequence.numbered_params()
+        return [
             OrderedDict(
                 (self.names.get(param, f"unnamed.{group}.{index}"), param.shape)
                 for index, param in enumerate(params)
             )
             for group, params in enumerate(numbered)
         ]
-        if not self.experts.layers:
-            return {keys.PARAM_SHAPES: shapes}
-        return {
-            keys.PARAM_SHAPES: shapes,
-            keys.EXPERT_GROUP_SIZES: self.experts.group_sizes,
-            keys.DATA_BEFORE_EXPERTS: self.data_before_experts,
-        }
+
+    def _numbering(self) -> dict[str, Any]:
+        """What the numbers of parameters in whole state mean, for runs that number them
+        otherwise.
+        """
+        numbering: dict[str, Any] = {keys.PARAM_SHAPES: self.param_shapes()}
+        if self.experts.layers:
+            numbering[keys.EXPERT_GROUP_SIZES] = self.experts.group_sizes
+            numbering[keys.DATA_BEFORE_EXPERTS] = self._data_before_experts
+        return numbering
 
     # Reading
 
@@ -191,7 +173,7 @@ class OptimizerFiles:
         """
         if self.sequence is None:
             return None
-        state = self._read_own_state(folder, model) if slices is None else None
+        state = self._read_own_state(self.sequence, folder, model) if slices is None else None
         if state is not None:
             return ReshardedState(state, has_masters=True)
         saved = slices or SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
@@ -202,54 +184,39 @@ class OptimizerFiles:
             self.sequence, saved, lambda param: names.get(param, NAMELESS)
         )
 
-    def _read_own_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _read_own_state(
+        self, sequence: StepSequence, folder: str, model: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         """What this rank, or one in its place, wrote; None if the run that wrote it was divided
         otherwise.
         """
         if ParallelDegrees.of_file(model) != ParallelDegrees.of_this_run():
             return None
-        whole = self._read_whole_state(folder, model)
-        if isinstance(self.sequence, ZeROOptimizer):
-            return self._read_own_shard(self.sequence, folder, model) if whole is None else None
-        if whole is None or any(
-            whole.get(key, own) != own for key, own in self._numbering().items()
-        ):
-            return None
-        return whole if {*whole} & MASTERS == self._masters_key() else None
+        state = self._read_whole_state(folder, model)
+        if self.layout.shard is not None:
+            state = self._read_shard(self.layout.shard, folder, model) if state is None else None
+        elif state is not None:
+            own = self._numbering()
+            state = state if all(state.get(key, own[key]) == own[key] for key in own) else None
+        return state if state is not None and sequence.fits(state) else None
 
-    def _masters_key(self) -> set[str]:
-        """Under what whole state has its masters."""
-        if not isinstance(self.sequence, FP16_Optimizer):
-            return set()
-        return {
-            keys.FP32_GROUPS
-            if isinstance(self.sequence, FP16_UnfusedOptimizer)
-            else keys.FP32_GROUPS_FLAT
-        }
-
-    def _read_own_shard(
-        self, sequence: ZeROOptimizer, folder: str, model: Mapping[str, Any]
+    def _read_shard(
+        self, shard: OwnShard, folder: str, model: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        if model.get(keys.DP_WORLD_SIZE, sequence.num_shards) != sequence.num_shards:
+        if model.get(keys.DP_WORLD_SIZE, shard.count) != shard.count:
             return None
         data_before_experts = bool(
             (model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False)
         )
-        if self.experts.layers and data_before_experts != self.data_before_experts:
+        if self.experts.layers and data_before_experts != self._data_before_experts:
             return None
         path, in_other_dtype = (
-            os.path.join(folder, file_names.optimizer_file(sequence.shard_rank, self.part, bf16))
-            for bf16 in (self.bf16, not self.bf16)
+            os.path.join(folder, self._shard_file(shard, bf16))
+            for bf16 in (self._bf16, not self._bf16)
         )
         if not os.path.isfile(path) and os.path.isfile(in_other_dtype):
             return None
         state: dict[str, Any] = read_file(path)[keys.OPTIMIZER_STATE_DICT]
-        if keys.LOSS_SCALER not in state and not isinstance(sequence, BF16_Optimizer):
-            return None  # BF16_Optimizer wrote it
-        try:
-            check_fits(sequence, state)
-        except CheckpointMismatchError:
-            return None
         return state
 
     def _read_whole_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -269,14 +236,12 @@ class OptimizerFiles:
             load_from_fp32_weights: Masters, where there are any; otherwise they are rounded up from
                 the model's weights.
         """
-        if isinstance(self.sequence, (ZeROOptimizer, FP16_Optimizer)):
-            self.sequence.load_state_dict(
-                loaded.state,
-                load_optimizer_states=load_optimizer_states,
-                load_from_fp32_weights=load_from_fp32_weights and loaded.has_masters,
-            )
-        elif load_optimizer_states:
-            # Clients' optimizers may not expect what stands beside their own state.
-            self.optimizer.load_state_dict(
-                {key: value for key, value in loaded.state.items() if key not in self._numbering()}
-            )
+        if self.sequence is None:
+            return
+        # Clients' optimizers may not expect what stands beside their own state.
+        numbering = self._numbering()
+        self.sequence.load_state_dict(
+            {key: value for key, value in loaded.state.items() if key not in numbering},
+            load_optimizer_states=load_optimizer_states,
+            load_from_fp32_weights=load_from_fp32_weights and loaded.has_masters,
+        )

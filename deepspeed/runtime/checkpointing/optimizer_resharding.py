@@ -10,23 +10,18 @@ known nothing changes.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.runtime.sharding.state import CheckpointMismatchError, slice_mapping
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.runtime.sharding.state import CheckpointMismatchError
 
 NameOf = Callable[[nn.Parameter], str]
 
@@ -41,53 +36,45 @@ class ReshardedState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where `numel` elements of a parameter of `whole` elements, from `start`, lie in a tensor of
-    this rank's optimizer.
-    """
+    """Where a run of a parameter of `whole` elements lies in a tensor of this rank's optimizer."""
 
-    tensor: _OwnTensor
-    start: int
-    at: int
-    numel: int
+    target: _Target
+    run: ParamRun
     whole: int
 
 
 @dataclass(eq=False)
-class _OwnTensor:
+class _Target:
     """One tensor that this rank's optimizer updates, being filled.
 
     Attributes:
-        group: Its parameter group.
-        numel: Elements, padding included.
-        used: Elements that belong to parameters.
-        shape: Shape of the optimizer's tensor.
-        required: It is trained, so it must be in the checkpoint.
+        own: The tensor.
+        names: The parameters in it.
         values: Per-element state that was found, 1-D.
         filled: How many elements of it were found.
+        found: How many elements have state.
         shared: State that is not per element.
-        names: The parameters in it.
     """
 
-    group: int
-    numel: int
-    used: int
-    shape: Sequence[int]
-    required: bool = True
+    own: OwnTensor
+    names: list[str]
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
     found: int = 0
     shared: dict[str, Any] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
 
-    def take(self, place: _Place, fragment: SavedFragment) -> None:
-        """Copy what this tensor has of a fragment."""
-        first, last = (
-            max(place.start, fragment.start),
-            min(place.start + place.numel, fragment.start + fragment.numel),
-        )
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.own.tensor.numel()
+
+    def take(self, run: ParamRun, fragment: SavedFragment) -> None:
+        """Copy what a run in this tensor has of a fragment."""
+        first = max(run.start, fragment.start)
+        last = min(run.start + run.numel, fragment.start + fragment.numel)
         if first >= last:
             return
-        count, target, source = last - first, place.at + first - place.start, first - fragment.start
+        count, target, source = last - first, run.at + first - run.start, first - fragment.start
         for key, value in fragment.values.items():
             if key not in self.values:
                 self.values[key] = torch.zeros(self.numel, dtype=value.dtype)
@@ -114,11 +101,11 @@ class _OwnTensor:
 
     def check(self) -> None:
         """Raise unless every element was found, with all state that any of them has."""
-        if self.required and self.found != self.used:
+        if self.own.required and self.found != self.own.used:
             raise CheckpointMismatchError(
-                f"the checkpoint has optimizer state of {self.found} of the {self.used} elements "
-                f"that this rank holds of {_listed(self.names)}: it is of another model, or of one "
-                "with other parameters trained"
+                f"the checkpoint has optimizer state of {self.found} of the {self.own.used} "
+                f"elements that this rank holds of {_listed(self.names)}: it is of another model, "
+                "or of one with other parameters trained"
             )
         lacking = [key for key, count in self.filled.items() if count != self.found]
         if lacking:
@@ -141,20 +128,18 @@ def _listed(names: Sequence[str]) -> str:
 class _Resharding:
     """This rank's tensors, by the names of the parameters in them."""
 
-    def __init__(self, optimizer: Any, name_of: NameOf) -> None:
-        self.optimizer = optimizer
-        self.tensors: list[_OwnTensor] = []
+    def __init__(self, sequence: StepSequence, name_of: NameOf) -> None:
+        self.sequence = sequence
+        self.targets: list[_Target] = []
         self.places: dict[str, list[_Place]] = {}
         self.options: dict[int, dict[str, Any]] = {}
         self._from: dict[int, str] = {}
-        for tensor, runs in own_tensors(optimizer):
-            self.tensors.append(tensor)
-            for param, start, at, numel in runs:
-                name = name_of(param)
-                tensor.names.append(name)
-                self.places.setdefault(name, []).append(
-                    _Place(tensor, start, at, numel, param.numel())
-                )
+        for own in sequence.own_tensors():
+            target = _Target(own, [name_of(run.param) for run in own.runs])
+            self.targets.append(target)
+            for run, name in zip(own.runs, target.names, strict=True):
+                place = _Place(target, run, run.param.numel())
+                self.places.setdefault(name, []).append(place)
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:
         """Take everything that is this rank's."""
@@ -167,12 +152,12 @@ class _Resharding:
                         f"{fragment.name} has {place.whole} elements, in the checkpoint at least "
                         f"{fragment.start + fragment.numel}"
                     )
-                place.tensor.take(place, fragment)
-                self._take_options(place.tensor.group, fragment)
-        for tensor in self.tensors:
-            tensor.check()
-            if tensor.used == 0 and first is not None:
-                tensor.resemble(first)
+                place.target.take(place.run, fragment)
+                self._take_options(place.target.own.group, fragment)
+        for target in self.targets:
+            target.check()
+            if target.own.used == 0 and first is not None:
+                target.resemble(first)
         for index, options in saved.options.items():
             # What is missing is a group without parameters on this stage.
             self.options.setdefault(index, dict(options))
@@ -195,8 +180,8 @@ class _Resharding:
     def base_state(self) -> dict[str, Any]:
         """State dict of the wrapped torch optimizer."""
         groups: list[dict[str, Any]] = []
-        numbers = iter(range(len(self.tensors)))
-        for index, group in enumerate(self.optimizer.param_groups):
+        numbers = iter(range(len(self.targets)))
+        for index, group in enumerate(self.sequence.param_groups):
             own = {key: value for key, value in group.items() if key != "params"}
             groups.append(
                 {
@@ -208,70 +193,40 @@ class _Resharding:
         return {"state": dict(self._states()), "param_groups": groups}
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, tensor in enumerate(self.tensors):
+        for number, target in enumerate(self.targets):
             moments = {
-                key: value.view(tensor.shape) for key, value in tensor.values.items() if key != FP32
+                key: value.view(target.own.tensor.shape)
+                for key, value in target.values.items()
+                if key != FP32
             }
-            if moments or tensor.shared:
-                yield number, {**tensor.shared, **moments}
+            if moments or target.shared:
+                yield number, {**target.shared, **moments}
 
     @property
     def has_masters(self) -> bool:
         """Whether every trained tensor's master weight was saved."""
         return all(
-            FP32 in tensor.values for tensor in self.tensors if tensor.used and tensor.required
+            FP32 in target.values
+            for target in self.targets
+            if target.own.used and target.own.required
         )
 
     def masters(self) -> list[torch.Tensor]:
         """The master of each tensor without padding, in its shape if there is none; zeros where
         none was saved.
         """
-        flat = [tensor.values.get(FP32, torch.zeros(tensor.numel)) for tensor in self.tensors]
-        return [
-            value.view(tensor.shape) if tensor.used == tensor.numel else value[: tensor.used]
-            for value, tensor in zip(flat, self.tensors, strict=True)
-        ]
-
-
-_ParamRun = tuple[nn.Parameter, int, int, int]
-
-
-def own_tensors(optimizer: Any) -> Iterator[tuple[_OwnTensor, list[_ParamRun]]]:
-    """Every tensor that the wrapped optimizer updates, in its order, with parts of parameters as
-    (param, start, at, numel).
-    """
-    if not isinstance(optimizer, MasterWeightOptimizer):
-        for index, param_group in enumerate(optimizer.param_groups):
-            for param in param_group["params"]:
-                tensor = _OwnTensor(
-                    index, param.numel(), param.numel(), param.shape, required=param.requires_grad
-                )
-                yield tensor, [(param, 0, 0, param.numel())]
-        return
-    for index, group in enumerate(optimizer.groups):
-        # Where masters are not one tensor per group, they are one per parameter.
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
-            for param in group.params:
-                yield (
-                    _OwnTensor(index, param.numel(), param.numel(), param.shape),
-                    [(param, 0, 0, param.numel())],
-                )
-            continue
-        fragments = group.table.of_shard(group.shard_rank)
-        runs = [
-            (group.params[part.param], part.param_start, part.shard_start, part.numel)
-            for part in fragments
-        ]
-        numel = group.table.shard_numel
-        used = numel - group.table.shard_padding(group.shard_rank)
-        yield _OwnTensor(index, numel, used, (numel,)), runs
+        masters = []
+        for target in self.targets:
+            own, value = target.own, target.values.get(FP32, torch.zeros(target.numel))
+            is_padded = own.used < target.numel
+            masters.append(value[: own.used] if is_padded else value.view(own.tensor.shape))
+        return masters
 
 
 def reshard_optimizer_state(
     sequence: StepSequence, saved: SavedOptimizer | RankSlices, name_of: NameOf
 ) -> ReshardedState:
-    """What `sequence` (or the client's optimizer, where that has the state) would have saved on
-    this rank.
+    """What `sequence` would have saved on this rank.
 
     Args:
         sequence: This rank's optimizer.
@@ -282,54 +237,7 @@ def reshard_optimizer_state(
         CheckpointMismatchError: Something of a parameter is missing, or fits no tensor of this run.
         CheckpointError: A file is missing or damaged.
     """
-    owner = sequence if isinstance(sequence, MasterWeightOptimizer) else sequence.optimizer
-    resharding = _Resharding(owner, name_of)
+    resharding = _Resharding(sequence, name_of)
     resharding.fill(saved)
-    base = resharding.base_state()
-    if isinstance(sequence, ZeROOptimizer):
-        state = _zero_state(sequence, base, resharding.masters(), saved.scaler)
-    elif isinstance(sequence, FP16_Optimizer):
-        state = {
-            **saved.scaler,
-            keys.OPTIMIZER_STATE_DICT: base,
-            **_fp16_masters(sequence, resharding.masters()),
-        }
-    else:
-        state = base
+    state = sequence.rebuilt_state(resharding.base_state(), resharding.masters(), saved.scaler)
     return ReshardedState(state, resharding.has_masters)
-
-
-def _zero_state(
-    optimizer: ZeROOptimizer,
-    base: dict[str, Any],
-    masters: list[torch.Tensor],
-    scaler: Mapping[str, Any],
-) -> dict[str, Any]:
-    return {
-        keys.CLIP_GRAD: optimizer.clip_grad,
-        keys.BASE_OPTIMIZER_STATE: base,
-        keys.SINGLE_PARTITION_OF_FP32_GROUPS: masters,
-        keys.GROUP_PADDINGS: optimizer.group_paddings,
-        keys.PARTITION_COUNT: optimizer.partition_count,
-        keys.PARAM_SLICE_MAPPINGS: [slice_mapping(optimizer, group) for group in optimizer.groups],
-        keys.LOSS_SCALER: _moved_scaler(optimizer.loss_scaler, scaler),
-        "overflow": False,
-    }
-
-
-def _moved_scaler(own: Any, saved: Mapping[str, Any]) -> Any:
-    """A scaler like this run's at the place where the saved one was."""
-    scaler = copy.copy(own)
-    for key in keys.SCALER_KEYS:
-        if key in saved and hasattr(scaler, key):
-            setattr(scaler, key, saved[key])
-    return scaler
-
-
-def _fp16_masters(optimizer: FP16_Optimizer, masters: list[torch.Tensor]) -> dict[str, Any]:
-    if not isinstance(optimizer, FP16_UnfusedOptimizer):
-        return {keys.FP32_GROUPS_FLAT: masters}
-    following = iter(masters)
-    return {
-        keys.FP32_GROUPS: [[next(following) for _ in group.masters] for group in optimizer.groups]
-    }

@@ -90,7 +90,7 @@ class Saver:
         def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
             model = ModelFiles(state.module)
-            optimizer = OptimizerFiles.of(state, model)
+            optimizer = OptimizerFiles(state, model)
 
             def fill(put: Put) -> None:
                 self._put_files(

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 
 
@@ -19,7 +20,6 @@ class TrainingState(Protocol):
     """Where training stands.
 
     Attributes:
-        optimizer: Who has the optimizer's state.
         lr_scheduler: The schedule, or None.
         training_dataloader: Whose position is saved, if it has a `state_dict`; or None.
         device: Of the model, and of what ranks agree by.
@@ -32,7 +32,6 @@ class TrainingState(Protocol):
 
     _config: DeepSpeedConfig
     _sequence: StepSequence | None
-    optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
     device: torch.device
@@ -58,3 +57,8 @@ class TrainingState(Protocol):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The weights that are saved; a client's engine may have others than the model's."""
+
+
+def state_layout(state: TrainingState) -> StateLayout:
+    """How the optimizer's state lies in files; without an optimizer, as state that is whole."""
+    return StateLayout() if state._sequence is None else state._sequence.state_layout

@@ -6,13 +6,18 @@ by element; see `unfused_optimizer` for those that need each parameter's shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.constants import FP32_GROUPS_FLAT, SCALER_KEYS
+from deepspeed.checkpoint.constants import (
+    FP32_GROUPS_FLAT,
+    MASTER_KEYS,
+    OPTIMIZER_STATE_DICT,
+    SCALER_KEYS,
+)
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
@@ -29,7 +34,12 @@ class FP16_Optimizer(MasterWeightOptimizer):
         communication_data_type: What travels; None is the gradients' dtype.
         local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's.
         kwargs: See `MasterWeightOptimizer`.
+
+    Attributes:
+        masters_key: Under what the state has its masters.
     """
+
+    masters_key = FP32_GROUPS_FLAT
 
     def __init__(
         self,
@@ -133,7 +143,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
 
     def _masters_state(self) -> dict[str, Any]:
         return {
-            FP32_GROUPS_FLAT: [group.master.detach() for group in self.groups],
+            self.masters_key: [group.master.detach() for group in self.groups],
             "clip_grad": self.clip_grad,
         }
 
@@ -141,12 +151,30 @@ class FP16_Optimizer(MasterWeightOptimizer):
         """Scaler, wrapped optimizer and masters."""
         return {
             **self._scaler_state(),
-            "optimizer_state_dict": self.optimizer.state_dict(),
+            OPTIMIZER_STATE_DICT: self.optimizer.state_dict(),
             **self._masters_state(),
         }
 
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class."""
+        return MASTER_KEYS & saved.keys() == {self.masters_key}
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+        return {
+            **scaler,
+            OPTIMIZER_STATE_DICT: base,
+            self.masters_key: self._grouped_masters(masters),
+        }
+
+    def _grouped_masters(self, masters: Sequence[torch.Tensor]) -> list[Any]:
+        """The masters of `own_tensors` as the files have them: one per group."""
+        return list(masters)
+
     def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
-        return [[flat] for flat in state_dict[FP32_GROUPS_FLAT]]
+        return [[flat] for flat in state_dict[self.masters_key]]
 
     @torch.no_grad()
     def load_state_dict(
@@ -156,11 +184,9 @@ class FP16_Optimizer(MasterWeightOptimizer):
         load_from_fp32_weights: bool = True,
     ) -> None:
         """Restore what `state_dict` returned."""
-        for key in SCALER_KEYS:
-            if key in state_dict and hasattr(self.loss_scaler, key):
-                setattr(self.loss_scaler, key, state_dict[key])
+        self.loss_scaler.go_on_from(state_dict)
         if load_optimizer_states:
-            load_in_place(self.optimizer, state_dict["optimizer_state_dict"])
+            load_in_place(self.optimizer, state_dict[OPTIMIZER_STATE_DICT])
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
             return

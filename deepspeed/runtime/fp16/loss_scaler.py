@@ -18,6 +18,7 @@ from typing import Any, SupportsFloat
 
 import torch
 
+from deepspeed.checkpoint.constants import SCALER_KEYS
 from deepspeed.runtime.config_utils import DeepSpeedConfigObject
 
 INITIAL_LOSS_SCALE = "init_scale"
@@ -105,6 +106,16 @@ class LossScalerBase(DeepSpeedConfigObject):
                 "state was saved"
             )
         self.__dict__.update(state_dict)
+
+    def go_on_from(self, saved: Mapping[str, Any]) -> None:
+        """Take over where the scale of a run stood, whose scaler may have been of another kind.
+
+        Args:
+            saved: Its attributes, among others; those that this kind does not have are left.
+        """
+        for key in SCALER_KEYS:
+            if key in saved and hasattr(self, key):
+                setattr(self, key, saved[key])
 
 
 class LossScaler(LossScalerBase):

@@ -6,7 +6,7 @@ parameter in checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
     """See module; arguments as `FP16_Optimizer`."""
+
+    masters_key = FP32_GROUPS
 
     def __init__(
         self,
@@ -34,8 +36,16 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
 
     def _masters_state(self) -> dict[str, Any]:
         return {
-            FP32_GROUPS: [[master.detach() for master in group.masters] for group in self.groups]
+            self.masters_key: [
+                [master.detach() for master in group.masters] for group in self.groups
+            ]
         }
 
     def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
-        return state_dict[FP32_GROUPS]
+        saved: list[list[torch.Tensor]] = state_dict[self.masters_key]
+        return saved
+
+    def _grouped_masters(self, masters: Sequence[torch.Tensor]) -> list[Any]:
+        """See base class: one per parameter."""
+        following = iter(masters)
+        return [[next(following) for _ in group.masters] for group in self.groups]

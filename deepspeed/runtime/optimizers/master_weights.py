@@ -19,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
@@ -388,8 +389,54 @@ class MasterWeightOptimizer(StepSequence):
 
     # State
 
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        return StateLayout(has_masters=True)
+
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """See base class."""
+        return [group.params for group in self.groups]
+
+    def own_tensors(self) -> Iterator[OwnTensor]:
+        """See base class: the owned shard of each group, or every parameter's master."""
+        for index, group in enumerate(self.groups):
+            if self._per_param:
+                for master, param in zip(group.masters, group.params, strict=True):
+                    yield OwnTensor.of_param(master, index, param)
+                continue
+            owned = group.table.of_shard(group.shard_rank)
+            runs = [
+                ParamRun(group.params[part.param], part.param_start, part.shard_start, part.numel)
+                for part in owned
+            ]
+            yield OwnTensor(group.masters[0], index, runs)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """See base class: in upstream's layout."""
+
+    @abstractmethod
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """See base class."""
+
+    @abstractmethod
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class."""
+
+    @abstractmethod
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+
     def refresh_fp32_params(self) -> None:
-        """Masters <- model-precision parameters (after loading or editing weights)."""
+        """See base class."""
         for group in self.groups:
             group.refresh_master()
 

@@ -116,6 +116,11 @@ class ReplicatedOptimizer(StepSequence):
         return found
 
     @property
+    def public_optimizer(self) -> Any:
+        """See base class: the client's."""
+        return self.optimizer
+
+    @property
     def _step_divisor(self) -> float:
         return self.accumulation_divisor
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import MASTER_KEYS
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
@@ -25,6 +26,7 @@ from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateLayout
 from deepspeed.utils.logging import log_dist
 
 
@@ -359,6 +361,76 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set it from outside."""
         self.tracker.set_boundary(is_boundary)
+
+    @property
+    def public_optimizer(self) -> Any:
+        """What `deepspeed.initialize` returns as the optimizer: this one."""
+        return self
+
+    # State in checkpoints. The answers here are those of an optimizer that updates the model's own
+    # parameters, each whole on every rank that has it.
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """How the state lies in files."""
+        return StateLayout()
+
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, in the order in which the state numbers them or, flat,
+        lays them out.
+        """
+        return [group["params"] for group in self.param_groups]
+
+    def own_tensors(self) -> Iterator[OwnTensor]:
+        """Every tensor that the wrapped optimizer updates, in its order."""
+        for index, params in enumerate(self.numbered_params()):
+            for param in params:
+                yield OwnTensor.of_param(param, index, param, required=param.requires_grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's tensors."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state_dict: As `state_dict()` returned it on this rank.
+            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
+            load_from_fp32_weights: Restore masters, where there are any; otherwise round them up
+                from the model-precision weights.
+        """
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(state_dict)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether `saved`, of a run that is divided over its ranks as this one is, could be of this
+        rank's `state_dict`; otherwise it is resharded.
+        """
+        return not MASTER_KEYS & saved.keys()
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What `state_dict` would return if this were the state.
+
+        Args:
+            base: State dict of the wrapped optimizer.
+            masters: The master of each of `own_tensors`, without padding.
+            scaler: State of the loss scale, of whatever kind of scaler; may be empty.
+        """
+        return base
+
+    def refresh_fp32_params(self) -> None:
+        """Masters, where there are any, <- model-precision parameters (after loading or editing
+        weights).
+        """
 
     def destroy(self) -> None:
         """Remove hooks and let go of buffers."""

@@ -12,6 +12,7 @@ fragment lies in this rank's shard.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,17 +42,9 @@ class CheckpointMismatchError(RuntimeError):
 
 def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any]:
     """This rank's part of the state."""
-    state: dict[str, Any] = {
-        CLIP_GRAD: optimizer.clip_grad,
-        BASE_OPTIMIZER_STATE: _lean_state(optimizer)
-        if elastic
-        else optimizer.optimizer.state_dict(),
-        SINGLE_PARTITION_OF_FP32_GROUPS: [_without_padding(g, g.master) for g in optimizer.groups],
-        GROUP_PADDINGS: optimizer.group_paddings,
-        PARTITION_COUNT: optimizer.partition_count,
-        DS_VERSION: __version__,
-        PARAM_SLICE_MAPPINGS: [slice_mapping(optimizer, g) for g in optimizer.groups],
-    }
+    base = _lean_state(optimizer) if elastic else optimizer.optimizer.state_dict()
+    masters = [_without_padding(group, group.master) for group in optimizer.groups]
+    state = as_sharded_state(optimizer, base, masters)
     if elastic:
         state[BASE_OPTIMIZER_PARAM_GROUPS] = optimizer.optimizer.state_dict()["param_groups"]
         steps = [state.get("step") for state in optimizer.state.values()]
@@ -59,11 +52,34 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
     return state
 
 
+def as_sharded_state(
+    optimizer: ZeROOptimizer,
+    base: dict[str, Any] | list[dict[str, Any]],
+    masters: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Moments and masters as this rank's part of the state.
+
+    Args:
+        optimizer: Whose layout it has.
+        base: The wrapped optimizer's state dict, or moments per group without padding.
+        masters: Of each group, without padding.
+    """
+    return {
+        CLIP_GRAD: optimizer.clip_grad,
+        BASE_OPTIMIZER_STATE: base,
+        SINGLE_PARTITION_OF_FP32_GROUPS: list(masters),
+        GROUP_PADDINGS: optimizer.group_paddings,
+        PARTITION_COUNT: optimizer.partition_count,
+        DS_VERSION: __version__,
+        PARAM_SLICE_MAPPINGS: [_slice_mapping(optimizer, group) for group in optimizer.groups],
+    }
+
+
 def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.shard_rank)]
 
 
-def slice_mapping(
+def _slice_mapping(
     optimizer: ZeROOptimizer, group: ShardedGroup
 ) -> OrderedDict[str, fragment_address]:
     """Where this rank's fragments of the group's parameters lie in its shard."""
@@ -93,7 +109,7 @@ def _lean_value(group: ShardedGroup, value: Any) -> Any:
     return _without_padding(group, value) if is_moment else value
 
 
-def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
+def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
     """Raise unless `saved` is a part that this rank could have saved.
 
     Raises:
@@ -117,7 +133,7 @@ def check_fits(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
     for index, group in enumerate(
         optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
     ):
-        here = {name: (a.numel, a.start) for name, a in slice_mapping(optimizer, group).items()}
+        here = {name: (a.numel, a.start) for name, a in _slice_mapping(optimizer, group).items()}
         there = {name: (a.numel, a.start) for name, a in saved[PARAM_SLICE_MAPPINGS][index].items()}
         if here != there:
             differing = sorted(set(here.items()) ^ set(there.items()))

@@ -18,8 +18,9 @@ their lines.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -593,6 +594,19 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
         load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class; `BF16_Optimizer`'s files have no loss scaler."""
+        return LOSS_SCALER in saved and super().fits(saved)
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class; with a loss scaler like this one where the saved one was."""
+        own = copy.copy(self.loss_scaler)
+        own.go_on_from(scaler)
+        state = super().rebuilt_state(base, masters, scaler)
+        return {LOSS_SCALER: own, "overflow": False, **state}
 
     def destroy(self) -> None:
         """See base class."""

@@ -22,8 +22,7 @@ gathered inside the instance.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,12 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.state_layout import OwnShard, StateLayout
+from deepspeed.runtime.sharding.state import (
+    CheckpointMismatchError,
+    as_sharded_state,
+    check_fits,
+)
 
 
 def _counts_elsewhere(param: nn.Parameter) -> bool:
@@ -86,25 +91,27 @@ class ZeROOptimizer(MasterWeightOptimizer):
             **kwargs,
         )
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout."""
+    # State
 
-    @abstractmethod
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """Restore this rank's part.
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        shard = OwnShard(self.shard_rank, self.num_shards, self.instances.across)
+        return StateLayout(shard, has_masters=True, lists_frozen=True)
 
-        Args:
-            state_dict: As `state_dict()` returned it on this rank.
-            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
-            load_from_fp32_weights: Restore masters; otherwise round them up from the
-                model-precision weights.
-        """
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class."""
+        try:
+            check_fits(self, saved)
+        except CheckpointMismatchError:
+            return False
+        return True
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+        return as_sharded_state(self, base, masters)
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
