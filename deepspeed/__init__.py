@@ -105,8 +105,9 @@ def initialize(
         ValueError: If the model or the configuration is missing.
     """
     # startup: the engine and all it needs
+    from deepspeed.comm.initialization import ensure_distributed
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine, ensure_distributed
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
     if model is None:
         raise ValueError("deepspeed.initialize: model is required")

@@ -135,6 +135,24 @@ def init_distributed(
     init_deepspeed_backend(backend, timeout, init_method, rank, world_size)
 
 
+def ensure_distributed(
+    dist_init_required: bool | None = None, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT
+) -> None:
+    """Make or adopt the default process group, if nobody did.
+
+    Raises:
+        ValueError: If there is none and `dist_init_required` forbids to do so here.
+    """
+    if torch_dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ValueError(
+            "dist_init_required=False, but torch.distributed is not initialized: call "
+            "deepspeed.init_distributed() first"
+        )
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+
+
 def _ranks_in_environment() -> bool:
     return bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
 

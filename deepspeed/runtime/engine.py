@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.comm.parallel_map import make_mesh
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import verification
@@ -24,7 +25,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import configure_f
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
@@ -37,7 +38,13 @@ from deepspeed.runtime.model_setup import (
     make_parallel_groups,
     sum_sequence_parallel_gradients,
 )
-from deepspeed.runtime.optimizer_factory import WrapContext, build_basic_optimizer, wrap_optimizer
+from deepspeed.runtime.optimizer_factory import (
+    WrapContext,
+    check_needs_no_optimizer,
+    make_basic_optimizer,
+    parameters_to_train,
+    wrap_optimizer,
+)
 from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
@@ -45,24 +52,6 @@ from deepspeed.runtime.step_observers import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
-
-
-def ensure_distributed(
-    dist_init_required: bool | None = None, distributed_port: int = 29500
-) -> None:
-    """Initialize torch.distributed if nobody did.
-
-    Raises:
-        ValueError: If it is not initialized and `dist_init_required` forbids to do so here.
-    """
-    if dist.is_initialized():
-        return
-    if dist_init_required is False:
-        raise ValueError(
-            "dist_init_required=False, but torch.distributed is not initialized: call "
-            "deepspeed.init_distributed() first"
-        )
-    dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 
 
 class DeepSpeedEngine(EngineSettings, nn.Module):
@@ -205,53 +194,14 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         self._is_compiled = False
 
     def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
-        parameters = self._trainable_parameters(model_parameters)
         if client is None and self._config.tree.optimizer is None:
             self.model_ranks.agree_on_num_groups(None, self.device)
-            if self.zero_optimization_stage() > 0:
-                raise DeepSpeedConfigError(
-                    f"zero stage {self.zero_optimization_stage()} requires an optimizer: give "
-                    "initialize(optimizer=...) or the key 'optimizer' in the configuration, or use "
-                    "stage 0 to evaluate"
-                )
+            check_needs_no_optimizer(self._config)
             return
-        if isinstance(client, torch.optim.Optimizer) or hasattr(client, "param_groups"):
-            basic = client
-        elif callable(client):
-            basic = client(parameters)
-        else:
-            basic = build_basic_optimizer(self._config, parameters)
-        self._check_offload_optimizer(basic, is_clients=basic is client)
-        self.basic_optimizer = basic
-        self._sequence = wrap_optimizer(basic, self._wrap_context())
+        parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
+        self.basic_optimizer = make_basic_optimizer(self._config, client, parameters)
+        self._sequence = wrap_optimizer(self.basic_optimizer, self._wrap_context())
         self.optimizer = self._sequence.public_optimizer
-
-    def _check_offload_optimizer(self, basic: Any, is_clients: bool) -> None:
-        """`zero_force_ds_cpu_optimizer`: a client's optimizer must be made for the host when its
-        state is.
-        """
-        if is_clients and self.zero_cpu_offload() and self._config.tree.zero_force_ds_cpu_optimizer:
-            if not type(basic).__name__.startswith("DeepSpeedCPU"):
-                raise DeepSpeedConfigError(
-                    "zero_optimization.offload_optimizer with the client optimizer "
-                    f"{type(basic).__name__}: give deepspeed.ops.adam.DeepSpeedCPUAdam (or "
-                    'Adagrad, Lion), or set "zero_force_ds_cpu_optimizer": false'
-                )
-
-    def _trainable_parameters(self, model_parameters: Iterable[Any] | None) -> list[Any]:
-        """What the optimizer is made of: the given groups, or one of the given or all trainable
-        parameters, experts apart.
-        """
-        given = self.module.parameters() if model_parameters is None else model_parameters
-        parameters = [p for p in given if model_parameters is not None or p.requires_grad]
-        if self.model_ranks.experts and not any(isinstance(group, dict) for group in parameters):
-            # optional: only a model with experts needs it
-            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-            return split_params_into_different_moe_groups_for_optimizer({"params": parameters})
-        # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a
-        # group but not of nothing.
-        return parameters or [{"params": []}]
 
     def _wrap_context(self) -> WrapContext:
         return WrapContext(
@@ -713,10 +663,8 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         step is taken: training can go on.
 
         Args:
-            save_dir: Folder of all checkpoints of a run, shared by all ranks, or by those of a node
-                (`checkpoint.use_node_local_storage`).
-            tag: Name of this one, the same on all ranks (see `checkpoint.tag_validation`); None is
-                `global_step{N}`.
+            save_dir: Folder of all checkpoints of a run.
+            tag: Name of this one, the same on all ranks; None is `global_step{N}`.
             client_state: Returned by `load_checkpoint`.
             save_latest: Let the `latest` file name it.
             exclude_frozen_parameters: Leave frozen parameters out of the weights.

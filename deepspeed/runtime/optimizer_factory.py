@@ -88,6 +88,69 @@ class WrapContext:
 # The torch optimizer
 
 
+def check_needs_no_optimizer(config: DeepSpeedConfig) -> None:
+    """An engine without an optimizer has nothing to shard.
+
+    Raises:
+        DeepSpeedConfigError: For a stage above 0.
+    """
+    if config.zero_optimization_stage > 0:
+        raise DeepSpeedConfigError(
+            f"zero stage {int(config.zero_optimization_stage)} requires an optimizer: give "
+            "initialize(optimizer=...) or the key 'optimizer' in the configuration, or use stage 0 "
+            "to evaluate"
+        )
+
+
+def parameters_to_train(
+    module: nn.Module, given: Iterable[Any] | None, ranks: ModelRanks
+) -> list[Any]:
+    """What the optimizer is made of: the given groups, or one of the given or all trainable
+    parameters, experts apart.
+
+    Args:
+        module: The model.
+        given: Parameters or groups of the client's; None: those that require a gradient.
+        ranks: Which ranks hold which parameters.
+    """
+    if given is None:
+        parameters: list[Any] = [param for param in module.parameters() if param.requires_grad]
+    else:
+        parameters = list(given)
+    if ranks.experts and not any(isinstance(group, dict) for group in parameters):
+        # optional: only a model with experts needs it
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        return split_params_into_different_moe_groups_for_optimizer({"params": parameters})
+    # A pipeline stage without trainable parameters has an optimizer too, which torch makes of a
+    # group but not of nothing.
+    return parameters or [{"params": []}]
+
+
+def make_basic_optimizer(
+    config: DeepSpeedConfig, client: Any, parameters: Iterable[Any]
+) -> torch.optim.Optimizer:
+    """The client's optimizer, what the client's callable makes of `parameters`, or without either
+    the configuration's.
+
+    Raises:
+        DeepSpeedConfigError: The configuration's cannot be made, or the client's is not for the
+            host, where `offload_optimizer` keeps the state (`zero_force_ds_cpu_optimizer`).
+    """
+    if isinstance(client, torch.optim.Optimizer) or hasattr(client, "param_groups"):
+        name = type(client).__name__
+        forced = config.tree.zero_force_ds_cpu_optimizer
+        if _offloads(config) and forced and not name.startswith("DeepSpeedCPU"):
+            raise DeepSpeedConfigError(
+                f"zero_optimization.offload_optimizer with the client optimizer {name}: give "
+                "deepspeed.ops.adam.DeepSpeedCPUAdam (or Adagrad, Lion), or set "
+                '"zero_force_ds_cpu_optimizer": false'
+            )
+        basic: torch.optim.Optimizer = client
+        return basic
+    return client(parameters) if callable(client) else build_basic_optimizer(config, parameters)
+
+
 def build_basic_optimizer(
     config: DeepSpeedConfig, parameters: Iterable[Any]
 ) -> torch.optim.Optimizer:

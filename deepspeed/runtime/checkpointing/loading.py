@@ -104,7 +104,7 @@ class Loader:
             As there.
         """
         state = self._state
-        # those of other engines of this process too, whose files this one may read
+        # Other engines of this process may be writing what is read here.
         finish_saves(state.device)
         load_dir = os.path.abspath(load_dir)
         checkpoint = state._config.tree.checkpoint

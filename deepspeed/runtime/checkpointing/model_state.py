@@ -40,7 +40,7 @@ def model_state(
         keys.MODULE: files.in_model_file(weights),
         keys.BUFFER_NAMES: [name for name, _ in state.module.named_buffers()],
         keys.OPTIMIZER: optimizer.in_model_file(),
-        # offline tools cut the concatenated shards by them
+        # Offline tools cut the concatenated shards by them.
         keys.PARAM_SHAPES: None if shard is None else optimizer.param_shapes(),
         **_frozen_state(state.module, layout.lists_frozen, exclude_frozen_parameters),
         keys.SHARED_PARAMS: None if shard is None else _shared_params(state.module),

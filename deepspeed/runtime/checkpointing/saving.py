@@ -81,7 +81,7 @@ class Saver:
                 f"client_state: {', '.join(taken)} are the engine's own keys; rename them"
             )
         check_loadable(client_state, "client_state")
-        # those of other engines of this process too, whose files this one may replace
+        # Other engines of this process may be writing what this save replaces.
         finish_saves(state.device)
         info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
         job = self._job(engine, info, describe_whole(state, tag, client_state, save_latest))
