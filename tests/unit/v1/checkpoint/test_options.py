@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 
@@ -208,3 +209,22 @@ class TestOptions(DistributedTest):
         assert differences(dict(saved), weights(engine)) == []
         trained = torch.load(Path(str(tmpdir), "trained", "pytorch_model.bin"), weights_only=True)
         assert saved.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
+
+    def test_weights_of_a_derived_engine(self, tmpdir: Any) -> None:
+        """Kills: weights taken from the model past a client's `module_state_dict`."""
+
+        class Derived(DeepSpeedEngine):
+            def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+                state = super().module_state_dict(*args, **kwargs)
+                return {**state, "added": torch.ones(2)}
+
+        engine = start(config(**ZERO2))
+        engine.__class__ = Derived
+        engine.save_checkpoint(str(tmpdir), tag="whole")
+        engine.save_16bit_model(str(tmpdir), "weights.bin")
+        saved = torch.load(Path(str(tmpdir), "weights.bin"), weights_only=True)
+        model = read_file(str(tmpdir.join("whole", "mp_rank_00_model_states.pt")))
+        gathered = engine._zero3_consolidated_16bit_state_dict()
+        assert (gathered is None) == (dist.get_rank() > 0)
+        for weights_of_file in (saved, model["module"], gathered or saved):
+            assert torch.equal(weights_of_file["added"], torch.ones(2))
