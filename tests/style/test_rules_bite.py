@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_layers as layers  # noqa: E402
 import test_style as style  # noqa: E402 tests/ is no package, so the neighbour is found through the path
 
 GOOD = '"""Docstring."""\n'
@@ -51,9 +52,25 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
     ),
     (style.test_streams_are_made_in_one_place, "a.py", GOOD + "s = get_accelerator().Stream()\n"),
     (style.test_no_record_stream, "a.py", GOOD + "t.record_stream(s)\n"),
-    (style.test_imports_go_down_only, "comm/a.py", GOOD + "from deepspeed.runtime import engine\n"),
+    (layers.test_every_file_has_a_layer, "stray.py", GOOD),
+    (layers.test_every_file_has_a_layer, "runtime/stray/a.py", GOOD),
     (
-        style.test_imports_go_down_only,
+        layers.test_imports_go_down_only,
+        "comm/b.py",
+        GOOD + "def f() -> None:\n    # optional: rare\n    from deepspeed.runtime import engine\n",
+    ),
+    (
+        layers.test_nobody_inside_goes_through_a_door,
+        "runtime/engine.py",
+        GOOD + "from deepspeed.comm.config import CommsLoggerConfig\n",
+    ),
+    (
+        layers.test_imports_go_down_only,
+        "comm/a.py",
+        GOOD + "from deepspeed.runtime import engine\n",
+    ),
+    (
+        layers.test_imports_go_down_only,
         "runtime/zero/a.py",
         GOOD + "from ..engine import DeepSpeedEngine\n",
     ),
@@ -107,22 +124,73 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
 ]
 
 
+# Rules about several files: their texts, and what is reported.
+SEVERAL: list[tuple[Callable[[], None], dict[str, str], str]] = [
+    (layers.test_the_tables_name_what_is_there, {"comm/a.py": GOOD}, "accelerator"),
+    (layers.test_the_tables_name_what_is_there, {"comm/config.py": GOOD}, "comm.config"),
+    (
+        layers.test_no_two_packages_import_each_other,
+        {
+            "moe/a.py": GOOD
+            + "def f() -> None:\n    import deepspeed.sequence.b  # startup: slow\n",
+            "sequence/a.py": GOOD + "from deepspeed.moe.b import x\n",
+            "moe/b.py": GOOD,
+            "sequence/b.py": GOOD,
+        },
+        "moe/a.py:3",
+    ),
+    (
+        layers.test_no_modules_import_in_a_circle,
+        {
+            "comm/a.py": GOOD + "from deepspeed.comm.b import x\n",
+            "comm/b.py": GOOD + "from . import c\n",
+            "comm/c.py": GOOD + "def f() -> None:\n    import deepspeed.comm.a\n",
+        },
+        "comm/c.py",
+    ),
+    (
+        layers.test_only_doors_name_what_is_above_them,
+        {"comm/a.py": GOOD + 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": GOOD},
+        "comm/a.py:2",
+    ),
+]
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(style, "PACKAGE", tmp_path)
-    style.sources.cache_clear()
+    forget()
     yield tmp_path
+    forget()
+
+
+def forget() -> None:
     style.sources.cache_clear()
+    layers.modules.cache_clear()
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), CASES)
 def test_rule_finds_the_offence(
     package: Path, rule: Callable[[], None], path: str, text: str
 ) -> None:
-    (package / path).parent.mkdir(parents=True, exist_ok=True)
-    (package / path).write_text(text, encoding="utf-8")
+    write(package, {path: text})
     with pytest.raises(pytest.fail.Exception, match=path):
         rule()
+
+
+@pytest.mark.parametrize(("rule", "texts", "place"), SEVERAL)
+def test_rule_finds_the_offence_among_several_files(
+    package: Path, rule: Callable[[], None], texts: dict[str, str], place: str
+) -> None:
+    write(package, texts)
+    with pytest.raises(pytest.fail.Exception, match=place):
+        rule()
+
+
+def write(package: Path, texts: dict[str, str]) -> None:
+    for path, text in texts.items():
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +228,10 @@ def test_words_and_subsystems_themselves_may_name_them(package: Path, path: str,
 
 
 def test_every_rule_of_the_package_has_a_case() -> None:
-    checked = {rule.__name__ for rule, _, _ in CASES}
+    checked = {rule.__name__ for rule, _, _ in [*CASES, *SEVERAL]}
     about_the_tree = {
         "test_the_checked_tree_is_not_empty",
         "test_no_test_file_is_outside_the_suites",
     }
-    assert {name for name in vars(style) if name.startswith("test_")} == checked | about_the_tree
+    rules = [*vars(style), *vars(layers)]
+    assert {name for name in rules if name.startswith("test_")} == checked | about_the_tree

@@ -18,19 +18,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deepspeed"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed.utils.logging", "deepspeed.utils.exceptions"),
-    ("deepspeed.accelerator",),
-    ("deepspeed.comm",),
-    ("deepspeed.runtime.sharding", "deepspeed.runtime.gradients", "deepspeed.runtime.streams"),
-    ("deepspeed.runtime.zero", "deepspeed.runtime.fp16", "deepspeed.runtime.bf16_optimizer"),
-    ("deepspeed.runtime.engine",),
-    ("deepspeed.runtime.pipe",),
-)
-"""Lowest first. A file imports from its own layer and those below; a file in no layer is not
-checked.
-"""
-
 FUNCTION_IMPORT_REASONS = ("cycle:", "optional:", "startup:")
 MAY_PRINT = ("launcher/", "env_report.py", "utils/logging.py")
 """Files whose output is their purpose."""
@@ -96,14 +83,18 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = source.package.split(".")[
-                    : len(source.package.split(".")) - node.level + 1
-                ]
-                base = ".".join([*parents, base] if base else parents)
+            base = absolute(node, source.package)
             yield node.lineno, base
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    """The dotted name after `from`."""
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")
+    parents = parents[: len(parents) - node.level + 1]
+    return ".".join([*parents, node.module] if node.module else parents)
 
 
 def within(name: str, prefixes: tuple[str, ...]) -> bool:
@@ -272,24 +263,6 @@ def test_no_record_stream() -> None:
         )
 
     report(offences(find, skip=("accelerator/",)))  # which simulates and traces it
-
-
-def layer_of(module: str) -> int | None:
-    """The index in LAYERS that `module` belongs to."""
-    return next((index for index, names in enumerate(LAYERS) if within(module, names)), None)
-
-
-def test_imports_go_down_only() -> None:
-    def find(source: Source) -> Iterator[int]:
-        own = layer_of(source.module)
-        typing_only = type_checking_lines(source)
-        reasons = reasoned_lines(source)
-        for line, name in imported(source):
-            other = layer_of(name)
-            if None not in (own, other) and other > own and line not in typing_only | reasons:  # type: ignore[operator]
-                yield line
-
-    report(offences(find))
 
 
 CORE = (

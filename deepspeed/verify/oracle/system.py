@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grad, safe_get_full_grads
+from deepspeed.utils.tensor_fragment import (
+    safe_get_full_fp32_params,
+    safe_get_full_grad,
+    safe_get_full_grads,
+)
 from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
 from deepspeed.verify.oracle.workload import GlobalBatches, Workload

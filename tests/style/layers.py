@@ -1,0 +1,154 @@
+"""Which file of the package may import which: plain data, checked by the style tests.
+
+Names are modules below `deepspeed`; a name covers what is below it as well unless a longer one says
+otherwise, and `NAME.__init__` is the package's own file alone.
+"""
+
+LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "What every file may use: the log, names that load on first use or say why they are absent",
+        (
+            "_absent",
+            "_lazy",
+            "autotuning",
+            "compression",
+            "inference",
+            "module_inject",
+            "runtime.__init__",
+            "utils.__init__",
+            "utils.comms_logging",
+            "utils.exceptions",
+            "utils.logging",
+        ),
+    ),
+    (
+        "The device seam",
+        ("accelerator",),
+    ),
+    (
+        "Beside one device and one process: native operators, helpers, the launcher",
+        (
+            "elasticity",
+            "env_report",
+            "git_version_info",
+            "launcher",
+            "ops",
+            "utils.bwc",
+            "utils.init_on_device",
+            "utils.memory_names",
+            "utils.numa",
+            "utils.nvtx",
+            "utils.tensor_fragment",
+            "utils.timer",
+            "utils.zero_to_fp32",
+        ),
+    ),
+    (
+        "Collectives and process groups",
+        ("comm",),
+    ),
+    (
+        "Which ranks share what, as scripts ask for it",
+        ("utils.groups",),
+    ),
+    (
+        "What needs ranks and no engine: experts, long sequences, files of checkpoints, watching",
+        ("checkpoint", "moe", "monitor", "profiling", "sequence"),
+    ),
+    (
+        "The configuration",
+        (
+            "nebula",
+            "runtime.activation_checkpointing.config",
+            "runtime.config",
+            "runtime.config_models",
+            "runtime.config_utils",
+            "runtime.constants",
+            "runtime.precision_config",
+            "runtime.zero.__init__",
+            "runtime.zero.config",
+            "runtime.zero.leaf_module_config",
+            "runtime.zero.offload_config",
+        ),
+    ),
+    (
+        "Who owns what, where gradients go, on which streams",
+        ("runtime.gradients", "runtime.sharding", "runtime.streams"),
+    ),
+    (
+        "The step sequence and its parts",
+        (
+            "runtime.base_optimizer",
+            "runtime.fp16.__init__",
+            "runtime.fp16.loss_scaler",
+            "runtime.lr_schedules",
+            "runtime.optimizers",
+        ),
+    ),
+    (
+        "The optimizers",
+        ("runtime.bf16_optimizer", "runtime.fp16", "runtime.zero"),
+    ),
+    (
+        "Around the optimizers: saving and loading, recomputation, data, clients' helpers",
+        (
+            "runtime.activation_checkpointing",
+            "runtime.checkpoint_engine",
+            "runtime.checkpointing",
+            "runtime.compiler",
+            "runtime.dataloader",
+            "runtime.utils",
+        ),
+    ),
+    (
+        "Parts of the engine",
+        (
+            "runtime.engine_settings",
+            "runtime.engine_timing",
+            "runtime.model_setup",
+            "runtime.optimizer_factory",
+            "runtime.step_observers",
+            "runtime.verification",
+        ),
+    ),
+    (
+        "The engine",
+        ("runtime.engine",),
+    ),
+    (
+        "Pipelines",
+        ("pipe", "runtime.pipe"),
+    ),
+    (
+        "The front door",
+        ("__init__",),
+    ),
+    (
+        "Tools that check training from outside",
+        ("verify",),
+    ),
+)
+"""(What the layer is, its modules), lowest first. A file imports from its own layer and from those
+below.
+"""
+
+GRAB_BAGS: tuple[str, ...] = ("utils",)
+"""Packages of upstream's whose files share a folder and no subject: each file stands for itself."""
+
+DOORS: dict[str, str] = {
+    "accelerator.abstract_accelerator": "upstream asks the device for the package of its operators",
+    "comm.config": "upstream's path of the comms logger's block",
+    "elasticity.constants": "upstream's path of the elasticity block's keys",
+    "monitor.config": "upstream's path of the monitors' blocks",
+    "profiling.config": "upstream's path of the profiler's block",
+    "profiling.constants": "upstream's path of that block's keys",
+    "runtime.base_optimizer": "upstream's path of `ZeROOptimizer`",
+    "runtime.precision_config": "upstream's path of the loss scaler's names",
+    "runtime.verification": "entry point of the stream checker, which training only switches on",
+    "utils.__init__": "upstream's short path of what scripts use",
+    "utils.comms_logging": "upstream's path of the statistics of collectives",
+    "utils.logging": "asks for the rank of a process group that somebody has made",
+}
+"""Modules that know modules of layers above their own, as text, and why: they load when somebody
+asks. Nothing else of the package asks.
+"""

@@ -1,0 +1,171 @@
+"""The tables of `layers` and the rules that hold the package to them; one function a rule, as in
+`test_style`.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+# tests/ is no package, so the neighbours are found through the path
+from layers import DOORS, GRAB_BAGS, LAYERS  # noqa: E402
+from test_style import (  # noqa: E402
+    Source,
+    absolute,
+    docstring_lines,
+    offences,
+    report,
+    sources,
+    type_checking_lines,
+    within,
+)
+
+PLACES = {entry: index for index, (_, entries) in enumerate(LAYERS) for entry in entries}
+
+
+@lru_cache(maxsize=1)
+def modules() -> dict[str, str]:
+    """Every module of the package, and its name in the tables: without `deepspeed`, and with
+    `__init__` where it is a folder's file.
+    """
+    paths = {source.module: source.path for source in sources()}
+    return {module: path.removesuffix(".py").replace("/", ".") for module, path in paths.items()}
+
+
+def layer_of(module: str) -> int | None:
+    """The index in LAYERS that `module` belongs to: the longest name that covers it says."""
+    name = modules().get(module, module.removeprefix("deepspeed."))
+    parts = name.split(".")
+    covering = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((PLACES[entry] for entry in covering if entry in PLACES), None)
+
+
+def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, module of the package) of all imports that run, wherever in the file they stand."""
+    typing_only = type_checking_lines(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno not in typing_only:
+            for found in imports_of(node, source.package):
+                yield node.lineno, found
+
+
+def imports_of(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
+    """The package's modules that one statement imports."""
+    if isinstance(node, ast.Import):
+        named = [(alias.name, "") for alias in node.names]
+    else:
+        base = absolute(node, package)
+        named = [(f"{base}.{alias.name}", base) for alias in node.names]
+    for name, base in named:
+        if not within(name, ("deepspeed",)):
+            continue
+        # A name that is no module stands in the file that it is imported from.
+        is_module = name in modules() or layer_of(name) not in (None, layer_of(base))
+        yield name if is_module else base or name
+
+
+def test_every_file_has_a_layer() -> None:
+    report(offences(lambda s: iter(() if layer_of(s.module) is not None else (1,))))
+
+
+def test_the_tables_name_what_is_there() -> None:
+    """Every name of a layer covers a file and stands in one layer; every door is one."""
+    entries = [entry for _, entries in LAYERS for entry in entries]
+    found = {".".join(name.split(".")[:n]) for name in modules().values() for n in range(1, 9)}
+    doors = {modules()[s.module] for s in sources() if any(names_from_above(s))}
+    report(
+        [entry for entry in entries if entry not in found or entries.count(entry) > 1]
+        + [door for door in DOORS if door not in doors]
+    )
+
+
+def test_imports_go_down_only() -> None:
+    def find(source: Source) -> Iterator[int]:
+        own = layer_of(source.module)
+        for line, module in imported_modules(source):
+            other = layer_of(module)
+            if own is not None and other is not None and other > own:
+                yield line
+
+    report(offences(find))
+
+
+def room_of(module: str) -> str:
+    """The package, or the file of a grab bag, that a module belongs to."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] and parts[0] in GRAB_BAGS else 1])
+
+
+def test_no_two_packages_import_each_other() -> None:
+    imports = {
+        (room_of(s.module), room_of(module)): f"{s.path}:{line}"
+        for s in sources()
+        for line, module in imported_modules(s)
+    }
+    report([place for (a, b), place in imports.items() if a != b and a and (b, a) in imports])
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    reached = {s.module: {module for _, module in imported_modules(s)} for s in sources()}
+    for _ in reached:  # a longer path has a circle in it
+        wider = {
+            name: found.union(*(reached.get(module, ()) for module in found))
+            for name, found in reached.items()
+        }
+        if wider == reached:
+            break
+        reached = wider
+    report([f"{s.path}:1" for s in sources() if s.module in reached[s.module]])
+
+
+def names_from_above(source: Source) -> Iterator[int]:
+    """Lines with a module above the file's own layer as text, for `lazy_attributes` and its like to
+    load on demand.
+    """
+    own, words = layer_of(source.module), docstring_lines(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            other = layer_of(name) if name.startswith("deepspeed.") else None
+            is_above = own is not None and other is not None and other > own
+            if is_above and name in modules() and node.lineno not in words:
+                yield node.lineno
+
+
+def test_only_doors_name_what_is_above_them() -> None:
+    report(offences(lambda s: iter(()) if modules()[s.module] in DOORS else names_from_above(s)))
+
+
+def bound_names(module: str) -> set[str]:
+    """What the module's own file defines or imports."""
+    tree = next((source.tree for source in sources() if source.module == module), None)
+    names: set[str] = set()
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+    return names
+
+
+def test_nobody_inside_goes_through_a_door() -> None:
+    """It would hide an import from the rules about layers."""
+
+    def find(source: Source) -> Iterator[int]:
+        typing_only = type_checking_lines(source)
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ImportFrom) and node.lineno not in typing_only:
+                base = absolute(node, source.package)
+                if modules().get(base, base.removeprefix("deepspeed.")) in DOORS:
+                    known = {"*"} | bound_names(base)
+                    if any(
+                        alias.name not in known and f"{base}.{alias.name}" not in modules()
+                        for alias in node.names
+                    ):
+                        yield node.lineno
+
+    report(offences(find))
