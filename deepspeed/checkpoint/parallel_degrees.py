@@ -6,10 +6,12 @@ Data-parallel ranks are not among them: whoever reads shards of the optimizer co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.utils import groups
+
+if TYPE_CHECKING:
+    from deepspeed.comm.parallel_map import ParallelMap
 
 
 class ParallelDegrees(NamedTuple):
@@ -23,12 +25,9 @@ class ParallelDegrees(NamedTuple):
     parts: int
 
     @classmethod
-    def of_this_run(cls) -> ParallelDegrees:
-        """That of the process groups."""
-        tensor, parts = (
-            groups.get_tensor_model_parallel_world_size(),
-            groups._get_model_parallel_world_size(),
-        )
+    def of_this_run(cls, parallel_map: ParallelMap) -> ParallelDegrees:
+        """That of an engine's map."""
+        tensor, parts = parallel_map.tensor.size, parallel_map.model.size
         return cls(max(1, parts // tensor), tensor, parts)
 
     @classmethod

@@ -51,7 +51,6 @@ from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.utils import groups
 
 TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
@@ -70,7 +69,7 @@ def describe(
         model, optimizer: Its files.
         exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
-    part = groups._get_model_parallel_rank()
+    part = state.parallel_map.model.rank
     model_file = file_names.model_file(part)
     weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
@@ -112,7 +111,7 @@ def describe_whole(
         "global_samples": state.global_samples,
         "skipped_steps": state.skipped_steps,
         "world_size": dist.get_world_size(),
-        "cut": ParallelDegrees.of_this_run()._asdict(),
+        "cut": ParallelDegrees.of_this_run(state.parallel_map)._asdict(),
         "shards": 1 if shard is None else shard.count,
         "client_state": sorted(map(str, client_state)),
         "latest": save_latest,
@@ -160,7 +159,9 @@ def _files_of(
     if prefix in files.experts.numbers and number is not None:
         return [
             file_names.expert_file(
-                files.experts.numbers[prefix], number, groups._get_model_parallel_rank()
+                files.experts.numbers[prefix],
+                number,
+                files.experts.layers[prefix].parallel_map.model.rank,
             )
         ]
     if not files.is_layered:

@@ -17,8 +17,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.dataloader import ResumableDistributedSampler
-from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
 
@@ -59,12 +59,12 @@ def host_state(
     }
 
 
-def host_degrees() -> dict[str, int]:
+def host_degrees(parallel_map: ParallelMap) -> dict[str, int]:
     """Where a process must be in an equal run for its random states to be its own again."""
     return {
         "world": dist.get_world_size(),
-        "replicas": groups._get_sequence_data_parallel_world_size(),
-        **ParallelDegrees.of_this_run()._asdict(),
+        "replicas": parallel_map.replicas.size,
+        **ParallelDegrees.of_this_run(parallel_map)._asdict(),
     }
 
 

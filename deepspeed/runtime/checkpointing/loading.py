@@ -43,7 +43,6 @@ from deepspeed.runtime.checkpointing.weight_resharding import (
 )
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
-from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
 
@@ -146,7 +145,8 @@ class Loader:
         model = self._read_model_file(folder)
         module = self._state.module
         universal = self._state._config.load_universal_checkpoint
-        slices = slices_of_this_rank(module, folder, model, universal)
+        tensor = self._state.parallel_map.tensor
+        slices = slices_of_this_rank(module, tensor, folder, model, universal)
         files = ModelFiles(module)
         strict = options.load_module_strict if options.custom_load_fn is None else None
         weights = (
@@ -156,7 +156,7 @@ class Loader:
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
-        host, position = _read_host(folder)
+        host, position = _read_host(folder, host_degrees(self._state.parallel_map))
         optimizer = self._read_optimizer(
             files, folder, model, slices, options.load_optimizer_states
         )
@@ -182,8 +182,8 @@ class Loader:
         the same.
         """
         own, path = (
-            ParallelDegrees.of_this_run(),
-            os.path.join(folder, file_names.model_file(groups._get_model_parallel_rank())),
+            ParallelDegrees.of_this_run(self._state.parallel_map),
+            os.path.join(folder, file_names.model_file(self._state.parallel_map.model.rank)),
         )
         if os.path.isfile(os.path.join(folder, file_names.stage3_model_file(0, 0))):
             raise CheckpointError(
@@ -278,11 +278,13 @@ def _reading_by(engine: CheckpointEngine) -> AbstractContextManager[None]:
     return nullcontext() if type(inner).load is TorchCheckpointEngine.load else read_by(inner.load)
 
 
-def _read_host(folder: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """`LoadedFiles.host` and `LoadedFiles.position`."""
+def _read_host(
+    folder: str, degrees: dict[str, int]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """`LoadedFiles.host` and `LoadedFiles.position`, in a run of these degrees."""
     path = os.path.join(folder, file_names.host_file(dist.get_rank()))
     own = read_file(path) if os.path.isfile(path) else None
     first = os.path.join(folder, file_names.host_file(0))
     position = read_file(first) if os.path.isfile(first) else None
-    equal = own is not None and own.get("cut", host_degrees()) == host_degrees()
+    equal = own is not None and own.get("cut", degrees) == degrees
     return (own, None) if equal else (None, position)

@@ -21,7 +21,6 @@ from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
-from deepspeed.utils import groups
 
 
 @runtime_checkable
@@ -100,11 +99,9 @@ class ModelExperts:
         """Give `put` the files of those experts in `state` of which this rank is the first owner
         that shares the folder.
         """
-        part = groups._get_model_parallel_rank()
         for prefix, layer in self.layers.items():
-            if not node.is_first(
-                groups._get_expert_data_parallel_group_ranks(layer.expert_group_name)
-            ):
+            part = layer.parallel_map.model.rank
+            if not node.is_first(layer.parallel_map.experts(layer.expert_group_name).data.ranks):
                 continue
             for local, number in enumerate(layer.global_expert_ids):
                 own = experts.of_expert(state, prefix, local)
@@ -130,10 +127,7 @@ class ModelExperts:
         """The layer may have been on another stage; experts that are not tensor parallel are those
         of any tensor-parallel rank.
         """
-        part, num_slices = (
-            groups._get_model_parallel_rank(),
-            groups.get_tensor_model_parallel_world_size(),
-        )
+        part, num_slices = layer.parallel_map.model.rank, layer.parallel_map.tensor.size
         path = os.path.join(folder, file_names.expert_file(index, number, part))
         if os.path.isfile(path) or not os.path.isdir(folder):
             return path

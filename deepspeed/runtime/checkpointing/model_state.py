@@ -16,7 +16,6 @@ from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.utils import groups
 
 
 def model_state(
@@ -34,7 +33,7 @@ def model_state(
         weights: The model's state dict.
         exclude_frozen_parameters: Frozen parameters are left out of it.
     """
-    layout, degrees = optimizer.layout, ParallelDegrees.of_this_run()
+    layout, degrees = optimizer.layout, ParallelDegrees.of_this_run(state.parallel_map)
     shard, schedule = layout.shard, state.lr_scheduler
     content = {
         keys.MODULE: files.in_model_file(weights),
@@ -53,9 +52,7 @@ def model_state(
         keys.GLOBAL_SAMPLES: state.global_samples,
         # Readers take it for the number of optimizer files: with optimizer instances those of
         # one instance.
-        keys.DP_WORLD_SIZE: groups._get_data_parallel_world_size()
-        if shard is None
-        else shard.count,
+        keys.DP_WORLD_SIZE: state.parallel_map.data.size if shard is None else shard.count,
         keys.MP_WORLD_SIZE: degrees.parts,
         keys.CHECKPOINT_PARALLEL_DIMS: {
             keys.CHECKPOINT_PP_DEGREE: degrees.stages,

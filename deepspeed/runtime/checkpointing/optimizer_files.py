@@ -33,7 +33,6 @@ from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.state_layout import OwnShard
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.utils import groups
 
 NAMELESS = "a parameter that is not the module's"
 
@@ -64,7 +63,8 @@ class OptimizerFiles:
         self._bf16 = tree.bf16.enabled
         self._data_before_experts = tree.use_data_before_expert_parallelism
         self._config = state.config
-        self._part = groups._get_model_parallel_rank()
+        self._map = state.parallel_map
+        self._part = self._map.model.rank
 
     # Writing
 
@@ -107,23 +107,20 @@ class OptimizerFiles:
     def _expert_files(self, node: StorageNode) -> dict[str, Any]:
         if not self.experts.layers or self.sequence is None:
             return {}
-        writer = groups._get_expert_broadcast_src_rank(self.experts.largest_group)
-        if writer not in dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group()):
+        axes = self._map.experts(self.experts.largest_group)
+        if axes.data.first_rank not in self._map.replicas.ranks:
             raise CheckpointError(
                 f"stage 0 with experts (groups {self.experts.largest_group!r}) shared with ranks "
                 "of other slices: the state of the slices here would be in no file; use "
                 "zero_optimization.stage 1 or 2"
             )
-        if not node.is_first(
-            groups._get_expert_data_parallel_group_ranks(self.experts.largest_group)
-        ):
+        if not node.is_first(axes.data.ranks):
             return {}
         return {self._expert_file(): {keys.OPTIMIZER: self._whole_state()}}
 
     def _expert_file(self) -> str:
-        return file_names.expert_optimizer_file(
-            groups._get_expert_parallel_rank(self.experts.largest_group), self._part
-        )
+        axes = self._map.experts(self.experts.largest_group)
+        return file_names.expert_optimizer_file(axes.expert.rank, self._part)
 
     def _whole_state(self) -> dict[str, Any] | None:
         """State of an optimizer that is not sharded; None if it is, or if there is none."""
@@ -176,7 +173,7 @@ class OptimizerFiles:
         state = self._read_own_state(self.sequence, folder, model) if slices is None else None
         if state is not None:
             return ReshardedState(state, has_masters=True)
-        saved = slices or SavedOptimizer(folder, groups.get_tensor_model_parallel_rank())
+        saved = slices or SavedOptimizer(folder, self._map.tensor.rank)
         if not saved.has_state:
             return None
         names = {param: renumbered(name, self.experts.first) for param, name in self.names.items()}
@@ -190,7 +187,7 @@ class OptimizerFiles:
         """What this rank, or one in its place, wrote; None if the run that wrote it was divided
         otherwise.
         """
-        if ParallelDegrees.of_file(model) != ParallelDegrees.of_this_run():
+        if ParallelDegrees.of_file(model) != ParallelDegrees.of_this_run(self._map):
             return None
         state = self._read_whole_state(folder, model)
         if self.layout.shard is not None:

@@ -38,7 +38,6 @@ from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, storage_node
 from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 
 
@@ -172,10 +171,10 @@ class Saver:
         files.put(put, node, weights, exclude_frozen_parameters)
         # One of those that hold the same part of the model: with sequence parallelism more than the
         # data-parallel ranks.
-        if node.is_first(dist.get_all_ranks_from_group(groups._get_sequence_data_parallel_group())):
+        if node.is_first(state.parallel_map.replicas.ranks):
             content = model_state(state, files, optimizer, weights, exclude_frozen_parameters)
             put(
-                file_names.model_file(groups._get_model_parallel_rank()),
+                file_names.model_file(state.parallel_map.model.rank),
                 {**content, **client_state},
             )
         for name, content in optimizer.own_files(node).items():
@@ -183,7 +182,10 @@ class Saver:
         module = state.module
         num_forwards = module.num_forwards if isinstance(module, LayeredModule) else ()
         host = host_state(
-            state.training_dataloader, state.tracker.micro_steps, host_degrees(), num_forwards
+            state.training_dataloader,
+            state.tracker.micro_steps,
+            host_degrees(state.parallel_map),
+            num_forwards,
         )
         put(file_names.host_file(dist.get_rank()), host)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.optimizers.state_layout import StateLayout
@@ -22,6 +23,7 @@ class TrainingState(Protocol):
     Attributes:
         lr_scheduler: The schedule, or None.
         training_dataloader: Whose position is saved, if it has a `state_dict`; or None.
+        parallel_map: Which ranks share what.
         device: Of the model, and of what ranks agree by.
         tracker: Counts micro-batches.
         global_steps: Optimizer steps, skipped ones included.
@@ -34,6 +36,7 @@ class TrainingState(Protocol):
     _sequence: StepSequence | None
     lr_scheduler: Any
     training_dataloader: Any
+    parallel_map: ParallelMap
     device: torch.device
     tracker: AccumulationTracker
     global_steps: int

@@ -24,17 +24,18 @@ from deepspeed.checkpoint.resharding.consolidation import (
 )
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
-from deepspeed.runtime.checkpointing.model_files import ModelFiles, ReadWeights
-from deepspeed.utils import groups
+from deepspeed.comm.parallel_map import Axis
+from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles, ReadWeights
 
 
 def slices_of_this_rank(
-    module: nn.Module, folder: str, model: Mapping[str, Any], universal: bool
+    module: nn.Module, tensor: Axis, folder: str, model: Mapping[str, Any], universal: bool
 ) -> RankSlices | None:
     """This rank's share of whole parameters; None for a folder whose files can be read as they are.
 
     Args:
         module: The model.
+        tensor: The tensor-parallel ranks.
         folder: The checkpoint.
         model: Content of one of its model files.
         universal: It is to be a universal checkpoint.
@@ -42,7 +43,7 @@ def slices_of_this_rank(
     Raises:
         CheckpointError: It is none, or was sliced otherwise and nothing in it says how.
     """
-    saved, own = ParallelDegrees.of_file(model).tensor, ParallelDegrees.of_this_run().tensor
+    saved, own = ParallelDegrees.of_file(model).tensor, tensor.size
     if saved == own and not universal:
         return None
     if saved != own and model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None:
@@ -57,14 +58,14 @@ def slices_of_this_rank(
     )
     names = saved_names(module)
     shapes = {names[name]: param.shape for name, param in module.named_parameters()}
-    return RankSlices(parameters, shapes, groups.get_tensor_model_parallel_rank(), own)
+    return RankSlices(parameters, shapes, tensor.rank, own)
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:
     """Name of each parameter in the model -> that in files: of tied weights the first, and experts
     numbered over all ranks.
     """
-    first = ModelFiles(module).experts.first
+    first = ModelExperts(module).first
     names: dict[int, str] = {}
     return {
         name: names.setdefault(id(param), renumbered(name, first))
