@@ -1,8 +1,8 @@
 """Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of
 them.
 
-Pure: string and dictionary work. Which ranks hold which experts is `utils.groups`', what is written
-when `runtime.checkpointing`'s.
+Pure: string and dictionary work. Which ranks hold which experts is the engine's `ParallelMap`'s,
+what is written when `runtime.checkpointing`'s.
 """
 
 from __future__ import annotations

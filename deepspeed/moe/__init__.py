@@ -4,6 +4,6 @@ parameters need.
 From the bottom: `gating` decides which expert sees which token, `dispatch` moves tokens by those
 decisions inside a rank, `mappings` across tensor-parallel ranks, `experts` holds this rank's
 experts, `sharded_moe` joins them with the all-to-all over the expert group, `layer` is what a model
-uses, `utils` sorts parameters. Process groups are `deepspeed.utils.groups`'s; reduction of expert
+uses, `utils` sorts parameters. Process groups are the engine's `ParallelMap`'s; reduction of expert
 gradients is the optimizers'.
 """

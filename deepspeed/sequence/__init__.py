@@ -2,8 +2,8 @@
 and back.
 
 `layer` has the attention wrapper and its all-to-all, `cross_entropy` the loss over a split
-sequence. The groups are `deepspeed.utils.groups`'s. Rank r of P in a sequence group holds the r-th
-of P equal pieces of every sequence.
+sequence. Who shares one is the engine's `ParallelMap`'s. Rank r of P in a sequence group holds the
+r-th of P equal pieces of every sequence.
 
 [Note: one divisor] Every backward here is the adjoint of its forward: it adds up what all ranks'
 losses contribute, as autograd does in one process. So what d data-parallel times P

@@ -3,7 +3,7 @@
 Every rank projects queries, keys and values of its own positions. `DistributedAttention` gives each
 rank all positions of a few heads, runs any attention on them and brings the result back to
 positions. Owns who gets which heads: evenly or not, also with fewer key/value heads than query
-heads or than ranks. How pieces travel is `exchange`'s, who shares a sequence `utils.groups`'s.
+heads or than ranks. How pieces travel is `exchange`'s, who shares a sequence the caller's.
 """
 
 from __future__ import annotations

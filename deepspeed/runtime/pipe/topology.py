@@ -1,8 +1,9 @@
 """Where every rank stands: coordinates on named axes (pure), and the process groups of the lines
 and planes through them.
 
-`ProcessTopology` is arithmetic only. `PipelineParallelGrid` makes the groups, once per world, and
-answers Megatron's questions, so it serves as the `mpu` of a pipeline engine. It sends nothing.
+`ProcessTopology` is arithmetic only. `PipelineParallelGrid` asks for the groups of its lines, which
+are made once per world, and answers Megatron's questions by upstream's names: it is the `mpu`
+behind the `ParallelMap` of a pipeline engine. It sends nothing.
 """
 
 from __future__ import annotations
