@@ -144,7 +144,7 @@ UNDO_FIXES = (
         ZERO,
         (
             ("        copy_streams: Streams that the gradients were produced on.\n", ""),
-            ("    copy_streams: set[Any] = field(default_factory=set)\n", ""),
+            ("    copy_streams: set[Stream] = field(default_factory=set)\n", ""),
             (CLEAR, '        """Forget the contributions."""\n'),
             ("        self.copy_streams.clear()\n", ""),
             (RECORD_AND_COMMENT, ""),
