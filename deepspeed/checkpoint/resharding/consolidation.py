@@ -8,7 +8,7 @@ parameter is asked for, so memory is bounded by that parameter.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +22,9 @@ from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
     SavedFragment,
     SavedOptimizer,
+    parameter_shapes,
 )
-from deepspeed.checkpoint.resharding.saved_weights import SavedWeights, parameter_groups
+from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
 
@@ -168,15 +169,14 @@ class _TensorParallelRank:
         self.fragments: dict[str, list[SavedFragment]] = {}
         for model in self.weights.models:
             self._note_shapes(
-                model.get(keys.PARAM_SHAPES)
-                or (model.get(keys.OPTIMIZER) or {}).get(keys.PARAM_SHAPES)
+                parameter_shapes(model) or parameter_shapes(model.get(keys.OPTIMIZER) or {})
             )
         for name in sorted(os.listdir(folder)):
             if file_names.parse_expert_optimizer_file(name) is not None:
                 optimizer = (
                     read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
                 )
-                self._note_shapes(optimizer.get(keys.PARAM_SHAPES))
+                self._note_shapes(parameter_shapes(optimizer))
         for fragment in self.saved.fragments() if self.saved.has_state else ():
             self.fragments.setdefault(fragment.name, []).append(fragment)
         self._held = experts_per_rank(self.shapes)
@@ -192,8 +192,8 @@ class _TensorParallelRank:
             name: value for name, value in untrained.items() if value.data_ptr() not in trained
         }
 
-    def _note_shapes(self, groups: Any) -> None:
-        for index, shapes in enumerate(parameter_groups(groups)):
+    def _note_shapes(self, groups: Sequence[Mapping[str, torch.Size]]) -> None:
+        for index, shapes in enumerate(groups):
             for name, shape in shapes.items():
                 self.shapes.setdefault(name, shape)
                 self.groups.setdefault(name, index)

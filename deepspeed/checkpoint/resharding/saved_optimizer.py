@@ -170,7 +170,8 @@ class SavedOptimizer:
                 f"{count}"
             )
         data_first = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
-        per_rank = experts_per_rank(name for shapes in model[keys.PARAM_SHAPES] for name in shapes)
+        groups = parameter_shapes(model)
+        per_rank = experts_per_rank(name for shapes in groups for name in shapes)
         done: dict[str, int] = {}
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
@@ -180,9 +181,7 @@ class SavedOptimizer:
                     f"{path} has no param_slice_mappings, so only equally many ranks can load it"
                 )
             for index, owners in enumerate(state[keys.PARTITION_COUNT]):
-                has_experts = any(
-                    expert_prefix(name) is not None for name in model[keys.PARAM_SHAPES][index]
-                )
+                has_experts = any(expert_prefix(name) is not None for name in groups[index])
                 if owners != count and not (has_experts and count % owners == 0):
                     raise CheckpointError(
                         f"{path} is one of {owners} shards, but there are files of {count}: some "
@@ -209,7 +208,7 @@ class SavedOptimizer:
             sizes = state.get(keys.EXPERT_GROUP_SIZES)
             data_first = bool(state.get(keys.DATA_BEFORE_EXPERTS))
             per_rank = experts_per_rank(
-                name for shapes in state.get(keys.PARAM_SHAPES) or () for name in shapes
+                name for shapes in parameter_shapes(state) for name in shapes
             )
             offsets = {
                 prefix: held * expert_rank(rank, len(files), sizes[prefix], data_first)
@@ -225,13 +224,13 @@ class SavedOptimizer:
     def _whole(
         self, state: Mapping[str, Any], offsets: Mapping[str, int]
     ) -> Iterator[SavedFragment]:
-        shapes: Sequence[Mapping[str, torch.Size]] | None = state.get(keys.PARAM_SHAPES)
-        if shapes is None:
+        if state.get(keys.PARAM_SHAPES) is None:
             raise CheckpointError(
                 f"the optimizer state in {self.folder} has no parameter names: it can be loaded by "
                 "the same model with the same parameter groups and pipeline stages only"
             )
         self._keep_scaler(state)
+        shapes = parameter_shapes(state)
         base = state.get(keys.OPTIMIZER_STATE_DICT, state)
         for index, (group, named) in enumerate(zip(base["param_groups"], shapes, strict=True)):
             options = self.options.setdefault(index, _options(group))
@@ -275,6 +274,17 @@ def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if scaler is not None
         else {key: state[key] for key in keys.SCALER_KEYS if key in state}
     )
+
+
+def parameter_shapes(content: Mapping[str, Any]) -> list[dict[str, torch.Size]]:
+    """Name -> shape of the parameters of each group, as a model file or whole state says.
+
+    Older files have no groups, and some have no shapes; with the writer "dcp" they are plain
+    tuples.
+    """
+    shapes = content.get(keys.PARAM_SHAPES) or ()
+    groups = [shapes] if isinstance(shapes, Mapping) else shapes
+    return [{name: torch.Size(shape) for name, shape in group.items()} for group in groups]
 
 
 def _by_part(

@@ -5,7 +5,7 @@ experts.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,8 +52,3 @@ class SavedWeights:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 self.values.setdefault(prefix + name, value)
-
-
-def parameter_groups(shapes: Any) -> Sequence[Mapping[str, torch.Size]]:
-    """`param_shapes` of a model file, per group; older ones have no groups, and some have none."""
-    return [shapes] if isinstance(shapes, Mapping) else shapes or ()

@@ -14,8 +14,8 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
-from deepspeed.checkpoint.resharding.saved_optimizer import LABELS, scaler_state
-from deepspeed.checkpoint.resharding.saved_weights import SavedWeights, parameter_groups
+from deepspeed.checkpoint.resharding.saved_optimizer import LABELS, parameter_shapes, scaler_state
+from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
 
 
 class UniversalCheckpoint:
@@ -60,7 +60,7 @@ class UniversalCheckpoint:
         for name in sorted(os.listdir(self.folder)):
             if file_names.is_model_file(name):
                 model = read_file(os.path.join(self.folder, name), mmap=True)
-                for index, group in enumerate(parameter_groups(model.get(keys.PARAM_SHAPES))):
+                for index, group in enumerate(parameter_shapes(model)):
                     self._groups.update((param, index) for param in group)
 
     def names(self) -> list[str]:

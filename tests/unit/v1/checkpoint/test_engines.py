@@ -117,6 +117,13 @@ class TestSaving(DistributedTest):
                 other.checkpoint_engine = Pickled()
             other.load_checkpoint(str(folder), tag=name)
             assert differences(unbroken, train(other, 1)) == [], name
+        # At another stage all state is found by name.
+        resharded = []
+        for name in ("none", "dcp"):
+            other = start(config(**{**base, "zero_optimization": {"stage": 1 - stage}}), seed=2)
+            other.load_checkpoint(str(folder), tag=name)
+            resharded.append(train(other, 1))
+        assert differences(*resharded) == []
 
     def test_an_engine_that_fails_to_commit(self, tmpdir: Any) -> None:
         """Kills: a checkpoint published although the engine says that it is not complete."""

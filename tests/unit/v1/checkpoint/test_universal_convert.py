@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.dcp_files import write_dcp
 from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.ds_to_universal import command, main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError, read_file
@@ -173,6 +174,20 @@ class TestFiles:
         assert "param_slice_mappings" not in common and common["clip_grad"] == 1.0
         assert (tmp_path / "latest_universal").read_text() == "universal"
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+    def test_tensors_in_folders_of_dcp(self, tmp_path: Path) -> None:
+        # Kills: shapes taken as they are, which are plain tuples here; folders taken for files.
+        source = write(tmp_path / "t")
+        torch.save({"random": torch.arange(3)}, source / file_names.host_file(0))
+        for path in list(source.iterdir()):
+            write_dcp(str(path), torch.load(path, weights_only=False))
+        output = convert(source)
+        for name, content in expected().items():
+            found = read_file(str(output / "zero" / name / "fp32.pt"))
+            assert torch.equal(found["param"], content["param"]), name
+        kept = read_file(str(output / file_names.host_file(0)))
+        assert torch.equal(kept["random"], torch.arange(3))
+        assert not list(output.glob("*.dcp"))
 
     def test_any_number_of_slices(self, tmp_path: Path) -> None:
         # Kills: a slice of the stack instead of one of each stacked parameter; a vocabulary that is
