@@ -18,7 +18,7 @@ from deepspeed.launcher.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
     node_timeout,
 )
-from deepspeed.launcher.elastic import Elastic, rendezvous
+from deepspeed.launcher.elastic import Elastic, rendezvous_settings
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
@@ -60,7 +60,7 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         }
     except RendezvousError as error:
         raise RuntimeError(
-            f"--master_addr={plan.master_addr}: the nodes' meeting point there cannot be reached, "
+            f"--master_addr={plan.master_addr}: the nodes' rendezvous there cannot be reached, "
             f"or its node is gone ({error}); start its node first, and this one again"
         ) from error
     except SignalException as error:
@@ -128,13 +128,13 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
-    meeting = (
-        _meeting_of_nodes(plan, plan.elastic, folder, logs)
+    rendezvous = (
+        _rendezvous_of_nodes(plan, plan.elastic, folder, logs)
         if plan.elastic
-        else _meeting_of_one(endpoint)
+        else _rendezvous_of_one(endpoint)
     )
     config = LaunchConfig(
-        nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **meeting
+        nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **rendezvous
     )
     _quiet_agent_logs()
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines
@@ -142,34 +142,37 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
     elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
 
 
-def _meeting_of_nodes(
+def _rendezvous_of_nodes(
     plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs
 ) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for an elastic job, whose meeting torch has been
+    """Return the part of torch's `LaunchConfig` for an elastic job, whose rendezvous torch has been
     told of.
     """
     # startup: see run_with_agent
-    from deepspeed.launcher import meeting
+    from deepspeed.launcher import rendezvous
 
     def end_cut_off() -> None:
-        # The main thread waits for the meeting point in native code, where no signal and no
+        # The main thread waits for the rendezvous in native code, where no signal and no
         # exception reaches it.
         kill_ranks(logs.history)
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.write(
-            f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' meeting point there "
+            f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' rendezvous there "
             f"has not answered for {node_timeout():g} seconds; this node is ended, start it again "
             "when it can be reached\n"
         )
         sys.stderr.flush()
         os._exit(2)
 
-    meeting.register()
-    settings = rendezvous(elastic, plan.master_addr, plan.master_port)
-    return {**settings, "rdzv_configs": {**settings["rdzv_configs"], meeting.ON_CUT: end_cut_off}}
+    rendezvous.register()
+    settings = rendezvous_settings(elastic, plan.master_addr, plan.master_port)
+    return {
+        **settings,
+        "rdzv_configs": {**settings["rdzv_configs"], rendezvous.ON_CUT: end_cut_off},
+    }
 
 
-def _meeting_of_one(endpoint: str) -> dict[str, Any]:
+def _rendezvous_of_one(endpoint: str) -> dict[str, Any]:
     """Return the part of torch's `LaunchConfig` for a launch of this node alone, without
     restarts.
     """

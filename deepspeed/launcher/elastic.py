@@ -1,9 +1,9 @@
 """Elastic launches: how many nodes may take part, and where they meet.
 
 Owns: reading the elastic flags, and the set-up of the rendezvous. Does not own: the rendezvous
-(`meeting`), the agent that restarts processes (torch's, through `agent`), nor what a restart goes
-on from (the script loads its last checkpoint). Called by: `runner` and `launch`, which read flags,
-and `agent`.
+(`rendezvous`), the agent that restarts processes (torch's, through `agent`), nor what a restart
+goes on from (the script loads its last checkpoint). Called by: `runner` and `launch`, which read
+flags, and `agent`.
 """
 
 import os
@@ -15,8 +15,8 @@ from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DE
 
 MAX_RESTARTS = 100
 """Failures that one node may restart from, as upstream has it; nodes that come do not count."""
-MEETING = "deepspeed-c10d"
-"""The name under which torch finds `meeting`."""
+RENDEZVOUS_BACKEND = "deepspeed-c10d"
+"""The name under which torch finds `rendezvous`."""
 LAST_CALL_SECONDS = 5
 """How long a round that has enough nodes waits for more before it begins."""
 
@@ -53,10 +53,12 @@ def elastic_of(min_nodes: int, max_nodes: int, known_nodes: int) -> Elastic:
     return Elastic(least, most)
 
 
-def rendezvous(elastic: Elastic, master_addr: str, master_port: int | None) -> dict[str, Any]:
+def rendezvous_settings(
+    elastic: Elastic, master_addr: str, master_port: int | None
+) -> dict[str, Any]:
     """Return the part of torch's `LaunchConfig` that says where nodes meet.
 
-    One of the agents serves the meeting point: the first that can listen on it, so the address must
+    One of the agents serves the rendezvous: the first that can listen on it, so the address must
     be one node's own.
 
     Args:
@@ -72,7 +74,7 @@ def rendezvous(elastic: Elastic, master_addr: str, master_port: int | None) -> d
         "min_nodes": elastic.min_nodes,
         "max_nodes": elastic.max_nodes,
         "max_restarts": MAX_RESTARTS,
-        "rdzv_backend": MEETING,
+        "rdzv_backend": RENDEZVOUS_BACKEND,
         "rdzv_endpoint": f"{master_addr}:{port}",
         "rdzv_configs": {"last_call_timeout": LAST_CALL_SECONDS},
         # All nodes must say the same word; two jobs cannot have the same port.

@@ -2,7 +2,7 @@
 
 Owns: telling the cause from its consequences among one launcher's processes, and the text on
 stderr. Does not own:
-the choice among several launchers (`hub`). Called by: `launch`, `launch_rank`, `nodes`.
+the choice among several launchers (`coordinator`). Called by: `launch`, `launch_rank`, `nodes`.
 """
 
 import signal

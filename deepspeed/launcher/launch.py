@@ -3,9 +3,9 @@ several nodes.
 
 Owns: the order of things from the pipes to the exit code, and that no process survives a failed
 launch. Does not own:
-what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `hub`), the choice of
-devices (`resources`). Called by: `deepspeed.launcher.runner.main` in its own process, or as `python
--m deepspeed.launcher.launch`.
+what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `coordinator`), the
+choice of devices (`resources`). Called by: `deepspeed.launcher.runner.main` in its own process, or
+as `python -m deepspeed.launcher.launch`.
 """
 
 import argparse
@@ -26,6 +26,8 @@ from types import TracebackType
 
 from deepspeed.launcher.agent import run_with_agent
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH
+from deepspeed.launcher.coordinator import CoordinatorAddress, Verdict
+from deepspeed.launcher.coordinator_client import CoordinatorClient
 from deepspeed.launcher.devices import device_environment
 from deepspeed.launcher.elastic import elastic_of
 from deepspeed.launcher.failures import (
@@ -36,8 +38,6 @@ from deepspeed.launcher.failures import (
     raised_before,
     write_failures,
 )
-from deepspeed.launcher.hub import HubAddress, Verdict
-from deepspeed.launcher.lifeline import Lifeline
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import (
     LaunchPlan,
@@ -145,41 +145,43 @@ def _run_member(
     stopper = _Stopper()
     raise_on_signals()
     try:
-        with Lifeline(HubAddress.decode(place.hub), place.member, port, stopper.stop) as lifeline:
-            lifeline.report_end(_run_between(plan, start, lifeline, stopper))
-            verdict = lifeline.wait()
+        with CoordinatorClient(
+            CoordinatorAddress.decode(place.coordinator), place.member, port, stopper.stop
+        ) as client:
+            client.report_end(_run_between(plan, start, client, stopper))
+            verdict = client.wait()
     except Interrupted as error:
         # Before all had come, or after this launcher's part was done: its connection says the rest.
         return 128 + error.signum
-    if place.reports or lifeline.lost:
+    if place.reports or client.lost:
         write_verdict(verdict)
-    if lifeline.lost:
+    if client.lost:
         on_lost()
     return verdict.code
 
 
 def _run_between(
-    plan: LaunchPlan, start: Start | None, lifeline: Lifeline, stopper: _Stopper
+    plan: LaunchPlan, start: Start | None, client: CoordinatorClient, stopper: _Stopper
 ) -> Failure | None:
     """Run the processes between the job's go and its stop; return what is to be said of their
     end.
     """
-    meeting = lifeline.join()
-    if meeting is None:
+    master = client.join()
+    if master is None:
         return None
-    address, port = meeting
+    address, port = master
     # Settings of the user come after and win.
-    environment = {**lifeline.interface_environment(), **plan.environment}
+    environment = {**client.interface_environment(), **plan.environment}
     plan = replace(plan, master_addr=address, master_port=port, environment=environment)
     outcome = Outcome()
     try:
         with stopper:
-            outcome = _run_ranks(plan, start, lambda: lifeline.stopped_at)
+            outcome = _run_ranks(plan, start, lambda: client.stopped_at)
     except Interrupted:
         # A stop that arrived when the processes had just ended by themselves.
         return outcome.failure
     number = outcome.interrupted_by
-    if number is not None and lifeline.stopped_at is None:
+    if number is not None and client.stopped_at is None:
         return Failure(
             f"the launcher on {socket.gethostname()} (process {os.getpid()})",
             describe_exit(-number),
@@ -270,7 +272,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--world_info", default="None", help="base64 of the JSON object {host: slots}"
     )
     parser.add_argument(
-        "--hub",
+        "--coordinator",
         default=None,
         help="where the nodes of a job meet; the `deepspeed` command fills it in",
     )
@@ -336,24 +338,26 @@ def main() -> None:
     args = parse_args()
     logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
     sys.exit(
-        exit_code(lambda: run_told(args.hub, args.node_rank, lambda: run(make_node_plan(args))))
+        exit_code(
+            lambda: run_told(args.coordinator, args.node_rank, lambda: run(make_node_plan(args)))
+        )
     )
 
 
-def run_told(hub: str | None, member: int, launch: Callable[[], int]) -> int:
-    """Run a launch, and tell the job's hub when it cannot begin: others would wait for this
+def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) -> int:
+    """Run a launch, and tell the job's coordinator when it cannot begin: others would wait for this
     launcher.
 
     Args:
-        hub, member: as in `Place`; no hub for a launch that stands alone.
+        coordinator, member: as in `Place`; no coordinator for a launch that stands alone.
         launch: what to run; its errors are passed on.
     """
     try:
         return launch()
     except (ValueError, RuntimeError) as error:
-        if hub is not None:
+        if coordinator is not None:
             _tell(
-                hub,
+                coordinator,
                 member,
                 Failure(f"the launcher on {socket.gethostname()}", f"an error: {error}", 2),
             )
@@ -376,13 +380,15 @@ def exit_code(launch: Callable[[], int], needs_torch: bool = True) -> int:
         return 128 + (error.signum if isinstance(error, Interrupted) else int(signal.SIGINT))
 
 
-def _tell(hub: str, member: int, failure: Failure) -> None:
-    # Without a hub that answers there is nobody to tell.
+def _tell(coordinator: str, member: int, failure: Failure) -> None:
+    # Without a coordinator that answers there is nobody to tell.
     with (
         contextlib.suppress(OSError, ValueError),
-        Lifeline(HubAddress.decode(hub), member, 0, lambda signum: None) as lifeline,
+        CoordinatorClient(
+            CoordinatorAddress.decode(coordinator), member, 0, lambda signum: None
+        ) as client,
     ):
-        lifeline.report_end(failure)
+        client.report_end(failure)
 
 
 def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
@@ -395,16 +401,22 @@ def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
     elastic = None
     if args.enable_elastic_training:
         elastic = elastic_of(args.min_elastic_nodes, args.max_elastic_nodes, len(world))
-    if args.hub is not None and elastic:
+    if args.coordinator is not None and elastic:
         raise ValueError(
-            "--enable_elastic_training: elastic nodes meet without --hub; leave one of them out"
+            "--enable_elastic_training: elastic nodes meet without --coordinator; leave one of "
+            "them out"
         )
-    if args.hub is None and elastic is None and (len(world) != 1 or args.node_rank != 0):
+    if args.coordinator is None and elastic is None and (len(world) != 1 or args.node_rank != 0):
         raise ValueError(
-            f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs --hub, "
-            "where the nodes of a job meet; start the job through the `deepspeed` command"
+            f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs "
+            "--coordinator, where the nodes of a job meet; start the job through the `deepspeed` "
+            "command"
         )
-    place = place_of_node(world, args.node_rank, args.hub) if args.hub is not None else None
+    place = (
+        place_of_node(world, args.node_rank, args.coordinator)
+        if args.coordinator is not None
+        else None
+    )
     slots = list(world.values())[args.node_rank]
     return replace(node_plan(args, len(slots), device_environment(slots), place), elastic=elastic)
 

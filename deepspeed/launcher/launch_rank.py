@@ -107,7 +107,7 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
             f"the engine has not set {', '.join(missing)}; start the job through the `deepspeed` "
             "command"
         )
-    place = place_of_rank(world, int(os.environ[args.rank_variable]), args.hub)
+    place = place_of_rank(world, int(os.environ[args.rank_variable]), args.coordinator)
     local_rank = int(os.environ[args.local_rank_variable])
     if local_rank != place.local_rank:
         raise ValueError(
@@ -143,7 +143,7 @@ def main() -> None:
     rank = int(os.environ.get(args.rank_variable, "0"))
     sys.exit(
         exit_code(
-            lambda: run_told(args.hub, rank, lambda: launch(make_rank_plan(args))),
+            lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))),
             needs_torch=False,
         )
     )

@@ -44,7 +44,7 @@ class MultiNodeRunner(abc.ABC):
     """Builds the command that starts a job's launchers over one engine.
 
     Args:
-        args: parsed flags of `deepspeed`; `hub` holds where the launchers meet.
+        args: parsed flags of `deepspeed`; `coordinator` holds where the launchers meet.
         world_info_base64: `{host: slots}` of the job, as `runner.encode_world_info` wrote it.
     """
 
@@ -130,7 +130,7 @@ class MultiNodeRunner(abc.ABC):
             "-m",
             module,
             f"--world_info={self.world_info_base64}",
-            f"--hub={args.hub}",
+            f"--coordinator={args.coordinator}",
         ]
         if self.rank_variables:
             command += [

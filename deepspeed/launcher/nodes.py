@@ -1,8 +1,8 @@
 """Launching on several nodes: the part of the `deepspeed` command that the user started.
 
-Owns: starting the engine's commands, the hub that all launchers report to, the user's signals, and
-the words and exit code at the end. Does not own: the engines' command lines (`multinode_runner`)
-nor what runs on the nodes (`launch`, `launch_rank`). Called by: `runner`.
+Owns: starting the engine's commands, the coordinator that all launchers report to, the user's
+signals, and the words and exit code at the end. Does not own: the engines' command lines
+(`multinode_runner`) nor what runs on the nodes (`launch`, `launch_rank`). Called by: `runner`.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from deepspeed.launcher.constants import (
     SSH_LAUNCHER,
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
+from deepspeed.launcher.coordinator import Coordinator, CoordinatorAddress, Verdict
 from deepspeed.launcher.environment import forwarded_environment
 from deepspeed.launcher.failures import describe_exit
-from deepspeed.launcher.hub import Hub, HubAddress, Verdict
 from deepspeed.launcher.launch import pid_file, run, write_verdict
 from deepspeed.launcher.multinode_runner import MultiNodeRunner, make_runner, ssh_command
 from deepspeed.launcher.plan import LaunchPlan, place_of_node
@@ -45,7 +45,7 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     """Start the job over the engine that the flags name, and answer for its end.
 
     Args:
-        args: parsed flags; `hub` is added to them.
+        args: parsed flags; `coordinator` is added to them.
         active: slots by host.
         world_info: the same, as `runner.encode_world_info` wrote it.
 
@@ -56,7 +56,7 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     Raises:
         ValueError: the engine is not there, or cannot honour a flag; a host cannot be reached.
     """
-    args.hub = ""  # known once there is a hub; the engine is refused before
+    args.coordinator = ""  # known once there is a coordinator; the engine is refused before
     runner = make_runner(args, world_info, active)
     if runner.name in (PDSH_LAUNCHER, SSH_LAUNCHER) and not args.no_ssh_check:
         check_ssh(
@@ -64,8 +64,10 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
             args.ssh_port,
             runner.launcher_args() if runner.name == SSH_LAUNCHER else [],
         )
-    hub = Hub(_labels(runner, active), own_addresses(list(active)), args.master_addr)
-    args.hub = hub.address.encode()
+    coordinator = Coordinator(
+        _labels(runner, active), own_addresses(list(active)), args.master_addr
+    )
+    args.coordinator = coordinator.address.encode()
     environment = dict(os.environ)
     # startup: importing this package must not look for devices
     from deepspeed.accelerator import get_accelerator
@@ -78,13 +80,13 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
         runner.name,
         ", ".join(f"{host} ({len(slots)})" for host, slots in active.items()),
     )
-    hub.start()
+    coordinator.start()
     with (
         pid_file(os.getpid() if args.save_pid else None),
         children_ended() as success,
-        contextlib.closing(hub),
+        contextlib.closing(coordinator),
     ):
-        verdict = _run_engine(hub, commands, environment, list(active))
+        verdict = _run_engine(coordinator, commands, environment, list(active))
         success[0] = verdict.code == 0
     write_verdict(verdict)
     return verdict.code
@@ -99,11 +101,14 @@ def _labels(runner: MultiNodeRunner, active: dict[str, list[int]]) -> list[str]:
 
 
 def _run_engine(
-    hub: Hub, commands: list[list[str]], environment: dict[str, str], hosts: list[str]
+    coordinator: Coordinator,
+    commands: list[list[str]],
+    environment: dict[str, str],
+    hosts: list[str],
 ) -> Verdict:
     """Start the engine's commands, wait for the job's verdict, and see the engine's end."""
     processes: list[subprocess.Popen[bytes]] = []
-    with _signals_stop(hub):
+    with _signals_stop(coordinator):
         for command in commands:
             # Values of variables stand in it, which may be secret: for debugging only.
             logger.debug("starting: %s", " ".join(command))
@@ -117,7 +122,7 @@ def _run_engine(
         watchers = [
             threading.Thread(
                 target=_watch,
-                args=(hub, index, len(commands), process, hosts),
+                args=(coordinator, index, len(commands), process, hosts),
                 name="deepspeed-engine",
                 daemon=True,
             )
@@ -125,7 +130,7 @@ def _run_engine(
         ]
         for watcher in watchers:
             watcher.start()
-        verdict = hub.wait()
+        verdict = coordinator.wait()
         deadline = time.monotonic() + ENGINE_END_SECONDS
         for watcher in watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
@@ -133,12 +138,16 @@ def _run_engine(
         for watcher in watchers:
             watcher.join()
     if verdict is None:
-        raise AssertionError("the hub ended without a verdict")
+        raise AssertionError("the coordinator ended without a verdict")
     return verdict
 
 
 def _watch(
-    hub: Hub, index: int, count: int, process: "subprocess.Popen[bytes]", hosts: list[str]
+    coordinator: Coordinator,
+    index: int,
+    count: int,
+    process: "subprocess.Popen[bytes]",
+    hosts: list[str],
 ) -> None:
     """Wait for one of the engine's commands; launchers that have not reported by its end never
     will.
@@ -151,7 +160,9 @@ def _watch(
     how = (
         f"{describe_exit(code)} of {program} before all nodes had reported; what it wrote is above"
     )
-    hub.fail(index if count > 1 else None, subject, how, 128 - code if code < 0 else code or 1)
+    coordinator.fail(
+        index if count > 1 else None, subject, how, 128 - code if code < 0 else code or 1
+    )
 
 
 def _kill_left(processes: "list[subprocess.Popen[bytes]]") -> None:
@@ -162,7 +173,7 @@ def _kill_left(processes: "list[subprocess.Popen[bytes]]") -> None:
 
 
 @contextlib.contextmanager
-def _signals_stop(hub: Hub) -> Iterator[None]:
+def _signals_stop(coordinator: Coordinator) -> Iterator[None]:
     """Pass signals to the whole job; a second one ends it at once."""
     first: list[float] = []
 
@@ -170,7 +181,7 @@ def _signals_stop(hub: Hub) -> Iterator[None]:
         now = time.monotonic()
         if first and now - first[0] < MIN_APART_SECONDS:
             return
-        hub.stop(number)
+        coordinator.stop(number)
         first.append(now)
 
     previous = {number: signal.signal(number, handle) for number in ENDING_SIGNALS}
@@ -204,21 +215,21 @@ def run_by_hand(
     port = master_port + 1
     # Nodes with other hosts or slots in mind have another word and are sent away.
     token = hashlib.sha256(world_info.encode()).hexdigest()[:16]
-    address = HubAddress([args.master_addr], port, token)
+    address = CoordinatorAddress([args.master_addr], port, token)
     place = replace(place_of_node(active, args.node_rank, address.encode()), reports=True)
     plan = replace(plan, master_addr=args.master_addr, master_port=master_port, place=place)
     if args.node_rank != 0:
         return run(plan)
     try:
         labels = [f"node {node_rank} ({host})" for node_rank, host in enumerate(active)]
-        hub = Hub(labels, [], args.master_addr, port, token)
+        coordinator = Coordinator(labels, [], args.master_addr, port, token)
     except OSError as error:
         raise ValueError(
             f"--master_port={master_port}: the port above it, {port}, at which the nodes report, "
             f"cannot be opened ({error.strerror}); name another --master_port on all nodes"
         ) from error
-    hub.start()
-    with contextlib.closing(hub):
+    coordinator.start()
+    with contextlib.closing(coordinator):
         return run(plan)
 
 

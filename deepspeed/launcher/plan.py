@@ -28,7 +28,8 @@ class Place:
         num_nodes: number of nodes.
         first_rank: global rank of this launcher's first process.
         world_size: number of processes of the job.
-        hub: where the launchers of the job meet, as `hub.HubAddress.encode` wrote it.
+        coordinator: where the launchers of the job meet, as
+            `coordinator.CoordinatorAddress.encode` wrote it.
         member: this launcher's number there.
         local_rank: local rank of this launcher's first process; above 0 where each process has a
             launcher of its own.
@@ -41,14 +42,14 @@ class Place:
     num_nodes: int
     first_rank: int
     world_size: int
-    hub: str
+    coordinator: str
     member: int
     local_rank: int
     local_size: int
     reports: bool = False
 
 
-def place_of_node(world: dict[str, list[int]], node_rank: int, hub: str) -> Place:
+def place_of_node(world: dict[str, list[int]], node_rank: int, coordinator: str) -> Place:
     """Return the place of the launcher that starts all processes of one node.
 
     Raises:
@@ -66,14 +67,14 @@ def place_of_node(world: dict[str, list[int]], node_rank: int, hub: str) -> Plac
         len(sizes),
         before,
         sum(sizes),
-        hub,
+        coordinator,
         node_rank,
         local_rank=0,
         local_size=sizes[node_rank],
     )
 
 
-def place_of_rank(world: dict[str, list[int]], rank: int, hub: str) -> Place:
+def place_of_rank(world: dict[str, list[int]], rank: int, coordinator: str) -> Place:
     """Return the place of a launcher that starts one process only; ranks fill the nodes one after
     the other.
 
@@ -89,7 +90,7 @@ def place_of_rank(world: dict[str, list[int]], rank: int, hub: str) -> Place:
                 len(world),
                 rank,
                 world_size,
-                hub,
+                coordinator,
                 rank,
                 local_rank=rank - before,
                 local_size=len(slots),

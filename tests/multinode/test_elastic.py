@@ -28,7 +28,7 @@ interpreters.
 
 
 class ElasticJob:
-    """An elastic job on a cluster whose first host serves the meeting point; training stops at
+    """An elastic job on a cluster whose first host serves the rendezvous; training stops at
     steps 3 and 6 until let go.
     """
 
@@ -45,7 +45,7 @@ class ElasticJob:
     def join(self, index: int) -> Job:
         """Start a host's part."""
         limits = ["--min_elastic_nodes", "1", "--max_elastic_nodes", str(len(self.cluster.nodes))]
-        meeting = ["--master_addr", self.cluster.nodes[0].address]
+        rendezvous = ["--master_addr", self.cluster.nodes[0].address]
         script = [str(SCRIPT), "--checkpoints", str(self.checkpoints)]
         return Job(
             self.cluster,
@@ -53,7 +53,7 @@ class ElasticJob:
             "2",
             "--elastic_training",
             *limits,
-            *meeting,
+            *rendezvous,
             *script,
             node=index,
         )
@@ -135,7 +135,7 @@ def test_a_host_is_lost_and_comes_back(
         code = job.jobs[lost].end(RESTART_SECONDS)
         job.until(lambda: not cluster.nodes[lost].processes(), SLACK)
         if lose is cut:
-            assert code == 2 and "meeting point there has not answered for" in job.jobs[lost].text
+            assert code == 2 and "rendezvous there has not answered for" in job.jobs[lost].text
             # One of the others says so first; its processes' end is then what the rest notice.
             said = f"(node{size}) has given no sign of life for {NODE_TIMEOUT:g} seconds"
             assert any(said in each.text for each in job.jobs[:lost])

@@ -225,15 +225,15 @@ def main(plan_path: str, folder: str) -> int:
 
     Args:
         plan_path: Plan as JSON.
-        folder: For the events and the meeting point of the process group.
+        folder: For the events and the rendezvous of the process group.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = Plan.from_json(json.loads(Path(plan_path).read_text(encoding="utf-8")))
     with (Path(folder) / f"events-{rank}.jsonl").open("w", encoding="utf-8") as events:
         try:
-            meeting_point = f"file://{Path(folder).resolve()}/rendezvous"
+            rendezvous = f"file://{Path(folder).resolve()}/rendezvous"
             deepspeed.init_distributed(
-                init_method=meeting_point, rank=rank, world_size=world, verbose=False
+                init_method=rendezvous, rank=rank, world_size=world, verbose=False
             )
             worker = Worker(plan, rank, events)
             worker.work()

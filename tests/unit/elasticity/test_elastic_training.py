@@ -40,7 +40,7 @@ class Nodes:
         checkpoints: str = "checkpoints",
         **environment: str,
     ) -> "subprocess.Popen[bytes]":
-        meeting = (
+        rendezvous = (
             ["--elastic_training", "--master_addr", "127.0.0.1", "--master_port", str(self.port)]
             if elastic
             else []
@@ -52,7 +52,7 @@ class Nodes:
                     sys.executable,
                     "-m",
                     "deepspeed.launcher.runner",
-                    *meeting,
+                    *rendezvous,
                     *flags,
                     str(SCRIPT),
                     "--checkpoints",
@@ -151,7 +151,7 @@ def test_a_node_goes_and_comes_again(nodes: Nodes) -> None:
         hold.touch()
     limits = ("--min_elastic_nodes", "1", "--max_elastic_nodes", "2")
     stays = nodes.start(*limits)
-    # On one machine the first to listen serves the meeting point; it must be the one that stays.
+    # On one machine the first to listen serves the rendezvous; it must be the one that stays.
     nodes.until(nodes.someone_listens)
     goes = nodes.start(*limits)
     nodes.until(lambda: (3, 2) in steps(nodes.log()))

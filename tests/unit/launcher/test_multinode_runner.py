@@ -31,7 +31,7 @@ RANK_RUNNERS: list[type[OpenMPIRunner] | type[MPICHRunner] | type[SlurmRunner]] 
 
 def made(kind: type[MultiNodeRunner], *flags: str) -> MultiNodeRunner:
     args = runner.parse_args([*flags, "train.py", *AWKWARD])
-    args.hub = "HUB"
+    args.coordinator = "COORDINATOR"
     return kind(args, "WORLD", HOSTS) if kind in RANK_RUNNERS else kind(args, "WORLD")
 
 
@@ -62,7 +62,7 @@ def test_ssh_starts_one_command_per_host() -> None:
         "--node_rank=1" in words
         and "--module" in words
         and "--no_local_rank" in words
-        and "--hub=HUB" in words
+        and "--coordinator=COORDINATOR" in words
     )
     assert not [word for word in words if word.startswith("--master_port")], (
         "29500 may be replaced unless it was asked for"
@@ -126,7 +126,7 @@ def test_slurm_refuses_what_it_cannot_honour() -> None:
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PDSHRunner, "backend_exists", lambda self: False)
     args = runner.parse_args(["--launcher", "PDSH", "x.py"])
-    args.hub = ""
+    args.coordinator = ""
     with pytest.raises(ValueError, match="--launcher=PDSH: its program is not installed"):
         multinode_runner.make_runner(args, "WORLD", HOSTS)
 
@@ -174,7 +174,7 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_places_of_nodes_and_ranks() -> None:
     world = {"a": [0, 1, 2], "b": [5]}
-    second = plan.place_of_node(world, 1, "HUB")
+    second = plan.place_of_node(world, 1, "COORDINATOR")
     assert (
         second.first_rank,
         second.world_size,
@@ -182,7 +182,7 @@ def test_places_of_nodes_and_ranks() -> None:
         second.local_size,
         second.local_rank,
     ) == (3, 4, 1, 1, 0)
-    third = plan.place_of_rank(world, 2, "HUB")
+    third = plan.place_of_rank(world, 2, "COORDINATOR")
     assert (
         third.node_rank,
         third.first_rank,
@@ -190,18 +190,18 @@ def test_places_of_nodes_and_ranks() -> None:
         third.local_rank,
         third.local_size,
     ) == (0, 2, 2, 2, 3)
-    last = plan.place_of_rank(world, 3, "HUB")
+    last = plan.place_of_rank(world, 3, "COORDINATOR")
     assert (last.node_rank, last.local_rank, last.local_size) == (1, 0, 1)
     for wrong in (-1, 4):
         with pytest.raises(ValueError, match=f"rank {wrong} is not in"):
-            plan.place_of_rank(world, wrong, "HUB")
+            plan.place_of_rank(world, wrong, "COORDINATOR")
     with pytest.raises(ValueError, match="--node_rank=2: the job has 2 nodes"):
-        plan.place_of_node(world, 2, "HUB")
+        plan.place_of_node(world, 2, "COORDINATOR")
 
 
 def test_variables_of_a_rank_in_a_larger_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    place = plan.place_of_node({"a": [0, 1, 2], "b": [5]}, 1, "HUB")
+    place = plan.place_of_node({"a": [0, 1, 2], "b": [5]}, 1, "COORDINATOR")
     variables = plan.LaunchPlan(
         ["x"], 1, master_addr="10.0.0.1", master_port=29501, place=place
     ).rank_environment(0)

@@ -1,8 +1,8 @@
-"""A launcher's connection to the hub of its job: it learns when to go and when to stop, and says
-how its processes ended.
+"""A launcher's connection to the coordinator of its job: it learns when to go and when to stop, and
+says how its processes ended.
 
-Owns: the launchers' side of the protocol that `hub` describes. Does not own: processes; what is to
-be done when the job ends early is the caller's. Called by: `launch`.
+Owns: the launchers' side of the protocol that `coordinator` describes. Does not own: processes;
+what is to be done when the job ends early is the caller's. Called by: `launch`.
 """
 
 import contextlib
@@ -18,37 +18,37 @@ from types import TracebackType
 from typing import Any
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, node_timeout, start_timeout
+from deepspeed.launcher.coordinator import CoordinatorAddress, Verdict, beat_interval
 from deepspeed.launcher.failures import Failure
-from deepspeed.launcher.hub import HubAddress, Verdict, beat_interval
 
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 
 
-class Lifeline:
+class CoordinatorClient:
     """One launcher's connection, served by a thread; a context manager.
 
     Call order: enter, `join()`, start the processes, then one of `report_end` and `wait()`.
 
     Args:
-        hub: where the hub is.
+        coordinator: where the coordinator is.
         member: this launcher's number.
         port: the port that rank 0 will open, if this launcher starts it.
         on_stop: called on the thread with a signal's number when the processes have to end, and
-            again when at once; None is for a hub that is lost.
+            again when at once; None is for a coordinator that is lost.
 
     Raises:
-        ConnectionError: on entering: the hub cannot be reached.
+        ConnectionError: on entering: the coordinator cannot be reached.
     """
 
     def __init__(
         self,
-        hub: HubAddress,
+        coordinator: CoordinatorAddress,
         member: int,
         port: int,
         on_stop: Callable[[int | None], None],
     ) -> None:
-        self._hub, self._member, self._port = hub, member, port
+        self._coordinator, self._member, self._port = coordinator, member, port
         self._timeout, self._start_timeout = node_timeout(), start_timeout()
         self._on_stop = on_stop
         self._changed = threading.Condition()
@@ -57,12 +57,19 @@ class Lifeline:
         self._why_lost: str | None = None
         self.stopped_at: float | None = None
         self._sending = threading.Lock()
-        self._thread = threading.Thread(target=self._pump, name="deepspeed-lifeline", daemon=True)
+        self._thread = threading.Thread(
+            target=self._pump, name="deepspeed-coordinator-client", daemon=True
+        )
 
-    def __enter__(self) -> "Lifeline":
+    def __enter__(self) -> "CoordinatorClient":
         self._socket = self._connect()
         self._send(
-            {"type": "hello", "token": self._hub.token, "member": self._member, "port": self._port}
+            {
+                "type": "hello",
+                "token": self._coordinator.token,
+                "member": self._member,
+                "port": self._port,
+            }
         )
         self._thread.start()
         return self
@@ -99,7 +106,7 @@ class Lifeline:
         self._send(message)
 
     def wait(self) -> Verdict:
-        """Wait for the end of the job; the loss of the hub is one too."""
+        """Wait for the end of the job; the loss of the coordinator is one too."""
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or self._why_lost is not None)
             if self._end is not None:
@@ -110,14 +117,14 @@ class Lifeline:
 
     @property
     def lost(self) -> bool:
-        """Whether the hub was lost before it told the end of the job."""
+        """Whether the coordinator was lost before it told the end of the job."""
         return self._end is None and self._why_lost is not None
 
     def interface_environment(self) -> dict[str, str]:
         """Return gloo's interface where gloo would take the loopback, which leads to no other node.
 
         gloo looks its own host's name up, and many systems map that to 127.0.1.1. The interface
-        that leads to the hub is a better guess; a setting of the user stays.
+        that leads to the coordinator is a better guess; a setting of the user stays.
         """
         address = self._socket.getsockname()[0].removeprefix("::ffff:")
         if (
@@ -142,10 +149,10 @@ class Lifeline:
         deadline = time.monotonic() + self._start_timeout
         problems: dict[str, str] = {}
         while True:
-            for address in self._hub.addresses:
+            for address in self._coordinator.addresses:
                 try:
                     connection = socket.create_connection(
-                        (address, self._hub.port), timeout=CONNECT_SECONDS
+                        (address, self._coordinator.port), timeout=CONNECT_SECONDS
                     )
                 except OSError as error:
                     problems[address] = str(error)
@@ -156,8 +163,8 @@ class Lifeline:
                 tried = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
                 raise ConnectionError(
                     f"{socket.gethostname()} cannot reach the launching command at port "
-                    f"{self._hub.port} ({tried}); let the nodes connect to it, or name its address "
-                    "in DS_LAUNCH_ADDRESS"
+                    f"{self._coordinator.port} ({tried}); let the nodes connect to it, or name its "
+                    "address in DS_LAUNCH_ADDRESS"
                 )
             time.sleep(RETRY_SECONDS)
 
@@ -167,7 +174,7 @@ class Lifeline:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _pump(self) -> None:
-        """Read what the hub says, and give signs of life, until one of both is over."""
+        """Read what the coordinator says, and give signs of life, until one of both is over."""
         interval = beat_interval(self._timeout)
         self._socket.settimeout(interval)
         pending, heard = b"", time.monotonic()

@@ -1,10 +1,10 @@
-"""Where the nodes of an elastic job meet: torch's dynamic rendezvous, with an eye on nodes that
+"""The rendezvous of the nodes of an elastic job: torch's dynamic one, which also notices nodes that
 fall silent.
 
 Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of
 processes again when one fails or a node comes; behind a pulled cable nothing fails. The peers of a
 lost node wait in a collective for as long as that may take, half an hour by default, and the lost
-node's agent waits for the meeting point for as long as TCP tries. Does not own: the meeting itself,
+node's agent waits for the rendezvous for as long as TCP tries. Does not own: the rendezvous itself,
 which is torch's. Called by: `agent`.
 """
 
@@ -23,12 +23,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.distributed import create_c10d_store
 
 from deepspeed.launcher.constants import node_timeout
-from deepspeed.launcher.elastic import MEETING
-from deepspeed.launcher.hub import beat_interval
+from deepspeed.launcher.coordinator import beat_interval
+from deepspeed.launcher.elastic import RENDEZVOUS_BACKEND
 from deepspeed.utils.logging import logger
 
 ON_CUT = "on_cut"
-"""The rendezvous configuration's key of what to do when the meeting point has not answered for the
+"""The rendezvous configuration's key of what to do when the rendezvous has not answered for the
 timeout.
 """
 
@@ -69,15 +69,15 @@ class Round:
 
 
 class NodeWatch:
-    """Tells the other nodes that this one lives, and listens for them and for the meeting point.
+    """Tells the other nodes that this one lives, and listens for them and for the rendezvous.
 
     On threads, not in the agent's loop: that stands still while processes are stopped, at the end,
     and behind a cut.
 
     Args:
-        endpoint: HOST:PORT of the meeting point.
+        endpoint: HOST:PORT of the rendezvous.
         timeout: seconds of silence after which a node, or this node's job, is lost.
-        on_cut: called, on a thread, when the meeting point has not answered for the timeout.
+        on_cut: called, on a thread, when the rendezvous has not answered for the timeout.
     """
 
     def __init__(self, endpoint: str, timeout: float, on_cut: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class NodeWatch:
             threading.Thread(target=target, name="deepspeed-nodes", daemon=True).start()
 
     def end(self) -> None:
-        """Stop; does not wait for a call to a meeting point that may be out of reach."""
+        """Stop; does not wait for a call to a rendezvous that may be out of reach."""
         self._ended.set()
 
     def _exchange(self) -> None:
@@ -119,7 +119,7 @@ class NodeWatch:
                 store.check([seen.key(seen.rank)])
                 self._answers += 1
         except (RuntimeError, TimeoutError) as error:
-            # The meeting point is gone. The agent finds that out by itself, and ends.
+            # The rendezvous is gone. The agent finds that out by itself, and ends.
             logger.debug("no signs of life any more: %s", error)
             self.end()
 
@@ -138,7 +138,7 @@ class NodeWatch:
                 return
 
 
-class WatchedMeeting(RendezvousHandler):
+class WatchedRendezvous(RendezvousHandler):
     """torch's dynamic rendezvous, which has a round ended also when one of its nodes is lost."""
 
     def __init__(self, inner: RendezvousHandler, watch: NodeWatch) -> None:
@@ -169,17 +169,17 @@ class WatchedMeeting(RendezvousHandler):
         waiting = self._inner.num_nodes_waiting()
         if waiting or self._watch.round is None or not self._watch.round.lost:
             return waiting
-        # After its processes' good end a node closes the meeting and goes: that is no loss.
+        # After its processes' good end a node closes the rendezvous and goes: that is no loss.
         return 0 if self._inner.is_closed() else 1
 
     def shutdown(self) -> bool:
-        """End the meeting for all nodes."""
+        """End the rendezvous for all nodes."""
         self._watch.end()
         return self._inner.shutdown()
 
     def get_backend(self) -> str:
         """See the base class, as for all below."""
-        return MEETING
+        return RENDEZVOUS_BACKEND
 
     def get_run_id(self) -> str:
         """The word that nodes of one job have in common."""
@@ -200,8 +200,8 @@ class WatchedMeeting(RendezvousHandler):
 
 
 def register() -> None:
-    """Make the meeting known to torch."""
-    rendezvous_handler_registry.register(MEETING, _create)
+    """Make the rendezvous known to torch."""
+    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create)
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
@@ -209,7 +209,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     inner = RendezvousParameters("c10d", params.endpoint, params.run_id, *limits, **params.config)
     # The node that serves does so once its rendezvous is there; before, there would be nobody to
     # ask.
-    meeting = rendezvous_handler_registry.create_handler(inner)
-    return WatchedMeeting(
-        meeting, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
+    rendezvous = rendezvous_handler_registry.create_handler(inner)
+    return WatchedRendezvous(
+        rendezvous, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
     )

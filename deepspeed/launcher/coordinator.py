@@ -2,8 +2,8 @@
 known.
 
 Owns: the listening side: who has come, who is alive, which failure was first, and when all may go.
-Does not own: the launchers' side (`lifeline`) nor processes. Called by: `nodes`, in the command
-that the user started, or on node 0 where each node is started by hand.
+Does not own: the launchers' side (`coordinator_client`) nor processes. Called by: `nodes`, in the
+command that the user started, or on node 0 where each node is started by hand.
 
 The protocol, one JSON object per line, over one TCP connection per launcher:
 
@@ -55,9 +55,9 @@ def beat_interval(timeout: float) -> float:
 
 
 @dataclass(frozen=True)
-class HubAddress:
-    """How a launcher finds the hub: addresses to try in order, a port, and a word that tells jobs
-    apart.
+class CoordinatorAddress:
+    """How a launcher finds the coordinator: addresses to try in order, a port, and a word that
+    tells jobs apart.
     """
 
     addresses: list[str]
@@ -69,7 +69,7 @@ class HubAddress:
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
 
     @classmethod
-    def decode(cls, text: str) -> "HubAddress":
+    def decode(cls, text: str) -> "CoordinatorAddress":
         """Read what `encode` wrote.
 
         Raises:
@@ -79,8 +79,8 @@ class HubAddress:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"--hub={text}: not the address of a launch; start this through the `deepspeed` "
-                "command"
+                f"--coordinator={text}: not the address of a launch; start this through the "
+                "`deepspeed` command"
             ) from error
 
 
@@ -108,7 +108,7 @@ class _Member:
 
 @dataclass
 class _State:
-    """What the hub's thread alone touches."""
+    """What the coordinator's thread alone touches."""
 
     members: list[_Member]
     failures: list[tuple[float, str, Failure]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class _State:
     interrupted_by: int | None = None
 
 
-class Hub:
+class Coordinator:
     """Serves the launchers of one job from a thread.
 
     Call order: construct, `start()`, start the launchers with `address`, `wait()`, `close()`.
@@ -150,13 +150,13 @@ class Hub:
         self._state = _State([_Member(label) for label in labels])
         self._timeout, self._start_timeout = node_timeout(), start_timeout()
         self._master_addr = master_addr
-        self.address = HubAddress(
+        self.address = CoordinatorAddress(
             addresses,
             self._listener.getsockname()[1],
             token if token is not None else secrets.token_hex(8),
         )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="deepspeed-hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="deepspeed-coordinator", daemon=True)
         self._finished = threading.Event()
         self._verdict: Verdict | None = None
         self._ending = asyncio.Event()

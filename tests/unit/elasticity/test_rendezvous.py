@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.launcher.meeting import NodeWatch, Round, WatchedMeeting
+from deepspeed.launcher.rendezvous import NodeWatch, Round, WatchedRendezvous
 
 TIMEOUT = 1.0
 SERVER = """
@@ -41,7 +41,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_silent_node_is_lost_and_a_silent_meeting_point_is_a_cut(
+def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(
     server: "subprocess.Popen[str]",
 ) -> None:
     # Kills: beats that are not sent, a word that is there taken for a sign of life, answers that
@@ -86,7 +86,7 @@ def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPat
         assert silent.lost is lost
 
 
-class _Meeting:
+class _Rendezvous:
     """Stands for torch's rendezvous."""
 
     waiting = 0
@@ -117,10 +117,10 @@ def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(
     waiting: int, lost: bool, closed: bool, expected: int
 ) -> None:
     # Kills: a round started again because a node had gone after its good end.
-    inner: Any = _Meeting()
+    inner: Any = _Rendezvous()
     inner.waiting, inner.closed = waiting, closed
     watch: Any = _Watch()
-    meeting = WatchedMeeting(inner, watch)
-    assert meeting.num_nodes_waiting() == waiting
+    rendezvous = WatchedRendezvous(inner, watch)
+    assert rendezvous.num_nodes_waiting() == waiting
     watch.round = Round("a", 0, 2, lost=lost)
-    assert meeting.num_nodes_waiting() == expected
+    assert rendezvous.num_nodes_waiting() == expected
