@@ -1,6 +1,6 @@
 """Ending processes with all that they have started.
 
-Owns: finding and killing descendants, also orphaned ones, and the guardian that does it when this
+Owns: finding and killing descendants, also orphaned ones, and the reaper that does it when this
 process cannot. Does not own: the graceful end of ranks, which is torch's agent's and
 `launch_rank`'s. Called by: `launch`, `nodes`.
 """
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed.launcher.guardian import VARIABLE
+from deepspeed.launcher.reaper import VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_WAIT_SECONDS = 5.0
-GUARDIAN = Path(__file__).with_name("guardian.py")
+REAPER = Path(__file__).with_name("reaper.py")
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def children_ended() -> Iterator[list[bool]]:
 
     The agent ends the processes it started; those that *they* started (loader workers, compilers)
     are orphans by then and would come to init. A subreaper (Linux) gets them instead, so that they
-    can be found. When this process is killed, or interrupted while it cleans up, its guardian does
+    can be found. When this process is killed, or interrupted while it cleans up, its reaper does
     the same.
     """
     success = [False]
@@ -42,38 +42,38 @@ def children_ended() -> Iterator[list[bool]]:
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = os.environ.get(VARIABLE)
-    guardian, word = _start_guardian()
+    reaper, word = _start_reaper()
     os.environ[VARIABLE] = word
     try:
         yield success
     finally:
         try:
             if not success[0]:
-                _kill_descendants(os.getpid(), guardian.pid)
+                _kill_descendants(os.getpid(), reaper.pid)
         finally:
             if before is None:
                 del os.environ[VARIABLE]
             else:
                 os.environ[VARIABLE] = before
-            guardian.communicate(b"ok\n" if success[0] else b"")
+            reaper.communicate(b"ok\n" if success[0] else b"")
 
 
-def _start_guardian() -> "tuple[subprocess.Popen[bytes], str]":
+def _start_reaper() -> "tuple[subprocess.Popen[bytes], str]":
     """Start the process that cleans up if this one cannot; returns it and the word by which it
     knows descendants.
     """
     word = secrets.token_hex(16)
     # A session of its own: what a terminal or a shell sends to this process's group must not end it
     # first. -I -S and no output: it must not hold a pipe open that somebody reads to its end.
-    guardian = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARDIAN), word],
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(REAPER), word],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
     )
-    return guardian, word
+    return reaper, word
 
 
 def _kill_descendants(pid: int, spared: int | None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "ZOMBIE_HUNT"
 LEFT_SECONDS = 15.0
-"""After the launcher's own end, for the kernel's signals and the guardian; the launcher is gone,
+"""After the launcher's own end, for the kernel's signals and the reaper; the launcher is gone,
 nobody else acts.
 """
 

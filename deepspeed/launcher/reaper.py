@@ -2,7 +2,7 @@
 SIGKILL.
 
 Owns: finding and killing the processes of one launch by the word in their environment. Does not
-own: the orderly end, which is `process_tree`'s. Run as a plain file (`python guardian.py WORD`)
+own: the orderly end, which is `process_tree`'s. Run as a plain file (`python reaper.py WORD`)
 with a pipe from the launcher as stdin: the end of file is the launcher's death. A line "ok" before
 it says that what is left may stay.
 
