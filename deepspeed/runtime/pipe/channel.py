@@ -1,7 +1,7 @@
 """`Channel`: one direction of messages between two pipeline ranks, first in first out.
 
-How a value becomes bytes is `wire`'s, how sent memory is kept alive `outbox`'s, what ends a wait
-for a failed rank `failure`'s.
+How a value becomes bytes is `wire`'s, how sent memory is kept alive `pending_sends`'s, what ends a
+wait for a failed rank `failure`'s.
 
 [Note: what travels]
 ``send`` and ``recv``: a description and pieces. Static channels describe their first message only;
@@ -21,7 +21,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.failure import FailureWatch
-from deepspeed.runtime.pipe.outbox import Outbox
+from deepspeed.runtime.pipe.pending_sends import PendingSends
 from deepspeed.runtime.pipe.wire import (
     HEADER_BYTES,
     Arrival,
@@ -117,7 +117,7 @@ class Channel:
         self._wire_device = torch.device("cpu") if is_gloo else device
         # Sender
         self._sent_spec: MessageSpec | None = None
-        self._outbox = Outbox(not is_gloo, self._wait)
+        self._pending_sends = PendingSends(not is_gloo, self._wait)
         # Receiver
         self._spec: MessageSpec | None = None  # of all messages, on a static channel
         self._expected = 0  # messages announced by `expect` and not posted
@@ -195,7 +195,7 @@ class Channel:
             self._send_piece(piece)
 
     def _send_piece(self, piece: torch.Tensor) -> None:
-        self._outbox.add(dist.isend(piece, self.dst, self._group, self._tag), piece)
+        self._pending_sends.add(dist.isend(piece, self.dst, self._group, self._tag), piece)
 
     def finish(self) -> None:
         """Return when everything that was sent has left.
@@ -203,7 +203,7 @@ class Channel:
         Raises:
             PipelinePeerError: Another rank has failed.
         """
-        self._outbox.finish()
+        self._pending_sends.finish()
 
     # -- receiving ---------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class _Transfer(NamedTuple):
     memory: torch.Tensor
 
 
-class Outbox:
+class PendingSends:
     """The transfers that one channel has begun.
 
     Args:
@@ -42,7 +42,7 @@ class Outbox:
         self._polls = polls
         self._wait = wait
         self._begun: deque[_Transfer] = deque()
-        self._reaper: _Reaper | None = None
+        self._waiter: _Waiter | None = None
         self.num_bytes = 0
 
     def add(self, work: Any, memory: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ class Outbox:
             while self._begun and self._begun[0].work.is_completed():
                 self._let_go()
         elif (
-            self._reaper is not None
+            self._waiter is not None
             or self.num_bytes > HELD_BYTES
             or len(self._begun) > HELD_TRANSFERS
         ):
@@ -63,9 +63,9 @@ class Outbox:
         """Return when all transfers are complete: on a device, when the current stream waits for
         them.
         """
-        reaper, self._reaper = self._reaper, None
-        if reaper is not None:
-            reaper.finish()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.finish()
         while self._begun:
             self._wait(self._begun[0].work)
             self._let_go()
@@ -74,14 +74,14 @@ class Outbox:
         self.num_bytes -= self._begun.popleft().memory.numel()
 
     def _hand_over(self) -> None:
-        if self._reaper is None:
-            self._reaper = _Reaper()
+        if self._waiter is None:
+            self._waiter = _Waiter()
         while self._begun:
-            self._reaper.transfers.put(self._begun[0])
+            self._waiter.transfers.put(self._begun[0])
             self._let_go()
 
 
-class _Reaper:
+class _Waiter:
     """Waits for handles in the order of issue, in a thread, until `finish`.
 
     Attributes:

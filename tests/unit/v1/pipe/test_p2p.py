@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm import intent, stream_collectives
-from deepspeed.runtime.pipe import outbox, p2p, wire
+from deepspeed.runtime.pipe import p2p, pending_sends, wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
 from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest
@@ -256,7 +256,7 @@ class TestValues(DistributedTest):
         self, dynamic: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: a sender that holds every activation until the end of the batch.
-        monkeypatch.setattr(outbox, "HELD_BYTES", 64 * 1024)
+        monkeypatch.setattr(pending_sends, "HELD_BYTES", 64 * 1024)
         there, back = channels(dynamic, (0, 1), (1, 0))
         alive = []
         for number in range(12):
