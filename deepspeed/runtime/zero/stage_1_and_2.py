@@ -86,14 +86,14 @@ class Reduction:
         pending: The operation that is running.
         factors: What its gradients are scaled by.
         buffer: Its payload.
-        is_across: Whether the sum of this instance has been sent to the other instances.
+        is_between: Whether its all-reduce between instances has begun.
     """
 
     index: int
     pending: PendingShards
     factors: ReduceFactors
     buffer: BucketBuffer
-    is_across: bool = False
+    is_between: bool = False
 
 
 @dataclass
@@ -327,7 +327,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self._clear_accumulator()
         # Whatever is called before the step (reading a gradient on one rank, say) then finds all
         # collectives issued already.
-        self._send_across(0)
+        self._reduce_between_instances(0)
         if not self.overlap_comm:
             self._finish_in_flight(0)
 
@@ -359,7 +359,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             )
 
     def _send_late_gradients(self) -> None:
-        """Gradients that arrived after their bucket had gone: learn about them once, or send them
+        """Gradients that arrived after their bucket was sent: learn about them once, or send them
         again if the model does so.
 
         Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model
@@ -430,10 +430,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 Reduction(index, self._start_reduction(plan, payload), factors, buffer)
             )
             if self.comm_context.async_handles:
-                # All ranks issue inside(0), inside(1), across(0), inside(2), across(1), ...: a rank
-                # only ever waits for what comes earlier in this order, so the two groups'
+                # All ranks issue inside(0), inside(1), between(0), inside(2), between(1), ...: a
+                # rank only ever waits for what comes earlier in this order, so the two groups'
                 # collectives cannot wait for each other in a circle.
-                self._send_across(1)
+                self._reduce_between_instances(1)
             else:
                 self._finish_in_flight(0)
         # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream
@@ -465,20 +465,20 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         )
         return PendingShards(works, [owned], keep=payload)
 
-    def _send_across(self, limit: int) -> None:
-        """Let buckets go on to the other instances, oldest first, until at most `limit` have
-        not.
+    def _reduce_between_instances(self, limit: int) -> None:
+        """Begin the all-reduce between instances of the oldest buckets, until at most `limit` are
+        without it.
         """
         if self.instances.across is None:
             return
-        inside = [reduction for reduction in self._in_flight if not reduction.is_across]
+        inside = [reduction for reduction in self._in_flight if not reduction.is_between]
         for reduction in inside[: max(0, len(inside) - limit)]:
             reduction.pending.sum_over(self.instances.across)
-            reduction.is_across = True
+            reduction.is_between = True
 
     def _finish_in_flight(self, limit: int) -> None:
         """Complete reductions, oldest first, until at most `limit` are on their way."""
-        self._send_across(limit)
+        self._reduce_between_instances(limit)
         while len(self._in_flight) > limit:
             reduction = self._in_flight.popleft()
             plan = self.plans[reduction.index]

@@ -181,7 +181,7 @@ def clip_by_the_scaled_norm(patch: pytest.MonkeyPatch) -> None:
 
 def stay_inside_the_instance(patch: pytest.MonkeyPatch) -> None:
     """Buckets never go to the other instances."""
-    patch.setattr(DeepSpeedZeroOptimizer, "_send_across", lambda self, limit: None)
+    patch.setattr(DeepSpeedZeroOptimizer, "_reduce_between_instances", lambda self, limit: None)
 
 
 def cross_from_one_instance_twice(patch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,7 @@ def expected_order(splits: list[tuple[int, ...]], rank: int, overlap: bool) -> s
     across = ["A" * bool(split[rank]) for split in splits]
     if not overlap:
         return "".join(a + b for a, b in zip(inside, across, strict=True))
-    # The next bucket is on its way inside while one is waited for to go across.
+    # The next bucket is on its way inside while one is waited for to be reduced between instances.
     return (
         inside[0]
         + "".join(a + b for a, b in zip(inside[1:], across[:-1], strict=True))
