@@ -1,8 +1,8 @@
-"""`DS_ACCELERATOR=sim`: a device without hardware whose streams are as treacherous as CUDA's.
+"""`DS_ACCELERATOR=sim`: a device without hardware whose streams order work as CUDA's do.
 
 Tensors are host tensors and numbers are the host's, bit for bit, as long as the program orders its
 work. Where it doesn't, results are wrong in the same way in each run. See
-`deepspeed.accelerator.sim` for the parts and docs/verify.md for how to use it.
+`deepspeed.accelerator.sim` for the parts and docs/checking-synchronization.md for how to use it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,79 @@
+"""The pages hang together: every link leads to a file and a heading that exist, every page is in
+the list, and none quotes lines of sources, which move.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """The page without code."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name after `#`: headings as GitHub spells them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_dead(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path) if path else page
+    return not target.exists() or bool(anchor) and anchor not in anchors(target)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    # Kills: a page or a heading renamed, and a link to it left.
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link]
+    assert [link for link in links if is_dead(page, link)] == []
+
+
+def test_a_dead_link_is_noticed() -> None:
+    page = DOCS / "README.md"
+    assert not is_dead(page, "glossary.md#sharding")
+    assert is_dead(page, "glossary.md#sharding-and-more")
+    assert is_dead(page, "glossaries.md")
+
+
+def test_every_page_is_listed() -> None:
+    listed = {
+        (DOCS / link.partition("#")[0]).resolve()
+        for link in LINK.findall(prose(DOCS / "README.md"))
+    }
+    assert [
+        page.name for page in DOCS.rglob("*.md") if page not in listed and page.name != "README.md"
+    ] == []
+
+
+def test_sources_and_tests_name_pages_that_exist() -> None:
+    named = {
+        (source.relative_to(ROOT).as_posix(), name)
+        for folder in ("deepspeed", "tests", "examples", "benchmarks", "csrc")
+        for source in (ROOT / folder).rglob("*")
+        if source.suffix in (".py", ".md", ".cpp", ".yaml") and "build" not in source.parts
+        for name in re.findall(r"docs/[\w/-]+\.md", source.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).is_file()] == []
+
+
+def test_no_page_quotes_line_numbers_of_sources() -> None:
+    quoting = re.compile(r"[\w/]+\.(?:py|cpp|h):\d+")
+    assert [
+        f"{page.name}: {found}"
+        for page in PAGES
+        for found in quoting.findall(page.read_text(encoding="utf-8"))
+    ] == []
