@@ -16,8 +16,8 @@ import atexit
 import sys
 
 from deepspeed.comm import observation
-from deepspeed.comm.intent.board import CollectiveMismatchError
 from deepspeed.comm.intent.check import IntentCheck
+from deepspeed.comm.intent.intent_store import CollectiveMismatchError
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

@@ -1,6 +1,6 @@
 """The observer that compares what ranks are about to do before they do it.
 
-Collectives: every rank of the group leaves its intent on the board; the first rank of the group,
+Collectives: every rank of the group leaves its intent in the store; the first rank of the group,
 its leader, compares them and says "go"; the others wait for that. So each collective, an
 asynchronous one too, is a rendezvous on the host while the check is on. They compare by number in
 the group: a rank that skips one meets the others with its next.
@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import process_groups
-from deepspeed.comm.intent.board import Board
+from deepspeed.comm.intent.intent_store import IntentStore
 from deepspeed.comm.intent.pairs import PAIR_OPERATIONS, PairCheck
 from deepspeed.comm.intent.rules import Intent, divergence, intent_of
 from deepspeed.comm.observation import CollectiveCall
@@ -62,7 +62,7 @@ class IntentCheck:
         self._world: Any = None
         self._num_worlds = 0
         self._rank = 0
-        self._board: Board | None = None
+        self._store: IntentStore | None = None
         self._pairs: PairCheck | None = None
         self._groups: dict[str, _Group] = {}
 
@@ -74,41 +74,41 @@ class IntentCheck:
         """
         if torch_dist.get_rank(call.group) < 0:
             return proceed()  # not in the group: torch says what it thinks of that
-        board, pairs = self._connection()
+        store, pairs = self._connection()
         group = self._group(call.group)
         if len(group.ranks) == 1:
             return proceed()
-        if board.failed:
-            board.raise_if_failed()
+        if store.failed:
+            store.raise_if_failed()
         if call.name in PAIR_OPERATIONS:
             return pairs.run(call, group.name, proceed)
-        self._agree(board, group, intent_of(call, group.ranks, self._rank))
+        self._agree(store, group, intent_of(call, group.ranks, self._rank))
         return proceed()
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change how long a rank waits for the others, in seconds."""
         self.timeout_s = timeout_s
-        if self._board is not None:
-            self._board.timeout_s = timeout_s
+        if self._store is not None:
+            self._store.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
-        """End every wait, on all ranks; see `Board.abort`."""
-        if self._board is not None:
-            self._board.abort(why)
+        """End every wait, on all ranks; see `IntentStore.abort`."""
+        if self._store is not None:
+            self._store.abort(why)
 
     def leave(self, why: str, stay: bool) -> None:
-        """Tell the others that this rank issues nothing any more; see `Board.leave`."""
-        if self._board is not None:
-            self._board.leave(why, stay)
+        """Tell the others that this rank issues nothing any more; see `IntentStore.leave`."""
+        if self._store is not None:
+            self._store.leave(why, stay)
 
     # -- who and where -----------------------------------------------------------------------------
 
-    def _connection(self) -> tuple[Board, PairCheck]:
+    def _connection(self) -> tuple[IntentStore, PairCheck]:
         world = process_groups.get_world_group()
-        if self._board is None or self._pairs is None or world is not self._world:
+        if self._store is None or self._pairs is None or world is not self._world:
             self._connect(world)
             return self._connection()
-        return self._board, self._pairs
+        return self._store, self._pairs
 
     def _connect(self, world: Any) -> None:
         """Begin anew: the first operation, or the process group was destroyed and made again."""
@@ -117,11 +117,11 @@ class IntentCheck:
         self._rank = torch_dist.get_rank()
         self._groups = {}
         prefix = f"deepspeed_intent/{self._number}.{self._num_worlds}"
-        store = torch_dist.PrefixStore(prefix, process_groups.get_store())
-        self._board = Board(
-            store, self._rank, torch_dist.get_world_size(), self.timeout_s, _start_deferred
+        shared = torch_dist.PrefixStore(prefix, process_groups.get_store())
+        self._store = IntentStore(
+            shared, self._rank, torch_dist.get_world_size(), self.timeout_s, _start_deferred
         )
-        self._pairs = PairCheck(self._board, self._rank)
+        self._pairs = PairCheck(self._store, self._rank)
 
     def _group(self, group: process_groups.Group) -> _Group:
         name = (group or self._world).group_name
@@ -134,7 +134,7 @@ class IntentCheck:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _agree(self, board: Board, group: _Group, mine: Intent) -> None:
+    def _agree(self, store: IntentStore, group: _Group, mine: Intent) -> None:
         number = group.issued
         group.issued += 1
         what = f"{mine} (number {number} in the group of ranks {group.ranks})"
@@ -143,7 +143,7 @@ class IntentCheck:
         posts = [f"post/{group.name}/{rank}" for rank in group.ranks]
         go = f"go/{group.name}"
         # In this order: who finds the intent must find a fresh `seen` too.
-        board.write(
+        store.write(
             {
                 f"seen/{self._rank}": what,
                 f"post/{group.name}/{self._rank}": f"{number} {mine.encoded()}",
@@ -156,35 +156,37 @@ class IntentCheck:
             absent = [
                 rank
                 for rank, post in zip(group.ranks, posts, strict=True)
-                if _number(board.read(post)[0]) < number
+                if _number(store.read(post)[0]) < number
             ]
             # When all have come, the leader is waited for: it may end before it has said "go".
             return absent or [leader] * (
-                self._rank != leader and _number(board.read(go)[0]) < number
+                self._rank != leader and _number(store.read(go)[0]) < number
             )
 
         if self._rank == leader:
             found: list[str] = []
 
             def all_posted() -> bool:
-                found[:] = board.read(*posts)
+                found[:] = store.read(*posts)
                 return all(_number(post) >= number for post in found)
 
-            board.wait(all_posted, missing, what)
-            self._compare(board, group, dict(zip(group.ranks, found, strict=True)), mine)
-            board.write({go: str(number)})
+            store.wait(all_posted, missing, what)
+            self._compare(store, group, dict(zip(group.ranks, found, strict=True)), mine)
+            store.write({go: str(number)})
         else:
-            board.wait(lambda: _number(board.read(go)[0]) >= number, missing, what)
+            store.wait(lambda: _number(store.read(go)[0]) >= number, missing, what)
         group.agreed = mine
 
-    def _compare(self, board: Board, group: _Group, posts: Mapping[int, str], mine: Intent) -> None:
+    def _compare(
+        self, store: IntentStore, group: _Group, posts: Mapping[int, str], mine: Intent
+    ) -> None:
         # Equal texts are equal intents, and nearly always are; what ranks send each other has to be
         # matched all the same.
         if mine.sends or len(set(posts.values())) > 1:
             intents = {rank: Intent.decoded(post.partition(" ")[2]) for rank, post in posts.items()}
             difference = divergence(intents)
             if difference is not None:
-                board.fail(_mismatch(group, intents, difference))
+                store.fail(_mismatch(group, intents, difference))
         if group.agreed is not None:
             if len(group.followers) >= _MAX_FOLLOWERS:
                 group.followers.clear()

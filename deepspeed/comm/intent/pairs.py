@@ -1,7 +1,7 @@
 """Messages from one rank to another: what is sent must be what is expected, in the same order.
 
 Sender and receiver count the messages between them, by direction, group and tag. For each both
-claim one note on the board before they issue their side; who comes second finds the other's,
+claim one note in the store before they issue their side; who comes second finds the other's,
 compares and removes it. A mismatch is found by the second before it issues anything, so no wrong
 bytes ever travel. The first has issued its side by then, and learns how it went when it waits for
 its handle. It never waits for the other side where the backend would not: see `_backend_waits`.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.intent.board import Board
+from deepspeed.comm.intent.intent_store import IntentStore
 from deepspeed.comm.intent.rules import current_site, tensor_text
 from deepspeed.comm.observation import CollectiveCall
 from deepspeed.comm.process_groups import get_backend_name
@@ -53,8 +53,8 @@ class PairCheck:
     that are not checked from then on.
     """
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board = board
+    def __init__(self, store: IntentStore, rank: int) -> None:
+        self._store = store
         self._rank = rank
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._unordered: set[str] = set()
@@ -73,7 +73,7 @@ class PairCheck:
         any_source = f"any/{group}/{receiver}/{tag}"
         if peer is None and any_source not in self._unordered:
             self._unordered.add(any_source)
-            self._board.write({any_source: "1"})
+            self._store.write({any_source: "1"})
         if any_source in self._unordered or peer == self._rank:
             return proceed()
         route = f"{self._rank} to {peer}" if sends else f"{peer} to {self._rank}"
@@ -104,34 +104,34 @@ class PairCheck:
             f"{current_site()[0]}"
         )
         mine = json.dumps({"rank": self._rank, "payload": payload, "what": what})
-        theirs = json.loads(self._board.claim(key, mine))
+        theirs = json.loads(self._store.claim(key, mine))
         if theirs["rank"] != self._rank:
             if theirs["payload"] != payload:
                 number = key.rpartition("/")[2]
-                self._board.fail(
+                self._store.fail(
                     f"ranks {peer} and {self._rank} do not agree on message number {number} "
                     f"between them with tag {call.argument('tag')}.\n"
                     f"  rank {peer}: {theirs['what']}\n  rank {self._rank}: {what}"
                 )
-            self._board.erase(key)
+            self._store.erase(key)
             return None
         waits = call.name not in _SENDS or _backend_waits(call)
         return lambda: self._settle(key, peer, what, any_source, waits)
 
     def _settle(self, key: str, peer: int, what: str, any_source: str, waits: bool) -> None:
         """Wait until the other side has compared, or look whether it has."""
-        board = self._board
+        store = self._store
         if not waits:
-            board.raise_if_failed()
+            store.raise_if_failed()
             return
 
         def met() -> bool:
-            return not board.has(key) or board.has(any_source)
+            return not store.has(key) or store.has(any_source)
 
-        board.wait(met, lambda: [] if met() else [peer], what)
-        if board.has(any_source):
+        store.wait(met, lambda: [] if met() else [peer], what)
+        if store.has(any_source):
             self._unordered.add(any_source)
-            board.erase(key)
+            store.erase(key)
 
 
 def _backend_waits(call: CollectiveCall) -> bool:

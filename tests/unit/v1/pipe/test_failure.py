@@ -124,7 +124,7 @@ class TestTwoRanks(DistributedTest):
 
     @pytest.mark.parametrize("blocked", [receive, all_reduce])
     def test_the_intent_check_lets_go_too(self, blocked: Callable[[Channel], None]) -> None:
-        # Kills: a rank that waits on the check's board, where no connection can be closed, until
+        # Kills: a rank that waits on the check's store, where no connection can be closed, until
         # its time limit.
         intent.enable(30.0)
         watch, channel = watch_and_channel()

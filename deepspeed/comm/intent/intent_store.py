@@ -1,5 +1,5 @@
-"""The board on which ranks leave notes for each other: the process group's key-value store, out of
-band of all collectives.
+"""Where ranks leave notes for each other: the process group's key-value store, out of band of all
+collectives.
 
 Knows waiting and failing, not what is waited for. While a rank waits for others it looks for
 reasons not to: a failure that another rank posted, a rank that has left, a circle of ranks that
@@ -35,8 +35,8 @@ class CollectiveMismatchError(RuntimeError):
     """
 
 
-class Board:
-    """One rank's access to the board.
+class IntentStore:
+    """One rank's access to the store.
 
     Args:
         store: A torch store that all ranks of the world share.
@@ -179,7 +179,7 @@ class Board:
         """Wait until ``ready()``.
 
         Args:
-            ready: Asks the board.
+            ready: Asks the store.
             missing: The ranks that have not done what is waited for.
             what: What this rank is about to do, in words.
 
