@@ -197,7 +197,7 @@ def judge_sgd(
         findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
 
 
-class Twin:
+class ReferenceOptimizer:
     """The configuration's optimizer over whole fp32 parameters, fed with the gradients that the
     system reports.
 
@@ -206,7 +206,7 @@ class Twin:
         before: fp32 weights before the first step.
 
     Attributes:
-        note: What the twin is, if it is not torch's own optimizer.
+        note: What it is, if it is not torch's own optimizer.
     """
 
     def __init__(self, run: Run, before: Tensors) -> None:
@@ -225,7 +225,7 @@ class Twin:
     def judge(self, record: StepRecord, clip: float) -> dict[str, Deviation]:
         """Step as the system did, and compare the parameters."""
         for own, other in zip(self.optimizer.param_groups, record.groups, strict=True):
-            # What schedules change; switches of an implementation (fused, foreach) stay the twin's
+            # What schedules change; switches of an implementation (fused, foreach) stay this one's
             # own.
             own.update(
                 {

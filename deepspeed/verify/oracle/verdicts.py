@@ -136,9 +136,9 @@ def culprits(report: Report) -> list[str]:
 def _findings(outcome: Outcome) -> list[StepFindings]:
     """Of all steps, from whichever rank judged them."""
     found = [StepFindings.from_json(one) for result in outcome.ranks for one in result["findings"]]
-    twin = outcome.ranks[0].get("parameters", {}) if outcome.ranks else {}
+    of_optimizer = outcome.ranks[0].get("parameters", {}) if outcome.ranks else {}
     for one in found:
-        for name, value in twin.get(str(one.step), {}).items():
+        for name, value in of_optimizer.get(str(one.step), {}).items():
             one.parameters[name] = Deviation(**value)
     return sorted(found, key=lambda one: one.step)
 

@@ -21,8 +21,8 @@ import torch
 import deepspeed
 from deepspeed.verify.oracle.judge import (
     Deviation,
+    ReferenceOptimizer,
     StepFindings,
-    Twin,
     deviation,
     judge_sgd,
     judge_step,
@@ -77,16 +77,18 @@ class Worker:
         config = read_config(run.config, run.shape.world)
         precision = precision_of(config)
         system = SystemRun(run, self.workload, self.batches, self.rank)
-        twin_findings: dict[int, dict[str, Deviation]] = {}
-        twins: list[Twin] = []
+        findings_of_optimizer: dict[int, dict[str, Deviation]] = {}
+        optimizers: list[ReferenceOptimizer] = []
 
         def follow(record: StepRecord) -> None:
-            if not twins:
-                twins.append(Twin(run, record.before))
-            twin_findings[record.step] = twins[0].judge(record, config.tree.gradient_clipping)
+            if not optimizers:
+                optimizers.append(ReferenceOptimizer(run, record.before))
+            findings_of_optimizer[record.step] = optimizers[0].judge(
+                record, config.tree.gradient_clipping
+            )
 
-        # One rank's twin is enough: that all ranks hold the same parameters is checked by their
-        # checksums.
+        # One rank's reference is enough: that all ranks hold the same parameters is checked by
+        # their checksums.
         follows = run.kind is RunKind.USER and self.rank == 0
         judged = run.kind in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
         try:
@@ -108,11 +110,11 @@ class Worker:
         result = _summary(record, findings)
         result["parameters"] = {
             step: {name: vars(d) for name, d in found.items()}
-            for step, found in twin_findings.items()
+            for step, found in findings_of_optimizer.items()
         }
         result["notes"] = [
             note
-            for note in (reference.no_whole, reference.no_double, *(t.note for t in twins))
+            for note in (reference.no_whole, reference.no_double, *(one.note for one in optimizers))
             if note
         ]
         result["is_single"] = precision.is_single

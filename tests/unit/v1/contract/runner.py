@@ -180,7 +180,9 @@ class CaseRun(Checks):
         """All steps; returns the failures."""
         try:
             masters = self.masters()
-            twin = AdamTwin(self, masters) if self.case.optimizer == "adamw" else None
+            reference_adam = (
+                ReferenceAdam(self, masters) if self.case.optimizer == "adamw" else None
+            )
             for step in range(steps_of(self.case)):
                 start = masters
                 self._backwards(step)
@@ -190,12 +192,12 @@ class CaseRun(Checks):
                 with on_host():
                     expected = self._expected(step, start)
                     self.compare_gradients(step, grads, expected)
-                    if twin is None:
+                    if reference_adam is None:
                         self.compare_tensors(
                             step, "parameter", masters, expected.params, expected.param_bounds
                         )
                     else:
-                        twin.compare(step, grads, masters)
+                        reference_adam.compare(step, grads, masters)
                 self._check_replicas(step, masters)
                 self._check_rest(step)
         finally:
@@ -255,7 +257,7 @@ class CaseRun(Checks):
                     )
 
 
-class AdamTwin:
+class ReferenceAdam:
     """torch's AdamW on whole masters, fed with the gradients that the system reports."""
 
     def __init__(self, run: CaseRun, masters: Tensors) -> None:
@@ -271,7 +273,7 @@ class AdamTwin:
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
 
     def compare(self, step: int, grads: Tensors, masters: Tensors) -> None:
-        """Step the twin and compare: the arithmetic is the same, only its grouping differs."""
+        """Step the reference and compare: the arithmetic is the same, only its grouping differs."""
         norm = float(self.run.engine.get_global_grad_norm())
         factor = reference.clip_factor(norm, self.run.case.clip)
         for name, param in self.params.items():

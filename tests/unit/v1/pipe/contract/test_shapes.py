@@ -125,7 +125,7 @@ def fixed_batch(step: int, rows: int) -> list[Micro]:
     return [micro_batch(1_000 * step + m, rows, 4, False) for m in range(MICRO_BATCHES)]
 
 
-class Twin:
+class SerialModel:
     """The same training in plain torch, on one process."""
 
     def __init__(self) -> None:
@@ -179,9 +179,9 @@ def check_loss(found: torch.Tensor, wanted: float, what: str) -> None:
         raise AssertionError(f"{what}: loss {found.item()!r} is not {wanted!r}")
 
 
-def check_parameters(engine: PipelineEngine, twin: Twin) -> None:
+def check_parameters(engine: PipelineEngine, serial: SerialModel) -> None:
     """Errors of rounding do not grow here: the layers contract."""
-    wanted = dict(twin.layers.named_parameters())
+    wanted = dict(serial.layers.named_parameters())
     for name, param in engine.module.named_parameters():
         torch.testing.assert_close(param, wanted[name], rtol=1e-5, atol=1e-6)
 
@@ -217,18 +217,18 @@ class Shapes(DistributedTest):
     def test_every_micro_batch_looks_different(self, schedule: str) -> None:
         # Kills: a shape, dtype, None or flag of another micro-batch; a wait for what is not sent; a
         # description too few or many.
-        engine, twin = make_engine(self.world_size, schedule, dynamic=True), Twin()  # type: ignore[arg-type]  # one number
+        engine, serial = make_engine(self.world_size, schedule, dynamic=True), SerialModel()  # type: ignore[arg-type]  # one number
         for step in range(STEPS):
             batch = random_batch(step)
-            wanted = twin.train(batch)
+            wanted = serial.train(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
             if step % 10 == 9:
                 check_loss(
                     engine.eval_batch(iter(random_batch(1_000 + step))),
-                    twin.evaluate(random_batch(1_000 + step)),
+                    serial.evaluate(random_batch(1_000 + step)),
                     "eval",
                 )
-        check_parameters(engine, twin)
+        check_parameters(engine, serial)
         count = (STEPS + STEPS // 10) * MICRO_BATCHES
         assert set(descriptions(engine)) == {(count, count)}
         assert {(end.messages, end.metadata_messages) for end in gradient_channels(engine)} == {
@@ -240,7 +240,7 @@ class Shapes(DistributedTest):
     def test_one_shape_is_described_once(self, schedule: str) -> None:
         # Kills: a description per message or batch; shapes of one batch that outlive
         # `reset_activation_shape` or an evaluation.
-        engine, twin = make_engine(self.world_size, schedule, dynamic=False), Twin()  # type: ignore[arg-type]  # one number
+        engine, serial = make_engine(self.world_size, schedule, dynamic=False), SerialModel()  # type: ignore[arg-type]  # one number
         wanted_descriptions = 0
         for step, (rows, resets) in enumerate(
             ((3, False), (3, False), (5, True), (5, False), (2, True))
@@ -249,19 +249,19 @@ class Shapes(DistributedTest):
                 engine.reset_activation_shape()
             wanted_descriptions += resets or step == 0
             batch = fixed_batch(step, rows)
-            wanted = twin.train(batch)
+            wanted = serial.train(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
         assert set(descriptions(engine)) == {(5 * MICRO_BATCHES, wanted_descriptions)}
         evaluated = fixed_batch(90, 7)
         check_loss(
             engine.eval_batch(iter(evaluated)),
-            twin.evaluate(evaluated),
+            serial.evaluate(evaluated),
             "evaluation of another shape",
         )
         batch = fixed_batch(6, 2)
-        wanted = twin.train(batch)
+        wanted = serial.train(batch)
         check_loss(engine.train_batch(iter(batch)), wanted, "after evaluation")
-        check_parameters(engine, twin)
+        check_parameters(engine, serial)
         assert set(descriptions(engine)) == {(7 * MICRO_BATCHES, wanted_descriptions + 2)}
         engine.destroy()
 
