@@ -19,9 +19,9 @@ So a checkpoint is published though no step follows. After each step of a run wi
 one small collective tells whether the threads of all ranks have ended; only then does any rank
 forget the save or raise its error, all at the same step. Who waits for a save repeats that
 collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
-calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its pulse:
-a rank with a save in flight counts in the store every `_PULSE_S`, however long its disk takes, and
-is given up when it has been silent for `SILENCE_S`.
+calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its
+heartbeat: a rank with a save in flight counts in the store every `_HEARTBEAT_S`, however long its
+disk takes, and is given up when it has been silent for `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from deepspeed.utils.logging import logger
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective
 SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
-_PULSE_S = 2.0
+_HEARTBEAT_S = 2.0
 _NICENESS = 19  # of the thread
 _START_S = 1.0  # after which it starts without a backward
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
@@ -86,7 +86,7 @@ class BackgroundSave:
         self._may_start, self._ended = threading.Event(), threading.Event()
         if len(self._ranks) > 1:
             threading.Thread(
-                target=self._beat, name=f"pulse of {job.info.tag}", daemon=True
+                target=self._beat, name=f"heartbeat of {job.info.tag}", daemon=True
             ).start()
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is
         # published.
@@ -242,15 +242,15 @@ class BackgroundSave:
         client that waits is busy.
         """
         start = heard = asked = time.monotonic()
-        pause, pulse = _POLL_S[0], b""
+        pause, heartbeat = _POLL_S[0], b""
         while names and not self._store.check(names):
             now = time.monotonic()
             # Asked no more often than it beats: what this thread does keeps training from the
             # interpreter.
-            if rank is not None and now - asked > _PULSE_S:
+            if rank is not None and now - asked > _HEARTBEAT_S:
                 asked = now
-                if (beat := self._pulse_of(rank)) != pulse:
-                    pulse, heard = beat, now
+                if (latest := self._heartbeat_of(rank)) != heartbeat:
+                    heartbeat, heard = latest, now
             if (
                 self._is_peer_lost
                 or now - start > limit
@@ -261,17 +261,17 @@ class BackgroundSave:
             pause = min(2 * pause, _POLL_S[1])
         return True
 
-    def _pulse_of(self, rank: int) -> bytes:
-        key = f"{self._prefix}/pulse/{rank}"
+    def _heartbeat_of(self, rank: int) -> bytes:
+        key = f"{self._prefix}/heartbeat/{rank}"
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _beat(self) -> None:
         """In a thread of its own, and by a connection of its own: the other may be busy for
         minutes.
         """
-        store, key = None, f"{self._prefix}/pulse/{self.job.node.rank}"
+        store, key = None, f"{self._prefix}/heartbeat/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
-            while not self._ended.wait(_PULSE_S):
+            while not self._ended.wait(_HEARTBEAT_S):
                 store = store or own_connection(self._store)
                 store.add(key, 1)
 

@@ -1,8 +1,8 @@
 """Saving in the background: the state at the call is saved, errors come on all ranks at one step,
 nothing is lost or hangs.
 
-Only the tests of the pulse wait for time to pass: elsewhere writers stand at a gate that the test
-opens.
+Only the tests of the heartbeat wait for time to pass: elsewhere writers stand at a gate that the
+test opens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TestInTheBackground(DistributedTest):
         self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: waiting half an hour in destroy() for a rank that was killed while it wrote.
-        monkeypatch.setattr(background_save, "_PULSE_S", 0.2)
+        monkeypatch.setattr(background_save, "_HEARTBEAT_S", 0.2)
         monkeypatch.setattr(background_save, "SILENCE_S", 1.0)
         if dist.get_rank() == 1:
             monkeypatch.setattr(background_save.BackgroundSave, "_run", lambda self: None)
@@ -91,9 +91,9 @@ class TestInTheBackground(DistributedTest):
     def test_a_rank_with_a_slow_disk_is_waited_for(
         self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Kills: a pulse that is not sent, or not read, so a rank that writes for longer than
+        # Kills: a heartbeat that is not sent, or not read, so a rank that writes for longer than
         # SILENCE_S is given up.
-        monkeypatch.setattr(background_save, "_PULSE_S", 0.1)
+        monkeypatch.setattr(background_save, "_HEARTBEAT_S", 0.1)
         monkeypatch.setattr(background_save, "SILENCE_S", 0.8)
         write = SaveJob.write
 
