@@ -232,6 +232,20 @@ def test_every_rule_of_the_package_has_a_case() -> None:
     about_the_tree = {
         "test_the_checked_tree_is_not_empty",
         "test_no_test_file_is_outside_the_suites",
+        "test_folders_of_tests_mirror_the_package",
     }
     rules = [*vars(style), *vars(layers)]
     assert {name for name in rules if name.startswith("test_")} == checked | about_the_tree
+
+
+def test_a_folder_of_tests_needs_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    monkeypatch.setattr(style, "PACKAGE", tmp_path / "deepspeed")
+    (tmp_path / "deepspeed" / "comm").mkdir(parents=True)
+    for folder in ("comm", "comm/intent", "v1/subject"):
+        (tmp_path / "tests" / "unit" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / "unit" / folder / "test_a.py").touch()
+    with pytest.raises(pytest.fail.Exception, match=r"\Atests/unit/comm/intent\Z"):
+        style.test_folders_of_tests_mirror_the_package()

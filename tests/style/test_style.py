@@ -402,6 +402,22 @@ def test_no_test_file_is_outside_the_suites() -> None:
     report(strays)
 
 
+NOT_OF_ONE_MODULE = ("campaigns", "clients", "docs", "examples", "mutation", "v1")
+"""Folders of tests/unit that follow another order than the package's: what is tested there is a
+program, a client, a page, or, in v1, training on several ranks by subject, as in upstream's tree.
+"""
+
+
+def test_folders_of_tests_mirror_the_package() -> None:
+    """tests/unit/runtime/gradients tests deepspeed/runtime/gradients: who changes a module finds
+    its tests without a search.
+    """
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    mirrors = [path for path in folders if path.parts and path.parts[0] not in NOT_OF_ONE_MODULE]
+    report([f"tests/unit/{path}" for path in mirrors if not (PACKAGE / path).is_dir()])
+
+
 def test_nothing_runs_text_as_code_or_through_a_shell() -> None:
     def find(source: Source) -> Iterator[int]:
         for node in ast.walk(source.tree):

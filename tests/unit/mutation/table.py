@@ -281,7 +281,7 @@ FAULTS = (
         "the first write adds to what was left",
         SINK,
         (("first = bucket not in self._written", "first = False"),),
-        "tests/unit/runtime/test_sink.py",
+        "tests/unit/runtime/gradients/test_sink.py",
     ),
     Fault(
         "buckets leave as they are ready",
@@ -293,13 +293,13 @@ FAULTS = (
                 "    def remaining",
             ),
         ),
-        "tests/unit/runtime/test_readiness.py",
+        "tests/unit/runtime/gradients/test_readiness.py",
     ),
     Fault(
         "a late gradient is forgotten",
         READINESS,
         (("            self.late.add(slot)\n", ""),),
-        "tests/unit/runtime/test_readiness.py",
+        "tests/unit/runtime/gradients/test_readiness.py",
     ),
 )
 
