@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from unit.common import DistributedFixture, DistributedTest, enable_determinism, get_master_port
+from unit.workers import unit_of
 
 TESTS_DIR = Path(__file__).resolve().parent.parent
 HEADER = """
@@ -314,3 +315,17 @@ def test_determinism_is_for_the_test_only() -> None:
 
     assert draw() == draw()
     assert draw()[0] and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "unit"),
+    [
+        ("tests/unit/a/test_b.py::test_c[x::y]", "tests/unit/a/test_b.py::test_c[x::y]"),
+        ("tests/unit/a/test_b.py::TestC::test_d[1]", "tests/unit/a/test_b.py::TestC"),
+        ("tests/unit/clients/test_b.py::test_c[1]", "tests/unit/clients/test_b.py"),
+        ("tests/unit/test_packaging.py::test_c", "tests/unit/test_packaging.py"),
+    ],
+)
+def test_which_tests_share_a_worker(nodeid: str, unit: str) -> None:
+    """Kills: the fixtures of a class, or of a costly file, made by every worker."""
+    assert unit_of(nodeid) == unit

@@ -12,8 +12,6 @@ import pytest
 from deepspeed import git_version_info
 
 ROOT = Path(__file__).resolve().parents[2]
-# One worker runs them all: what they look at is made once.
-pytestmark = pytest.mark.xdist_group("packaging")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Spreads the tests of a folder over the cores by pytest-xdist, where that is installed.
 
-A run of one file, with a debugger, or with `-n 0` stays in one process: starting workers
-takes as long as a small file. Each worker has a rank template of its own (`rank_server`).
+A run of one file, with a debugger, or with `-n 0` stays in one process: starting workers takes as
+long as a small file. Each worker has a rank template of its own (`rank_server`).
 
 This module is a pytest plugin: ``tests/unit/conftest.py`` imports its hooks.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Ranks of a test are processes too, so more workers than this only wait for each other.
 MAX_WORKERS = 8
+# Files whose tests look at what one fixture of the file has taken long to make.
+KEPT_WHOLE = ("/clients/test_", "/test_packaging.py")
 
 
 def num_workers(config: pytest.Config) -> int:
@@ -26,26 +29,40 @@ def num_workers(config: pytest.Config) -> int:
     return min(cores, MAX_WORKERS) if cores > 1 else 0
 
 
+def unit_of(nodeid: str) -> str:
+    """What of a test's name it has in common with those that must run on the same worker: its
+    class, whose fixtures and folder are made once, or its file; all of it for a test that stands
+    alone.
+    """
+    path, _, name = nodeid.partition("::")
+    if any(part in f"/{path}" for part in KEPT_WHOLE):
+        return path
+    owner, _, _ = name.partition("[")[0].rpartition("::")
+    return f"{path}::{owner}" if owner else nodeid
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Before xdist reads its options: choose what the command line leaves open."""
     option = config.option
-    is_worker = hasattr(config, "workerinput")
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if is_worker or not config.pluginmanager.hasplugin("xdist"):
         return
     watched = option.usepdb or option.collectonly or option.capture == "no"
     if option.numprocesses is None and option.dist == "no" and not watched:
         option.numprocesses = num_workers(config)
-    if option.numprocesses and option.dist == "no":
-        option.dist = "loadgroup"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a class together: its fixtures and its folder are made once. Tests that
-    share a module's fixture say so by `pytest.mark.xdist_group`.
-    """
-    for item in items:
-        if getattr(item, "cls", None) is not None and not item.get_closest_marker("xdist_group"):
-            name = item.nodeid.rpartition("::")[0].partition("[")[0]
-            item.add_marker(pytest.mark.xdist_group(name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out tests unit by unit, the largest first, unless the command line says how."""
+    if config.option.dist != "load":
+        return None
+    # optional: xdist calls this, so it is there
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LoadUnitScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return LoadUnitScheduling(config, log)

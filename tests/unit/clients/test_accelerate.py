@@ -12,8 +12,6 @@ from .launching import launch, need
 
 STEPS, SAVED_AT = 4, 2
 CASES = [f"{stage}-{kind}" for stage in (1, 2) for kind in ("arguments", "offload", "config")]
-# One worker runs them all: what they look at is made once.
-pytestmark = pytest.mark.xdist_group("accelerate")
 
 
 @pytest.fixture(scope="module")

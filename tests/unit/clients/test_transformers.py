@@ -13,8 +13,6 @@ import pytest
 from .launching import launch, need
 
 STEPS, SAVED_AT = 6, 3
-# One worker runs them all: what they look at is made once.
-pytestmark = pytest.mark.xdist_group("transformers")
 
 
 @pytest.fixture(scope="module", params=["config", "client"])
