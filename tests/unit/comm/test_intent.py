@@ -418,7 +418,9 @@ def test_limits_are_positive() -> None:
     assert not intent.is_enabled()
 
 
-def test_nothing_remains_when_it_is_off() -> None:
+def test_nothing_remains_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A simulated device that ran in this process before listens for as long as the process lives.
+    monkeypatch.setattr(observation, "chain", None)
     intent.enable()
     intent.enable(5.0)
     assert intent.is_enabled() and observation.chain is not None
