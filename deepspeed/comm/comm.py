@@ -36,6 +36,7 @@ from deepspeed.comm.discovery import (
     patch_aml_env_for_torch_nccl_backend,
     patch_aws_sm_env_for_torch_nccl_backend,
 )
+from deepspeed.comm.group_creation import initialize_mesh_device
 from deepspeed.comm.host_collectives import (
     all_gather_object,
     barrier,
@@ -71,7 +72,6 @@ from deepspeed.comm.process_groups import (
     has_all_reduce_coalesced,
     has_coalescing_manager,
     has_reduce_scatter_tensor,
-    initialize_mesh_device,
     is_available,
     is_connection_error,
     is_initialized,

@@ -2,7 +2,7 @@
 
 A communicator is expensive, so engines and maps that divide the ranks alike share one. Groups do
 not outlive the world in which they were made, and are forgotten with it. Making one is collective
-over the world: every rank asks for the same, in the same order.
+over the world: every rank asks for the same, in the same order, and makes what it is in.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm import comm as dist
-from deepspeed.comm.rank_lists import holding
+from deepspeed.comm import group_creation
 
 Made = TypeVar("Made")
 
@@ -58,18 +58,18 @@ def forget() -> None:
 
 
 def own_group(rank_lists: Sequence[list[int]]) -> ProcessGroup:
-    """Make a group of each list and return this rank's; every rank passes the same lists, in which
-    each rank occurs once.
-
-    new_group is collective over the world: every rank makes every group, in the same order.
+    """Make this rank's group of a division; every rank passes the same lists, in which each rank
+    occurs once. Collective over the world, and one call on each rank.
     """
-    made = [dist.new_group(ranks) for ranks in rank_lists]
-    return made[rank_lists.index(holding(dist.get_rank(), rank_lists))]
+    if len(rank_lists) == dist.get_world_size():
+        return group_of_one()
+    made = group_creation.make_own([ranks for ranks in rank_lists if len(ranks) > 1])
+    return group_of_one() if made is None else made
 
 
 def group_of_one() -> ProcessGroup:
     """The group of this rank alone."""
-    return made_once("self", lambda: own_group([[rank] for rank in range(dist.get_world_size())]))
+    return made_once("self", group_creation.make_alone)
 
 
 def shared_group(rank_lists: Sequence[list[int]]) -> ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.device_choice import select_device
 from deepspeed.comm import discovery, process_groups
 from deepspeed.comm.ccl import CCLBackend
 from deepspeed.comm.constants import CCL_BACKEND, TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
@@ -129,7 +130,7 @@ def init_distributed(
     rank, world_size = _ranks(rank, world_size)
     if init_method is None or init_method.startswith("env://"):
         _require_meeting_point(given != (-1, -1))
-    _select_device(world_size)
+    select_device(process_groups.get_local_rank())
     if verbose:
         logger.info("rank %d of %d joins the process group over %s", rank, world_size, backend)
     init_deepspeed_backend(backend, timeout, init_method, rank, world_size)
@@ -173,7 +174,7 @@ def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
         logger.info("no launcher started this process: it trains alone over %s", backend)
     # Client libraries read LOCAL_RANK to name their device, also when nobody launched them.
     os.environ.setdefault("LOCAL_RANK", "0")
-    _select_device(1)
+    select_device(process_groups.get_local_rank())
     init_deepspeed_backend(
         backend, timeout, None, rank=0, world_size=1, store=torch_dist.HashStore()
     )
@@ -226,22 +227,4 @@ def _require_meeting_point(ranks_are_arguments: bool) -> None:
         )
         raise ValueError(
             f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}, {hint}"
-        )
-
-
-def _select_device(world_size: int) -> None:
-    """Make this process's device current before the backend looks at it."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return
-    local_rank = process_groups.get_local_rank()
-    count = accelerator.device_count()
-    # A launcher may show each process its own device only: then it is number 0 whatever the local
-    # rank.
-    accelerator.set_device(local_rank if local_rank < count else 0)
-    if world_size > 1 and count > 1 and local_rank >= count:
-        raise ValueError(
-            f"LOCAL_RANK={local_rank}, but this process sees {count} devices "
-            f"({accelerator.visible_devices_envs()}); start no more processes per machine than it "
-            "has devices"
         )

@@ -5,11 +5,9 @@ operations.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.observation import (
     CollectiveCall,
     add_observer,
@@ -19,6 +17,7 @@ from deepspeed.comm.observation import (
 )
 from deepspeed.comm.operation_log import CommsLogger
 from deepspeed.comm.utils import get_msg_size_from_args
+from deepspeed.utils.timer import begin_span, end_span
 
 
 class TimedWork:
@@ -45,6 +44,10 @@ class TimedWork:
 class OperationTimer:
     """Times operations into a `CommsLogger`, from issue to completion; an asynchronous one is
     complete when it was waited for.
+
+    On a device from when the current stream comes to the issue to when it may go on: the work of
+    streams that the operation waits for counts. The device itself is not waited for, neither before
+    nor after, because a receive that is posted ahead may need what this host issues next.
     """
 
     def __init__(self, comms_logger: CommsLogger) -> None:
@@ -57,17 +60,11 @@ class OperationTimer:
             return proceed()
         if self.logger.debug:
             listed = f"{listed} | [Caller Func: {call.debug or _caller()}]"
-        accelerator = get_accelerator()
         num_ranks = group_size(call.group)
-        # The device is drained before and after, so that only this operation is measured.
-        accelerator.synchronize()
-        started = time.perf_counter()
+        start = begin_span()
 
         def record() -> None:
-            accelerator.synchronize()
-            self.logger.append(
-                call.name, listed, (time.perf_counter() - started) * 1e3, call.num_bytes, num_ranks
-            )
+            self.logger.append_span(call.name, listed, end_span(start), call.num_bytes, num_ranks)
 
         result = proceed()
         if result is not None and hasattr(result, "wait"):

@@ -6,12 +6,14 @@
 
 import math
 import sys
+from collections import deque
 from datetime import datetime
 from typing import Any
 
 from deepspeed.comm.host_collectives import all_gather_object
 from deepspeed.comm.process_groups import get_rank, get_world_size, is_initialized
 from deepspeed.utils.logging import log_dist
+from deepspeed.utils.timer import Span
 
 # Share of the algorithm bandwidth that crosses each link, with n ranks (the formulas of
 # nccl-tests):
@@ -78,8 +80,6 @@ class CommsLogger:
     """Keeps latencies and bandwidths of operations by name and message size.
 
     Attributes:
-        comms_dict: ``{record name: {message bytes: [count, latencies in ms, algorithm Gbps, bus
-            Gbps]}}``.
         enabled: whether anything is timed.
         verbose: whether each operation is logged as it is recorded.
         debug: whether record names carry the calling function.
@@ -88,12 +88,43 @@ class CommsLogger:
     """
 
     def __init__(self) -> None:
-        self.comms_dict: dict[str, dict[int, list[Any]]] = {}
+        self._recorded: dict[str, dict[int, list[Any]]] = {}
+        # Operations whose time the device may not know yet, in the order of their ends: operation,
+        # record name, time, bytes, ranks.
+        self._unread: deque[tuple[str, str, Span, int, int | None]] = deque()
         self.enabled = False
         self.verbose = False
         self.debug = False
         self.prof_all = True
         self.prof_ops: list[str] = []
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """``{record name: {message bytes: [count, latencies in ms, algorithm Gbps, bus Gbps]}}`` of
+        everything so far; waits for the last of it.
+        """
+        self._read(all_of_them=True)
+        return self._recorded
+
+    def _read(self, all_of_them: bool = False) -> None:
+        unread = self._unread
+        while unread and (all_of_them or unread[0][2].is_over()):
+            raw_name, record_name, span, msg_size, num_ranks = unread.popleft()
+            self.append(raw_name, record_name, span.get_elapsed_msec(), msg_size, num_ranks)
+
+    def append_span(
+        self,
+        raw_name: str,
+        record_name: str,
+        span: Span,
+        msg_size: int,
+        num_ranks: int | None = None,
+    ) -> None:
+        """Record one operation when its time is known, or when somebody asks; the arguments are
+        those of `append`, with `deepspeed.utils.timer`'s time in place of the latency.
+        """
+        self._unread.append((raw_name, record_name, span, msg_size, num_ranks))
+        self._read()
 
     def configure(self, comms_config: Any) -> None:
         """Take the ``comms_logger`` section: from the section itself or from an object that has it
@@ -145,7 +176,7 @@ class CommsLogger:
             num_ranks: the ranks that took part; None means the whole world.
         """
         algorithm, bus = calc_bw_log(raw_name, msg_size, latency, num_ranks)
-        entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
+        entry = self._recorded.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         entry[0] += 1
         for values, value in zip(entry[1:], (latency, algorithm, bus), strict=True):
             values.append(value)
@@ -173,7 +204,8 @@ class CommsLogger:
 
     def reset_data(self) -> None:
         """Forget what was recorded."""
-        self.comms_dict.clear()
+        self._unread.clear()
+        self._recorded.clear()
 
     def get_operation_names(self) -> list[str]:
         """The record names, in the order of their first appearance."""

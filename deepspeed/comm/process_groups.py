@@ -29,6 +29,10 @@ _group_timeout: timedelta = default_pg_timeout
 # while it waits for that thread to end: the process would hang.
 _LET_GO_S = 0.01
 
+# Blocks of threads, each of which occupies one processor, of a communicator that carries messages:
+# enough for tens of GB/s.
+MESSAGE_CTAS = 4
+
 # No message has this tag; see `abort_groups`.
 _ABORT_TAG = 2**31 - 1
 # What gloo's errors say when the other end is gone or nothing comes; it raises plain RuntimeErrors.
@@ -152,7 +156,11 @@ def get_backend_name(group: Group = None) -> str:
 
 
 def new_group(
-    ranks: Sequence[int] | None, timeout: timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int] | None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    by_members: bool = False,
+    options: Any = None,
 ) -> ProcessGroup:
     """A group of these global ranks (None: all). Collective over the world, in the same order on
     all ranks.
@@ -161,11 +169,36 @@ def new_group(
         ranks: global ranks; the world's order is kept.
         timeout: how long its collectives may take; None means as long as the world's.
         backend: torch's name of the backend; None means the world's.
+        by_members: its members call, and nobody else; see `group_creation` for what they have to
+            agree on before.
+        options: torch's options of the backend.
     """
     _require_initialized()
     return torch_dist.new_group(
-        None if ranks is None else list(ranks), timeout=timeout or _group_timeout, backend=backend
+        None if ranks is None else list(ranks),
+        timeout=timeout or _group_timeout,
+        backend=backend,
+        use_local_synchronization=by_members,
+        **({} if options is None else {"pg_options": options}),
     )
+
+
+def message_options() -> Any:
+    """Options for groups that carry messages beside the computation; None where there is nothing to
+    choose.
+
+    NCCL occupies processors of the device from when a receive is posted until its sender has sent:
+    few, so that what the sender may wait for finds room. Streams of high priority come from a pool
+    of their own, so that messages never share one with what else is under way here.
+    """
+    if get_backend_name() != "nccl":
+        return None
+    options: Any = torch_dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = _group_timeout
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "max_ctas"):
+        config.min_ctas, config.max_ctas = 1, MESSAGE_CTAS
+    return options
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -213,15 +246,6 @@ def is_connection_error(error: BaseException) -> bool:
     if isinstance(error, torch_dist.DistError):
         return True
     return type(error) is RuntimeError and any(mark in str(error) for mark in _CONNECTION_ERRORS)
-
-
-def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh of this shape over the accelerator. Collective over the world."""
-    _require_initialized()
-    device_type = get_accelerator().current_device_name().partition(":")[0]
-    return torch_dist.init_device_mesh(
-        device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
-    )
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from deepspeed.comm import process_groups
+from deepspeed.comm import group_creation, process_groups
 
 # torch renames the flat-tensor variants and deprecates the old names; both take the same positional
 # arguments.
@@ -108,7 +108,7 @@ class TorchBackend:
 
     def init_device_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
         """A torch DeviceMesh over the accelerator; see `deepspeed.comm.initialize_mesh_device`."""
-        return process_groups.initialize_mesh_device(mesh_shape, mesh_dim_names)
+        return group_creation.initialize_mesh_device(mesh_shape, mesh_dim_names)
 
     def enable_symm_mem_for_group(self, group_name: str) -> None:
         """Allow symmetric memory in a group; see torch.distributed._symmetric_memory."""

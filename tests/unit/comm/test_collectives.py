@@ -13,7 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import collectives
-from unit.common import DistributedTest, needs_newer_gloo
+from unit.common import DistributedTest, needs_all_to_all, needs_newer_gloo
 
 WORLD = 3
 
@@ -90,7 +90,7 @@ class TestOperations(DistributedTest):
         dist.scatter(own, pieces, src=2)
         assert own.item() == 10 * dist.get_rank()
 
-    @needs_newer_gloo
+    @needs_all_to_all
     def test_all_to_all(self) -> None:
         rank = dist.get_rank()
         out = [torch.empty(1) for _ in range(WORLD)]

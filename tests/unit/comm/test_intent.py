@@ -369,14 +369,13 @@ class TestThree(DistributedTest):
 
     @staticmethod
     def _shards(rank: int) -> None:
-        splits = [3, 0, 2]
-        work = reduce_to_owners(torch.arange(5.0), splits, async_op=True)
-        assert sum(piece.sum().item() for piece in work.wait()) == [9.0, 0.0, 21.0][rank]
-        flat = torch.zeros(5)
-        flat[sum(splits[:rank]) : sum(splits[: rank + 1])] = rank + 1.0
+        work = reduce_to_owners(torch.arange(6.0), async_op=True)
+        assert sum(piece.sum().item() for piece in work.wait()) == [3.0, 15.0, 27.0][rank]
+        flat = torch.zeros(6)
+        flat[2 * rank : 2 * rank + 2] = rank + 1.0
         for by_broadcast in (False, True):
-            gather_from_owners(flat, splits, by_broadcast=by_broadcast)
-            assert flat.tolist() == [1.0, 1.0, 1.0, 3.0, 3.0]
+            gather_from_owners(flat, by_broadcast=by_broadcast)
+            assert flat.tolist() == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
 
     def test_receiving_from_anyone_is_left_alone(self) -> None:
         with checked():
@@ -398,7 +397,7 @@ class TestThree(DistributedTest):
             for _ in range(3):
                 for _ in range(20):
                     dist.all_reduce(torch.ones(1))
-                    reduce_to_owners(torch.ones(3), [1, 1, 1])
+                    reduce_to_owners(torch.ones(3))
                 dist.barrier()
                 counts.append(num_keys())
                 dist.barrier()

@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import observation
 from deepspeed.comm.observation import CollectiveCall, CollectiveObserver, call_site
-from unit.common import DistributedTest, needs_newer_gloo
+from unit.common import DistributedTest, needs_all_to_all, needs_newer_gloo
 
 
 class Recorder:
@@ -143,6 +143,8 @@ CASES: dict[str, Callable[[T], tuple[tuple[Any, ...], T, T]]] = {
     "barrier": lambda t: ((), [], []),
     "monitored_barrier": lambda t: ((), [], []),
 }
+# Operations that not every gloo has.
+LACKING = {"reduce_scatter": needs_newer_gloo, "all_to_all": needs_all_to_all}
 PAIRS = ("send", "recv", "isend", "irecv")
 
 
@@ -172,7 +174,7 @@ class TestEveryOperation(DistributedTest):
     @pytest.mark.parametrize(
         "name",
         [
-            pytest.param(n, marks=needs_newer_gloo if n in ("reduce_scatter", "all_to_all") else ())
+            pytest.param(n, marks=LACKING.get(n, ()))
             for n in CASES
             if "async_op" in inspect.signature(getattr(dist, n)).parameters
         ],
