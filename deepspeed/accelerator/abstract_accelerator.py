@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import streams
+from deepspeed.accelerator.host_waits import HostWaits
 from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 
 
@@ -167,6 +168,18 @@ class DeepSpeedAccelerator(abc.ABC):
         raise RuntimeError(
             f"{self._name} has no streams to trace; set DS_ACCELERATOR=sim to trace a simulated "
             "device's"
+        )
+
+    def count_host_waits(self) -> AbstractContextManager[HostWaits]:
+        """A context manager that gives the `HostWaits` in which this thread's waits for the device
+        and blocking or pageable copies are counted by place.
+
+        Raises:
+            RuntimeError: this device cannot tell.
+        """
+        raise RuntimeError(
+            f"{self._name} does not tell when the host waits for it; set DS_ACCELERATOR=sim to "
+            "count on a simulated device"
         )
 
     # -- memory ------------------------------------------------------------------------------------
@@ -362,6 +375,10 @@ class DeepSpeedAccelerator(abc.ABC):
     @abc.abstractmethod
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on this kind of device."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in ordinary host memory."""
+        return tensor.detach().to("cpu", copy=True)
 
     # -- native operators --------------------------------------------------------------------------
 

@@ -14,7 +14,32 @@ from deepspeed.accelerator import streams
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerator
 
-_QUEUE = HostStream()
+
+class _Queue(HostStream):
+    """The one queue."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        torch.mps.synchronize()
+
+
+class _QueueEvent(HostEvent):
+    """An event of the one queue. One with a time waits for the queue, which nothing can hold up: no
+    other process has a part in it.
+    """
+
+    def record(self, stream: HostStream | None = None) -> None:
+        """Remember the time, once what was issued is done."""
+        if self.enable_timing:
+            torch.mps.synchronize()
+        super().record(stream)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        torch.mps.synchronize()
+
+
+_QUEUE = _Queue()
 
 
 class MPS_Accelerator(TorchDeviceAccelerator):
@@ -72,7 +97,7 @@ class MPS_Accelerator(TorchDeviceAccelerator):
 
     @property
     def Event(self) -> Any:
-        return HostEvent
+        return _QueueEvent
 
     def stream(self, stream: streams.Stream) -> AbstractContextManager[Any]:
         return contextlib.nullcontext(stream)

@@ -1,0 +1,105 @@
+"""Which device a process uses, by its local rank and by what it sees."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.device_choice import select_device
+from unit.common import DistributedTest
+
+
+class Several(CPU_Accelerator):
+    """The host as `count` devices, which refuses an ordinal that a device would refuse."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.chosen: list[int] = []
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "several"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return self.count
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["SEVERAL_VISIBLE_DEVICES"]
+
+    def set_device(self, device_index: int) -> None:
+        if device_index >= self.count:
+            raise RuntimeError("invalid device ordinal")
+        self.chosen.append(device_index)
+
+
+@pytest.fixture
+def kept_accelerator() -> Iterator[None]:
+    before = get_accelerator()
+    yield
+    set_accelerator(before)
+
+
+@pytest.mark.parametrize(
+    "count, local_rank, device", [(1, 0, 0), (1, 5, 0), (8, 0, 0), (8, 5, 5), (8, 7, 7)]
+)
+def test_rule(kept_accelerator: None, count: int, local_rank: int, device: int) -> None:
+    several = Several(count)
+    set_accelerator(several)
+    assert select_device(local_rank) == device and several.chosen == [device]
+
+
+def test_more_processes_than_devices(kept_accelerator: None) -> None:
+    several = Several(4)
+    set_accelerator(several)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=4, but this process sees 4 devices") as told:
+        select_device(4)
+    assert "SEVERAL_VISIBLE_DEVICES" in str(told.value) and several.chosen == []
+
+
+class TestEngine(DistributedTest):
+    """Each rank sees one device, as with `srun --gpus-per-task=1`."""
+
+    world_size = 2
+    init_distributed = False
+
+    def _engine(self, several: Several, **args: int) -> None:
+        set_accelerator(several)
+        dist.init_distributed("gloo")
+        deepspeed.initialize(
+            args=argparse.Namespace(**args),
+            model=torch.nn.Linear(2, 2),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            },
+        )
+
+    def test_one_visible_device(self) -> None:
+        several = Several(1)
+        self._engine(several)
+        assert set(several.chosen) == {0}
+
+    def test_one_visible_device_and_an_argument(self) -> None:
+        several = Several(1)
+        self._engine(several, local_rank=int(os.environ["LOCAL_RANK"]))
+        assert set(several.chosen) == {0}
+
+    def test_all_visible(self) -> None:
+        several = Several(2)
+        self._engine(several)
+        assert set(several.chosen) == {dist.get_rank()}
+
+    def test_an_argument_that_no_device_has(self) -> None:
+        with pytest.raises(ValueError, match=r"args.local_rank=2, but this process sees 2 devices"):
+            self._engine(Several(2), local_rank=2)
