@@ -11,12 +11,13 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.host_waits import HostWaits
 from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.sim.backward import StreamOf
 from deepspeed.accelerator.sim.queues import Event
@@ -29,11 +30,17 @@ BACKWARD_STREAMS_ENV = "DS_SIM_BACKWARD_STREAMS"
 
 NUM_DEVICES = 8
 
+# The schedule under which the host runs ahead as far as it can: nothing is done before something
+# waits for it, so every `query` before says no.
+RUN_AHEAD = 0
+_NAMES = {"run-ahead": str(RUN_AHEAD)}
+
 
 def _number(given: int | None, name: str) -> int:
     if given is not None:
         return given
     text = os.environ.get(name) or "0"
+    text = _NAMES.get(text, text) if name == SCHEDULE_ENV else text
     if not text.isdecimal():
         raise ValueError(
             f"{name}={text!r} is not a number; set it to 0 or a positive integer, or unset it"
@@ -99,6 +106,7 @@ class Sim_Accelerator(CPU_Accelerator):
         return NUM_DEVICES
 
     def synchronize(self, device_index: int | None = None) -> None:
+        self.simulator.scheduler.on_device_wait()
         self.simulator.scheduler.synchronize()
 
     # -- streams -----------------------------------------------------------------------------------
@@ -127,6 +135,9 @@ class Sim_Accelerator(CPU_Accelerator):
         nobody else uses: no other stream is waited for.
         """
         return self.simulator.on_host()
+
+    def count_host_waits(self) -> AbstractContextManager[HostWaits]:
+        return self.simulator.host_waits.count()
 
     def name_stream(self, stream: Any, name: str) -> None:
         stream.name = name
@@ -157,6 +168,10 @@ class Sim_Accelerator(CPU_Accelerator):
         """A copy in page-locked memory: the only memory that the simulation takes for the
         host's.
         """
+        return self.simulator.allocator.pin(tensor, make_copy)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory: no other counts as the host's here."""
         return self.simulator.allocator.pin(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -227,6 +242,11 @@ def simulate(
     set_accelerator(accelerator)
     try:
         yield accelerator
+    except BaseException:
+        # What is left in the queues may need ranks that have failed too; the error is what matters.
+        with suppress(RuntimeError):
+            accelerator.close()
+        raise
     finally:
         try:
             accelerator.close()

@@ -2,7 +2,8 @@
 training unless it is switched on.
 
 `check_streams()`: races and lifetime errors on streams. `ledger()`: every gradient contribution
-counted exactly once.
+counted exactly once. `lowered_sizes()`: pieces of work so small that a small model has several.
+`memory_peak()`: who holds the simulated device's memory when most of it is in use.
 """
 
 from deepspeed._lazy import lazy_attributes
@@ -17,6 +18,8 @@ _NAMES = {
     "Finding": "deepspeed.verify.streams.findings",
     "StreamRaceError": "deepspeed.verify.streams.findings",
     "ledger": "deepspeed.verify.ledgers",
+    "lowered_sizes": "deepspeed.verify.sizes",
+    "memory_peak": "deepspeed.verify.memory",
     "GradientLedgerError": "deepspeed.runtime.gradients.ledger.gradient_ledger",
 }
 

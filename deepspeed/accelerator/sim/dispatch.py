@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import operators
+from deepspeed.accelerator.sim.host_waits import Counting
 from deepspeed.accelerator.sim.memory import Allocator
 from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
 
@@ -57,6 +58,10 @@ _METADATA = {
     "aten::result_type",
     "aten::can_cast",
     "aten::_has_same_storage_numel",
+    "aten::_fused_sdp_choice",
+    "aten::_use_cudnn_ctc_loss",
+    "aten::_use_miopen_ctc_loss",
+    "aten::is_set_to",
 }
 # How much of the generator these use depends on the values they draw.
 _REJECTION_SAMPLING = {
@@ -158,15 +163,21 @@ class Operators(TorchDispatchMode):
         scheduler: Owns the streams.
         allocator: Owns the memory.
         before_collective: Called before a collective that did not come through `deepspeed.comm`.
+        host_waits: Told of what makes the host wait on a device.
     """
 
     def __init__(
-        self, scheduler: Scheduler, allocator: Allocator, before_collective: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        allocator: Allocator,
+        before_collective: Callable[[], None],
+        host_waits: Counting,
     ) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._allocator = allocator
         self._before_collective = before_collective
+        self._host_waits = host_waits
         self._plans: dict[Any, Plan] = {}
         self.in_forked_child = False
 
@@ -190,6 +201,8 @@ class Operators(TorchDispatchMode):
                 return result
         tensors: list[torch.Tensor] = []
         key = _call_key(func, args, kwargs, tensors)
+        if self._host_waits.counters:
+            self._host_waits.computed(func, args, kwargs, tensors)
         plan = self._plans.get(key)
         if plan is not None and not self._allocator.has_host_memory:
             # Such a call has passed all that follows.
@@ -201,11 +214,10 @@ class Operators(TorchDispatchMode):
         if kind is Kind.COLLECTIVE:
             self._before_collective()
             return func(*args, **kwargs)
-        if (
-            kind is Kind.READ
-            or not _is_strided(tensors, kwargs)
-            or (func._schema.name in _MAY_BE_MASKED and _has_mask(args))
-        ):
+        if func._schema.name in _MAY_BE_MASKED and _has_mask(args):
+            self._host_waits.indexed(func, args)
+            return self._now(func, args, kwargs)
+        if kind is Kind.READ or not _is_strided(tensors, kwargs):
             return self._now(func, args, kwargs)
         if kind is Kind.RESIZE:
             return self._resize(func, args, kwargs)
@@ -247,7 +259,8 @@ class Operators(TorchDispatchMode):
         result = self._defer(facts, args, kwargs, tensors, plan)
         may_go_on = any(argument.name == "non_blocking" for argument in func._schema.arguments)
         if may_go_on and not operators.arguments(func, args, kwargs).get("non_blocking", False):
-            self._scheduler.current.synchronize()
+            self._host_waits.blocked()
+            self._scheduler.complete(self._scheduler.current)
         return result
 
     # Deferring
@@ -377,7 +390,7 @@ class Operators(TorchDispatchMode):
         """Wait for the current stream, as a device's copy to the host does, because the host is
         about to look at tensors.
         """
-        self._scheduler.current.synchronize()
+        self._scheduler.complete(self._scheduler.current)
         tracer = self._scheduler.tracer
         if tracer is not None:
             tracer.host_accessed(what, self._accesses(reads, writes))

@@ -11,8 +11,8 @@ index can be.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator.operators import byte_intervals
+from deepspeed.accelerator.sim.peak import PeakRecord
 from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
 from deepspeed.accelerator.stream_trace import Access
+
+# Not the program's call, which `host_waits` takes for the host's memory.
+_from_numpy = torch.from_numpy
 
 ALIGNMENT = 64
 GRANULE = 512
@@ -41,6 +45,11 @@ def poison_byte(dtype: torch.dtype) -> int:
     if dtype.is_floating_point or dtype.is_complex:
         return _POISON_FLOAT
     return _POISON_BOOL if dtype == torch.bool else _POISON_INT
+
+
+def in_granules(nbytes: int) -> int:
+    """Up to a multiple of what memory is handed out in."""
+    return -(-nbytes // GRANULE) * GRANULE
 
 
 # Of dtypes that numpy has; memory for others is handed out as bytes.
@@ -92,7 +101,7 @@ class Block:
         raw = np.empty(capacity + ALIGNMENT, dtype=np.uint8)
         first = -raw.ctypes.data % ALIGNMENT
         self.memory = raw[first : first + capacity]
-        self.storage = torch.from_numpy(self.memory).untyped_storage()
+        self.storage = _from_numpy(self.memory).untyped_storage()
         self.address = self.storage.data_ptr()
         self.capacity = capacity
         self.uses: dict[Stream, int] = {}
@@ -110,15 +119,17 @@ class Life:
 
     Attributes:
         serial: Names it in traces.
-        block: The memory.
+        block: The memory, which may be larger.
+        nbytes: How much was asked for, in whole granules.
         stream: Which stream it was allocated for, and returns to.
         recorded: Other streams that `record_stream` named.
         owner: Dies with the last tensor.
     """
 
-    def __init__(self, serial: int, block: Block, stream: Stream) -> None:
+    def __init__(self, serial: int, block: Block, nbytes: int, stream: Stream) -> None:
         self.serial = serial
         self.block = block
+        self.nbytes = in_granules(nbytes)
         self.stream = stream
         self.recorded: set[Stream] = set()
         self.owner: weakref.ref[Any] | None = None
@@ -139,6 +150,7 @@ class Allocator:
         self._serial = 0
         self._foreign: dict[int, tuple[StorageWeakRef, int]] = {}
         self._host: dict[int, StorageWeakRef] = {}
+        self._records: list[PeakRecord] = []
         self.allocated = self.max_allocated = 0
         self.reserved = self.max_reserved = 0
 
@@ -157,16 +169,18 @@ class Allocator:
         stream = self._scheduler.current
         block = self._take(nbytes, stream)
         self._serial += 1
-        life = Life(self._serial, block, stream)
+        life = Life(self._serial, block, nbytes, stream)
         owner = _array(block.memory, nbytes, dtype, size, stride)
         life.owner = weakref.ref(owner, self._freer(life))
         self._lives[block.address] = life
-        self.allocated += block.capacity
+        self.allocated += life.nbytes
         self.max_allocated = max(self.max_allocated, self.allocated)
+        for record in self._records:
+            record.took(life.serial, life.nbytes, block.address)
         self._poison(block, nbytes, poison_byte(dtype), stream)
         if self._scheduler.tracer is not None:
             self._scheduler.tracer.allocated(life.serial, nbytes, stream)
-        tensor = torch.from_numpy(owner)
+        tensor = _from_numpy(owner)
         if tensor.dtype is dtype:
             return tensor
         return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, size, stride)
@@ -178,7 +192,7 @@ class Allocator:
         for position in range(len(pool) - 1, -1, -1):
             if pool[position].capacity >= nbytes:
                 return pool.pop(position)
-        block = Block(-(-nbytes // GRANULE) * GRANULE)
+        block = Block(in_granules(nbytes))
         self.reserved += block.capacity
         self.max_reserved = max(self.max_reserved, self.reserved)
         return block
@@ -199,7 +213,9 @@ class Allocator:
     def _freer(self, life: Life) -> Callable[[Any], None]:
         def freed(owner: Any) -> None:
             self._lives.pop(life.block.address, None)
-            self.allocated -= life.block.capacity
+            self.allocated -= life.nbytes
+            for record in self._records:
+                record.gave(life.serial)
             if self._scheduler.tracer is not None:
                 self._scheduler.tracer.freed(life.serial)
             if life.recorded:
@@ -238,20 +254,35 @@ class Allocator:
             life.recorded.add(stream)
             self._scheduler.trace(lambda tracer: tracer.stream_recorded(life.serial, stream))
 
+    @contextmanager
+    def recording(self) -> Iterator[PeakRecord]:
+        """Within it, the record follows what is allocated."""
+        held = [(one.serial, one.nbytes, one.block.address) for one in self._lives.values()]
+        record = PeakRecord(held)
+        self._records.append(record)
+        try:
+            yield record
+        finally:
+            self._records.remove(record)
+
     # Host memory
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor in page-locked memory, which the host reads and writes by itself.
+    def pin(self, tensor: torch.Tensor, make_copy: bool = True) -> torch.Tensor:
+        """A copy of a host tensor in page-locked memory, which the host reads and writes by itself;
+        without `make_copy` the memory is poisoned, and nothing runs.
 
         No stream is waited for: on a real device what is pinned was never device memory. Only what
         is queued on this very memory, which only the simulation takes for the device's, is run
         first.
         """
-        block = self.block_of(tensor)
+        block = self.block_of(tensor) if make_copy else None
         for stream, position in dict(block.uses if block is not None else {}).items():
             self._scheduler.drain(stream, position)
         with _disable_current_modes():
-            pinned = tensor.detach().clone()
+            pinned = tensor.detach().clone() if make_copy else torch.empty_like(tensor)
+            if not make_copy:
+                as_bytes = torch.empty(0, dtype=torch.uint8).set_(pinned.untyped_storage())
+                as_bytes.fill_(poison_byte(pinned.dtype))
         self.give_to_host(pinned)
         return pinned
 

@@ -115,8 +115,8 @@ class Stream:
 
     def synchronize(self) -> None:
         """Let the host wait for all work."""
-        self.scheduler.trace(lambda tracer: tracer.stream_synchronized(self))
-        self.scheduler.drain(self)
+        self.scheduler.on_host_wait("stream.synchronize")
+        self.scheduler.complete(self)
 
     def __enter__(self) -> Stream:
         self._outer.append(self.scheduler.current)
@@ -190,6 +190,7 @@ class Event:
     def synchronize(self) -> None:
         """Let the host wait."""
         if self.stream is not None:
+            self.stream.scheduler.on_host_wait("event.synchronize")
             self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
             self.stream.scheduler.drain(self.stream, self.position)
 
@@ -237,6 +238,9 @@ class Scheduler:
         current: The stream that work is issued on.
         tracer: Who listens; None when nobody does.
         on_switch: Called with the new current stream when it changes.
+        on_host_wait: Called with what the host waits by, before it does.
+        on_device_wait: Called before the program lets the host wait for the whole device; it may
+            refuse.
     """
 
     def __init__(self, seed: int = 0, schedule: int = 0) -> None:
@@ -244,6 +248,8 @@ class Scheduler:
         self.schedule = schedule
         self.tracer: StreamTracer | None = None
         self.on_switch: Callable[[Stream], None] = lambda stream: None
+        self.on_host_wait: Callable[[str], None] = lambda kind: None
+        self.on_device_wait: Callable[[], None] = lambda: None
         self.streams: list[Stream] = []
         self.stream_class: type[Stream] = type("Stream", (Stream,), {"scheduler": self})
         self.default: Stream = self.stream_class(name="default stream")
@@ -297,8 +303,27 @@ class Scheduler:
 
     # Running
 
-    def synchronize(self) -> None:
-        """Let the host wait for all work of all streams."""
+    @property
+    def is_running(self) -> bool:
+        """Whether this is called by work that runs, and not by the program."""
+        return self._running
+
+    def synchronize(self, kind: str = "device synchronize") -> None:
+        """Let the host wait for all work of all streams.
+
+        Args:
+            kind: What makes it wait.
+        """
+        self.on_host_wait(kind)
+        self.complete_all()
+
+    def complete(self, stream: Stream) -> None:
+        """Run all work of a stream: what the host learns by waiting, uncounted."""
+        self.trace(lambda tracer: tracer.stream_synchronized(stream))
+        self.drain(stream)
+
+    def complete_all(self) -> None:
+        """Run all work of all streams, uncounted."""
         self.trace(lambda tracer: tracer.device_synchronized())
         for stream in self.streams:
             self.drain(stream)

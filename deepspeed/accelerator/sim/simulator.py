@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepspeed.accelerator.sim.backward import BackwardStreams, StreamOf
 from deepspeed.accelerator.sim.dispatch import Operators
 from deepspeed.accelerator.sim.host_reads import Patches, patch_host_reads
+from deepspeed.accelerator.sim.host_waits import Counting
 from deepspeed.accelerator.sim.memory import Allocator
 from deepspeed.accelerator.sim.queues import Scheduler, Stream
 from deepspeed.accelerator.stream_trace import StreamTracer
@@ -32,6 +33,7 @@ class Simulator:
     Attributes:
         scheduler: The streams.
         allocator: The memory.
+        host_waits: Who counts what the host waits for.
         operators: The dispatch mode.
         backward: Streams of backward.
         is_active: Whether operators are deferred now.
@@ -40,7 +42,11 @@ class Simulator:
     def __init__(self, seed: int = 0, schedule: int = 0, backward_streams: int = 0) -> None:
         self.scheduler = Scheduler(seed, schedule)
         self.allocator = Allocator(self.scheduler)
-        self.operators = Operators(self.scheduler, self.allocator, self.scheduler.synchronize)
+        self.host_waits = Counting(self.scheduler, self.allocator)
+        self.scheduler.on_host_wait = self.host_waits.waited
+        self.operators = Operators(
+            self.scheduler, self.allocator, self.scheduler.complete_all, self.host_waits
+        )
         self.backward = BackwardStreams(self.scheduler, seed)
         self.backward.num_side_streams = backward_streams
         self.scheduler.on_switch = self.backward.switched
@@ -66,7 +72,7 @@ class Simulator:
         if not self.is_active:
             return
         try:
-            self.scheduler.synchronize()
+            self.scheduler.complete_all()
         finally:
             self.is_active = False
             self._patches.undo()
@@ -84,6 +90,7 @@ class Simulator:
 
     def _host_reads(self, what: str, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
+            self.host_waits.looked(what, tensor)
             self.operators.host_access(what, [tensor])
 
     @contextmanager

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deepspeed.accelerator.call_stacks import Stack
 from deepspeed.accelerator.stream_trace import Access
-from deepspeed.verify.streams.stacks import Stack
 
 
 @dataclass(slots=True, eq=False)

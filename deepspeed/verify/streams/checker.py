@@ -29,10 +29,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from deepspeed.accelerator.call_stacks import Stack, capture
 from deepspeed.accelerator.stream_trace import Access
 from deepspeed.verify.streams.accesses import AccessMap, IsOrdered, Launch, Use
 from deepspeed.verify.streams.findings import ALLOCATION, Finding, Kind, StreamRaceError, report
-from deepspeed.verify.streams.stacks import Stack, capture
 
 Clock = dict[Hashable, int]
 """Stream -> position up to which (inclusive) its work is ordered before."""

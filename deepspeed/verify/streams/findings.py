@@ -8,8 +8,8 @@ import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from deepspeed.accelerator.call_stacks import Stack, describe
 from deepspeed.verify.streams.accesses import Use
-from deepspeed.verify.streams.stacks import Stack, describe
 
 ALLOCATION = "allocation"
 """Operator name of the moment in which memory was handed out."""

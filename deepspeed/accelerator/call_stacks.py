@@ -1,5 +1,5 @@
 """Where in the user's or the engine's code an operator was issued: captured for every launch,
-formatted only for findings.
+formatted only for reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FRAMES = 8
 MAX_DEPTH = 60
 """Frames walked at most; under a deep torch call stack the user's own code is still reached."""
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OWN_PARTS = ("accelerator", "comm", "verify")
 """Parts of this package that issue or trace operators on somebody's behalf: the somebody is what a
 reader wants to see.
@@ -57,10 +57,12 @@ def _is_shown(filename: str) -> bool:
     return not path.startswith(_foreign_directories())
 
 
-def capture() -> Stack:
-    """The innermost user and engine frames of the caller. No source line is read."""
+def capture(max_frames: int = MAX_FRAMES, frame: FrameType | None = None) -> Stack:
+    """The innermost user and engine frames of the caller, or of `frame`, which another thread may
+    be in. No source line is read.
+    """
     frames: list[tuple[CodeType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     depth = 0
     # Several times per operator: a dictionary of file names costs a third of what calling a cached
     # function does.
@@ -71,7 +73,7 @@ def capture() -> Stack:
             shown = _shown[code.co_filename] = _is_shown(code.co_filename)
         if shown:
             frames.append((code, frame.f_lineno))
-            if len(frames) == MAX_FRAMES:
+            if len(frames) == max_frames:
                 break
         frame = frame.f_back
         depth += 1

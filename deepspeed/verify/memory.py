@@ -1,0 +1,49 @@
+"""Who holds the simulated device's memory at its peak, by the names that buffers have in reports
+and by the place that allocated the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
+from deepspeed.utils import memory_names
+
+
+@dataclass
+class MemoryPeak:
+    """Filled at the end of `memory_peak`.
+
+    Attributes:
+        nbytes: Most bytes that were allocated at once.
+        by_owner: Who held them, most first: a buffer's name (as in races: "gradient of ..."), or
+            ``FILE:LINE in FUNCTION``, where it was allocated.
+    """
+
+    nbytes: int = 0
+    by_owner: dict[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def memory_peak() -> Iterator[MemoryPeak]:
+    """Within it, the peak of the simulated device's memory is followed.
+
+    Names are those that buffers have when it ends; memory that has come back by then goes by its
+    place.
+
+    Raises:
+        RuntimeError: the accelerator is no simulated device.
+    """
+    accelerator = get_accelerator()
+    if not isinstance(accelerator, Sim_Accelerator):
+        raise RuntimeError(
+            f"memory_peak: {accelerator.device_name()} does not tell who holds its memory; set "
+            "DS_ACCELERATOR=sim"
+        )
+    peak = MemoryPeak()
+    with accelerator.simulator.allocator.recording() as record:
+        yield peak
+        peak.nbytes, peak.by_owner = record.nbytes, record.by_owner(memory_names.describe)

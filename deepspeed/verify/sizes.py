@@ -1,0 +1,61 @@
+"""Sizes of pieces that work is cut into, lowered for a while.
+
+A piece has as many elements as make a device busy, so a small model is one piece everywhere: it
+never has a second one on its way, never uses a staging buffer again, never waits for a piece before
+the last. What goes wrong only there would wait for the first large model. Simulated runs of
+`ds_verify` and of the tests lower the sizes, as they lower `reduce_bucket_size` and
+`allgather_bucket_size` in the configuration.
+
+`SIZES` names every such constant of the training path. All ranks have to lower them alike: some
+decide how a collective is cut.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIZES: tuple[tuple[str, str], ...] = (
+    ("deepspeed.ops.host_optimizer", "TORCH_CHUNK"),
+    ("deepspeed.runtime.gradients.local_accumulator", "WIDENED_NUMEL"),
+    ("deepspeed.runtime.gradients.overlay", "TAIL_NUMEL"),
+    ("deepspeed.runtime.gradients.sink", "HOST_CHUNK"),
+    ("deepspeed.runtime.gradients.sink", "STAGE_NUMEL"),
+    ("deepspeed.runtime.model_setup", "BROADCAST_NUMEL"),
+    ("deepspeed.runtime.sharding.exchange", "ROUND_NUMEL"),
+    ("deepspeed.runtime.sharding.flattening", "CONVERTED_NUMEL"),
+    ("deepspeed.runtime.sharding.publisher", "UPDATE_NUMEL"),
+)
+"""(Module, constant), in elements."""
+
+# Of a rank's shard: two pieces are on their way while the third is written, and some more.
+PIECES_PER_SHARD = 8
+
+
+def piece_numel(numel: int, world: int) -> int:
+    """A size at which each rank's part of `numel` elements is `PIECES_PER_SHARD` pieces."""
+    return max(1, numel // (PIECES_PER_SHARD * world))
+
+
+@contextmanager
+def lowered_sizes(numel: int) -> Iterator[None]:
+    """Within it no piece has more than `numel` elements. The same on all ranks.
+
+    Args:
+        numel: At least 1.
+
+    Raises:
+        ValueError: it is less.
+    """
+    if numel < 1:
+        raise ValueError(f"lowered_sizes: numel={numel}; give at least 1 element per piece")
+    owners = [(importlib.import_module(module), name) for module, name in SIZES]
+    before = [getattr(owner, name) for owner, name in owners]
+    for (owner, name), size in zip(owners, before, strict=True):
+        setattr(owner, name, min(size, numel))
+    try:
+        yield
+    finally:
+        for (owner, name), size in zip(owners, before, strict=True):
+            setattr(owner, name, size)

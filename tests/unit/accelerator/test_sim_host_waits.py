@@ -1,0 +1,189 @@
+"""What the host waits for on the simulated device, counted by kind and by place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from unit.common import DistributedTest
+
+
+@pytest.fixture
+def sim() -> Iterator[Sim_Accelerator]:
+    with simulate() as accelerator:
+        yield accelerator
+
+
+def an_event() -> Any:
+    event = get_accelerator().Event()
+    event.record()
+    return event
+
+
+def pinned(*size: int) -> torch.Tensor:
+    return get_accelerator().pin_memory(torch.zeros(*size))
+
+
+def mask() -> torch.Tensor:
+    return torch.ones(3) > 0
+
+
+WAITS: list[tuple[str, Callable[[], Any]]] = [
+    ("item", lambda: torch.ones(3).sum().item()),
+    ("item", lambda: bool(torch.ones(3).sum() > 0)),
+    ("tolist", lambda: torch.ones(3).tolist()),
+    ("numpy", lambda: torch.ones(3).numpy()),
+    ("nonzero", lambda: torch.ones(3).nonzero()),
+    ("equal", lambda: torch.equal(torch.ones(3), torch.ones(3))),
+    ("unique", lambda: torch.ones(3).unique()),
+    ("index by a mask", lambda: torch.ones(3)[mask()]),
+    ("repeat_interleave", lambda: torch.ones(3).repeat_interleave(torch.ones(3, dtype=int))),
+    ("event.synchronize", lambda: an_event().synchronize()),
+    ("stream.synchronize", lambda: get_accelerator().current_stream().synchronize()),
+    ("device synchronize", lambda: get_accelerator().synchronize()),
+    ("blocking copy", lambda: torch.ones(3).cpu()),
+    ("blocking copy", lambda: torch.ones(3).cpu().tolist()),
+    ("blocking copy", lambda: torch.tensor([1.0], device=get_accelerator().device_name())),
+    ("blocking copy", lambda: torch.ones(3).copy_(torch.tensor([1.0, 2.0, 3.0]))),
+    ("blocking copy", lambda: torch.ones(3).copy_(pinned(3))),
+    ("blocking copy", lambda: pinned(3).copy_(torch.ones(3))),
+]
+
+
+@pytest.mark.parametrize(("kind", "program"), WAITS)
+def test_each_wait_is_counted_once_with_its_kind_and_place(
+    sim: Sim_Accelerator, kind: str, program: Callable[[], Any]
+) -> None:
+    # Kills: a kind of wait that is not seen, or seen twice because it consists of others.
+    with sim.count_host_waits() as waits:
+        program()
+    assert waits.total == 1
+    line = program.__code__.co_firstlineno
+    assert dict(waits.by_place) == {f"{__file__}:{line} in <lambda>: {kind}": 1}
+    assert waits.pageable_copies.total() == (kind == "blocking copy")
+
+
+def in_backward() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+
+
+def with_a_wait_between_streams() -> None:
+    stream = get_accelerator().Stream()
+    stream.wait_stream(get_accelerator().current_stream())
+    an_event().wait(stream)
+    an_event().query()
+    stream.query()
+
+
+def attention() -> None:
+    queries = torch.ones(1, 1, 4, 8)
+    torch.nn.functional.scaled_dot_product_attention(queries, queries, queries, is_causal=True)
+
+
+def loading() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    for (rows,) in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True):
+        rows * 2
+
+
+FREE: list[Callable[[], Any]] = [
+    lambda: torch.ones(3).add_(1).sum(),
+    lambda: torch.ones(3)[torch.tensor([0, 1])],
+    lambda: torch.ones(3).index_put_((mask(),), torch.tensor(0.0)),
+    lambda: torch.ones(3).repeat_interleave(torch.ones(3, dtype=int), output_size=3),
+    lambda: pinned(3).copy_(torch.ones(3), non_blocking=True),
+    lambda: torch.ones(3).copy_(pinned(3), non_blocking=True),
+    lambda: (pinned(3).sum().item(), pinned(3).tolist()),
+    lambda: torch.tensor([1.0, 2.0]).tolist(),
+    lambda: get_accelerator().empty_cache(),
+    in_backward,
+    with_a_wait_between_streams,
+    attention,
+    loading,
+]
+
+
+@pytest.mark.parametrize("program", FREE)
+def test_what_a_device_does_behind_the_host_is_no_wait(
+    sim: Sim_Accelerator, program: Callable[[], Any]
+) -> None:
+    # Kills: counting what only the simulation waits for, and what lies in the host's own memory.
+    with sim.count_host_waits() as waits:
+        program()
+    assert waits.total == 0 and not waits.pageable_copies
+
+
+def test_a_copy_out_of_pageable_memory_is_named_though_nobody_waits(sim: Sim_Accelerator) -> None:
+    # Kills: taking `non_blocking` for a promise that memory is page-locked.
+    with sim.count_host_waits() as waits:
+        torch.ones(3).copy_(torch.tensor([1.0, 2.0, 3.0]), non_blocking=True)
+    assert waits.total == 0 and waits.pageable_copies.total() == 1
+
+
+def test_nothing_is_counted_outside_and_other_threads_are_not(sim: Sim_Accelerator) -> None:
+    # Kills: counters that stay, and waits of a thread that writes checkpoints.
+    event = an_event()
+    with sim.count_host_waits() as waits:
+        other = threading.Thread(target=event.synchronize)
+        other.start()
+        other.join()
+    torch.ones(3).sum().item()
+    assert waits.total == 0 and torch.tensor([1.0]).item() == 1.0
+
+
+def test_contexts_lie_in_one_another(sim: Sim_Accelerator) -> None:
+    # Kills: an inner count that ends the outer one.
+    with sim.count_host_waits() as outer:
+        with sim.count_host_waits() as inner:
+            torch.ones(3).sum().item()
+        torch.ones(3).sum().item()
+    assert (outer.total, inner.total) == (2, 1)
+
+
+def test_a_device_that_cannot_tell_says_so() -> None:
+    # Kills: zero waits because nobody looked.
+    with pytest.raises(RuntimeError, match="DS_ACCELERATOR=sim"):
+        CPU_Accelerator().count_host_waits()
+
+
+class TestTraining(DistributedTest):
+    world_size = 2
+
+    def test_places_lie_in_the_package_and_collectives_do_not_wait(self) -> None:
+        # Kills: places inside of the device or of the communication layer, which say nothing, and
+        # counting a collective that the host only issues.
+        with simulate() as sim:
+            dist.init_distributed()
+            model = nn.Linear(4, 4)
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                    "zero_optimization": {"stage": 2},
+                },
+            )
+            with sim.count_host_waits() as waits:
+                engine.backward(engine(torch.ones(1, 4)).sum())
+            assert waits.total == 0, waits.by_place
+            with sim.count_host_waits() as waits:
+                total = torch.ones(1)
+                dist.all_reduce(total)
+            assert waits.total == 0, waits.by_place
+            with sim.count_host_waits() as waits:
+                engine.step()
+            places = list(waits.by_place)
+            assert all(p.startswith("deepspeed/") for p in places), places
+            assert not any("/accelerator/" in p or "/comm/" in p for p in places), places
+            engine.destroy()
