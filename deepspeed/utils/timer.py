@@ -6,6 +6,7 @@ measures.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 
 BYTES_PER_GB = 1024**3
+
+# A device is never so many steps behind its host: reading the oldest of more waits for nothing, and
+# a long run does not keep its events.
+MAX_UNREAD = 64
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
@@ -53,6 +58,10 @@ class CudaEventTimer:
         self.start_event = start_event
         self.end_event = end_event
 
+    def is_over(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return bool(self.end_event.query())
+
     def get_elapsed_msec(self) -> float:
         """Milliseconds between the events; waits for the second one."""
         self.end_event.synchronize()
@@ -65,8 +74,38 @@ class _HostSpan:
     def __init__(self, start: float, end: float) -> None:
         self._msec = (end - start) * 1e3
 
+    def is_over(self) -> bool:
+        return True
+
     def get_elapsed_msec(self) -> float:
         return self._msec
+
+
+Span = CudaEventTimer | _HostSpan
+
+
+def begin_span(on_device: bool = True) -> Any:
+    """A mark in the current stream's work, for `end_span`; on the host its clock.
+
+    The host waits for nothing: a device that is waited for as a whole while a receive is posted may
+    wait for ever, and one that is waited for at all is not the one whose speed was asked for.
+
+    Args:
+        on_device: Read the device's clock if it has one.
+    """
+    accelerator = get_accelerator()
+    if not on_device or accelerator.use_host_timers():
+        return time.perf_counter()
+    event = accelerator.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def end_span(start: Any) -> Span:
+    """The time from a mark of `begin_span` to here, to be read later."""
+    if isinstance(start, float):
+        return _HostSpan(start, time.perf_counter())
+    return CudaEventTimer(start, begin_span())
 
 
 class SynchronizedWallClockTimer:
@@ -83,7 +122,7 @@ class SynchronizedWallClockTimer:
             self.use_host_timer = get_accelerator().use_host_timers()
             self._started_at: Any = None
             # Pairs of events are kept unread: reading one waits for the device.
-            self._spans: list[CudaEventTimer | _HostSpan] = []
+            self._spans: list[Span] = []
             self._records: list[float] = []
 
         def start(self) -> None:
@@ -94,11 +133,7 @@ class SynchronizedWallClockTimer:
             """
             if self.started_:
                 raise RuntimeError(f"timer {self.name_!r} is already running; stop it first")
-            if self.use_host_timer:
-                self._started_at = time.perf_counter()
-            else:
-                self._started_at = get_accelerator().Event(enable_timing=True)
-                self._started_at.record()
+            self._started_at = begin_span()
             self.started_ = True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
@@ -113,13 +148,7 @@ class SynchronizedWallClockTimer:
             """
             if not self.started_:
                 raise RuntimeError(f"timer {self.name_!r} is not running; start it first")
-            span: CudaEventTimer | _HostSpan
-            if self.use_host_timer:
-                span = _HostSpan(self._started_at, time.perf_counter())
-            else:
-                end = get_accelerator().Event(enable_timing=True)
-                end.record()
-                span = CudaEventTimer(self._started_at, end)
+            span = end_span(self._started_at)
             self._started_at = None
             self.started_ = False
             self._spans = [span] if reset else [*self._spans, span]
@@ -293,8 +322,8 @@ class ThroughputTimer:
     """Samples per second of a training loop.
 
     Args:
-        config: has ``enabled`` and ``synchronized`` (wait for the device before each reading of the
-            clock).
+        config: has ``enabled`` and ``synchronized`` (count until the device has done its work, and
+            not until the host has given it out).
         batch_size: samples per optimizer step; at least 1 is assumed.
         start_step: the first steps, which allocate and compile, that do not count.
         steps_per_output: report every so many steps; None means never.
@@ -321,22 +350,42 @@ class ThroughputTimer:
         self.epoch_count = 0
         self.micro_step_count = 0
         self.global_step_count = 0
-        self.total_elapsed_time = 0.0  # seconds
-        self.step_elapsed_time = 0.0  # seconds since the last report
-        self._start_time = 0.0
+        self._start: Any = None
+        # Not yet added up, with whether a step ends there: reading one may wait for the device.
+        self._unread: deque[tuple[Span, bool]] = deque()
+        self._total_s = 0.0
+        self._report_s = 0.0
+        self._counted_steps = 0
 
     def update_epoch_count(self) -> None:
         """A new epoch: micro-steps are counted from zero."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
+    @property
+    def total_elapsed_time(self) -> float:
+        """Seconds of the steps that count; waits for the last of them."""
+        self._add_up(all_of_them=True)
+        return self._total_s
+
+    @property
+    def step_elapsed_time(self) -> float:
+        """Seconds of those since the last report; waits for the last of them."""
+        self._add_up(all_of_them=True)
+        return self._report_s
+
     def _counts(self) -> bool:
         return self.global_step_count >= self.start_step
 
-    def _now(self) -> float:
-        if self.config.synchronized:
-            get_accelerator().synchronize()
-        return time.perf_counter()
+    def _add_up(self, all_of_them: bool = False) -> None:
+        """Read what can be read without waiting, or everything."""
+        unread = self._unread
+        while unread and (all_of_them or len(unread) > MAX_UNREAD or unread[0][0].is_over()):
+            span, ends_step = unread.popleft()
+            seconds = span.get_elapsed_msec() / 1e3
+            self._total_s += seconds
+            self._report_s += seconds
+            self._counted_steps += ends_step
 
     def start(self) -> None:
         """A micro-step begins."""
@@ -344,7 +393,7 @@ class ThroughputTimer:
             return
         self.started = True
         if self._counts():
-            self._start_time = self._now()
+            self._start = begin_span(on_device=self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-step ends; nothing happens when none has begun.
@@ -357,10 +406,10 @@ class ThroughputTimer:
             return
         self.started = False
         self.micro_step_count += 1
-        if self._counts():
-            duration = self._now() - self._start_time
-            self.total_elapsed_time += duration
-            self.step_elapsed_time += duration
+        if self._start is not None:
+            self._unread.append((end_span(self._start), global_step))
+            self._start = None
+            self._add_up()
         if not global_step:
             return
         self.global_step_count += 1
@@ -373,9 +422,8 @@ class ThroughputTimer:
 
     def _report(self) -> None:
         steps = min(self.steps_per_output or 1, max(self.global_step_count - self.start_step, 0))
-        current = (
-            self.batch_size * steps / self.step_elapsed_time if self.step_elapsed_time > 0 else 0.0
-        )
+        seconds = self.step_elapsed_time
+        current = self.batch_size * steps / seconds if seconds > 0 else 0.0
         text = (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}"
             f"/global_step={self.global_step_count}, "
@@ -388,11 +436,15 @@ class ThroughputTimer:
                 f", MaxMemAllocated={accelerator.max_memory_allocated() / BYTES_PER_GB:.2f}GB"
             )
         self.logging(text)
-        self.step_elapsed_time = 0.0
+        self._report_s = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over the steps that count; minus infinity before there is one."""
-        steps = self.global_step_count - self.start_step
-        if steps <= 0 or self.total_elapsed_time <= 0:
+        """Samples per second over the steps that count and that the device has done by now; minus
+        infinity before there is one.
+
+        The host waits only for the first of them: a progress line must not hold up the device.
+        """
+        self._add_up(all_of_them=self._counted_steps == 0)
+        if self._counted_steps == 0 or self._total_s <= 0:
             return float("-inf")
-        return self.batch_size * steps / self.total_elapsed_time
+        return self.batch_size * self._counted_steps / self._total_s

@@ -3,13 +3,12 @@
 Operations are counted by torch's `FlopCounterMode`, which sees every operator as it is dispatched:
 matrix products, convolutions and attention, two operations per multiply-accumulate. Whatever else a
 model computes (activations, norms) counts as zero; it is of a lower order. Hooks read the counter
-when a module begins and ends. Times are the host's, with the device synchronized at both ends: the
-profiled forward is slower than the others.
+when a module begins and ends. Times are the device's, read when somebody asks: in a pipeline the
+host must not wait for the device while a receive is posted.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.flops_profiler import report
 from deepspeed.profiling.flops_profiler.module_profile import (
     ModuleProfile,
@@ -36,6 +34,7 @@ from deepspeed.profiling.flops_profiler.units import (
     number_to_string,
     params_to_string,
 )
+from deepspeed.utils.timer import begin_span, end_span
 
 __all__ = [
     "FlopsProfiler",
@@ -103,7 +102,7 @@ class FlopsProfiler:
         self._counting = False
         self._handles: list[Any] = []
         # Modules that are in their forward: operations and time at its start.
-        self._open: list[tuple[nn.Module, int, float]] = []
+        self._open: list[tuple[nn.Module, int, Any]] = []
         self._ignored_depth = 0
         self._ignored_flops = 0
 
@@ -170,7 +169,7 @@ class FlopsProfiler:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._counting and not self._ignored_depth:
-            self._open.append((module, self._counted(), synchronized_time()))
+            self._open.append((module, self._counted(), begin_span()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._counting or self._ignored_depth:
@@ -182,7 +181,7 @@ class FlopsProfiler:
                 profile = profile_of(module)
                 if profile is not None:
                     profile.flops += self._counted() - flops
-                    profile.duration += synchronized_time() - started
+                    profile.spans.append(end_span(started))
                     profile.calls += 1
                 return
 
@@ -251,12 +250,6 @@ class FlopsProfiler:
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the aggregated part of the report alone; arguments as there."""
         report.write(report.aggregated(self.model, module_depth, top_modules), None)
-
-
-def synchronized_time() -> float:
-    """Seconds of the host's clock, when the device has done all it was given."""
-    get_accelerator().synchronize()
-    return time.perf_counter()
 
 
 def get_model_profile(

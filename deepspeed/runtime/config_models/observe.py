@@ -116,7 +116,9 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     """Timer of samples per second."""
 
     enabled: Bool = option(True, "Measure throughput.")
-    synchronized: Bool = option(True, "Wait for the device at both ends of the measurement.")
+    synchronized: Bool = option(
+        True, "Count until the device has done its work; false: until the host has given it out."
+    )
 
 
 class VerifyConfig(DeepSpeedConfigModel):

@@ -4,10 +4,11 @@ reports when the step ended.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, synchronized_time
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.step_observers.step_observer import StepObserver
+from deepspeed.utils.timer import Span, begin_span, end_span
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig
@@ -30,8 +31,10 @@ class StepProfile(StepObserver):
         self._config = config
         self._profiler: FlopsProfiler | None = None
         self._is_done = False
-        self._backward_started: float | None = None
-        self._step_started: float | None = None
+        # Marks and times of `utils.timer`.
+        self._backward_started: Any = None
+        self._backward: Span | None = None
+        self._step_started: Any = None
 
     def forward_starts(self, training: bool) -> None:
         """See base class."""
@@ -53,26 +56,28 @@ class StepProfile(StepObserver):
 
     def backward_starts(self) -> None:
         """See base class."""
-        if self._profiler is not None and not self._profiler.backward_duration:
-            self._backward_started = synchronized_time()
+        if self._profiler is not None and self._backward is None:
+            self._backward_started = begin_span()
 
     def backward_ended(self) -> None:
         """See base class."""
         if self._profiler is not None and self._backward_started is not None:
-            self._profiler.backward_duration = synchronized_time() - self._backward_started
+            self._backward = end_span(self._backward_started)
             self._backward_started = None
 
     def step_starts(self) -> None:
         """See base class."""
         if self._profiler is not None:
-            self._step_started = synchronized_time()
+            self._step_started = begin_span()
 
     def step_ended(self) -> None:
         """See base class."""
         profiler, started = self._profiler, self._step_started
         if profiler is None or started is None:
             return
-        profiler.step_duration = synchronized_time() - started
+        profiler.step_duration = end_span(started).get_elapsed_msec() / 1e3
+        if self._backward is not None:
+            profiler.backward_duration = self._backward.get_elapsed_msec() / 1e3
         config = self._config
         profiler.print_model_profile(
             self._engine.global_steps - 1,
@@ -89,4 +94,4 @@ class StepProfile(StepObserver):
         if self._profiler is not None:
             self._profiler.end_profile()
         self._profiler = None
-        self._backward_started = self._step_started = None
+        self._backward_started = self._step_started = self._backward = None

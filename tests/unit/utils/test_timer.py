@@ -39,6 +39,7 @@ class EventDevice(CPU_Accelerator):
         super().__init__()
         self.synchronized: list[str] = []
         self.ticks = 0
+        self.done = 0  # the last event that the device has come to
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -57,6 +58,9 @@ class EventDevice(CPU_Accelerator):
             def record(self) -> None:
                 device.ticks += 1
                 self.tick = device.ticks
+
+            def query(self) -> bool:
+                return self.tick <= device.done
 
             def synchronize(self) -> None:
                 device.synchronized.append("event")
@@ -214,14 +218,36 @@ def test_throughput_adds_up_micro_steps(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
-def test_throughput_waits_for_the_device_if_told_to(
-    event_device: EventDevice, synchronized: bool
-) -> None:
+def test_throughput_waits_for_no_device(event_device: EventDevice, synchronized: bool) -> None:
+    # Kills: a device that is waited for as a whole, or at all, while it is being given work.
     config = SimpleNamespace(enabled=True, synchronized=synchronized)
     timer = ThroughputTimer(config, batch_size=1, start_step=0)
+    for _ in range(3):
+        timer.start()
+        timer.stop(global_step=True)
+    assert event_device.synchronized == []
+    assert event_device.ticks == (6 if synchronized else 0)
+
+
+def test_throughput_of_the_steps_that_the_device_has_done(event_device: EventDevice) -> None:
+    # Kills: a rate that counts steps whose time is not known yet.
+    config = SimpleNamespace(enabled=True, synchronized=True)
+    timer = ThroughputTimer(config, batch_size=3, start_step=0)
+    for _ in range(4):
+        timer.start()
+        timer.stop(global_step=True)
+    event_device.done = 5
+    assert timer.avg_samples_per_sec() == pytest.approx(3000.0)  # a millisecond per step
+    assert len(event_device.synchronized) == 4  # there was none yet, so all were waited for
     timer.start()
     timer.stop(global_step=True)
-    assert bool(event_device.synchronized) == synchronized
+    assert timer.avg_samples_per_sec() == pytest.approx(3000.0)
+    assert len(event_device.synchronized) == 4
+    assert timer.total_elapsed_time == pytest.approx(5e-3)
+    for _ in range(100):
+        timer.start()
+        timer.stop(global_step=True)
+    assert len(timer._unread) == timer_module.MAX_UNREAD  # a long run does not keep its events
 
 
 def test_disabled_throughput_counts_nothing(clock: Clock) -> None:
