@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +38,19 @@ from deepspeed.runtime.pipe.wire import (
 
 # How many messages are received ahead of need: one arrives while the one before it is worked on.
 AHEAD = 2
+
+
+class Lane(Protocol):
+    """Decides when receives are posted that share a communicator; see `posting`."""
+
+    def post(self) -> None:
+        """Post what may be posted."""
+
+    def require(self, channel: Channel) -> None:
+        """Have the next message of a channel posted, and all that come before it."""
+
+    def received(self) -> None:
+        """A posted message was taken."""
 
 
 class PipelineShapeError(RuntimeError):
@@ -91,6 +104,7 @@ class Channel:
         watch: Ends waits when another rank has failed.
 
     Attributes:
+        lane: At the receiver, decides when a message is posted; None: as far ahead as `AHEAD`.
         messages: How many messages this end has sent and received.
         metadata_messages: How many of them had a description.
     """
@@ -108,6 +122,7 @@ class Channel:
         watch: FailureWatch | None = None,
     ) -> None:
         self.src, self.dst, self.name, self.dynamic = src, dst, name, dynamic
+        self.lane: Lane | None = None
         self.messages = 0
         self.metadata_messages = 0
         self._tag, self._group, self._device, self._watch = tag, group, device, watch
@@ -231,19 +246,19 @@ class Channel:
         if self.src == self.dst:
             self._expected = max(0, self._expected - 1)
             return self._recv_local()
-        if not self._posted:
+        if self.lane is not None:
+            self.lane.require(self)
+        elif not self._posted:
             self._expected = max(1, self._expected)
             self._post_ahead()
-        posted = self._posted[0]
-        if posted.spec is None:
-            posted.spec = self._read_description(posted)
-            self._post_tensors(posted, posted.spec)
-        self._posted.popleft()
-        self._post_ahead()
+        if self._posted[0].spec is None:
+            self.read_description()
+        posted = self._taken()
         tensors = self._complete(posted)
-        for tensor, spec in zip(tensors, posted.spec.tensors, strict=True):
-            tensor.requires_grad_(spec.requires_grad)
-        return put_together(posted.spec, tensors)
+        spec = _known(posted)
+        for tensor, described in zip(tensors, spec.tensors, strict=True):
+            tensor.requires_grad_(described.requires_grad)
+        return put_together(spec, tensors)
 
     def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The next tensors sent with `send_like`, which look like ``likes``; those may be on the
@@ -260,17 +275,26 @@ class Channel:
             if self._likes:
                 self._likes.popleft()
             return tuple(self._recv_local())
-        if not self._posted:
+        if self.lane is not None:
+            self.lane.require(self)
+        elif not self._posted:
             self._likes.append(specs)
             self._post_ahead()
-        posted = self._posted.popleft()
+        posted = self._taken()
         if posted.spec is None or posted.spec.tensors != specs:
             raise PipelineShapeError(
                 f"{self.name}: {posted.spec} was announced, but {MessageSpec('known', specs)} is "
                 "received"
             )
-        self._post_ahead()
         return tuple(self._complete(posted))
+
+    def _taken(self) -> _Posted:
+        """The oldest message that is being received; its place is given to the next."""
+        posted = self._posted.popleft()
+        if self.lane is not None:
+            self.lane.received()
+        self._post_ahead()
+        return posted
 
     def _recv_local(self) -> Any:
         if not self._local:
@@ -281,26 +305,51 @@ class Channel:
         return self._local.popleft()
 
     def _post_ahead(self) -> None:
-        """Post receives for what is announced, as far as it is known what to post."""
-        if self.src == self.dst:
-            return
-        # Behind a description comes its message: nothing else can be posted before that.
-        while len(self._posted) < AHEAD and (not self._posted or self._posted[-1].spec is not None):
-            posted = _Posted()
-            if self._likes:
-                self._post_tensors(posted, MessageSpec("known", self._likes.popleft()))
-            elif self._expected and self._spec is not None:
-                self._expected -= 1
+        """Receive what is announced, as far as it is known what to post."""
+        if self.lane is not None:
+            self.lane.post()
+        elif self.src != self.dst:
+            while len(self._posted) < AHEAD and not self.awaits_description and self.post_one():
+                pass
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether the next message is being received."""
+        return bool(self._posted)
+
+    @property
+    def awaits_description(self) -> bool:
+        """Whether a description is being received. Its message comes behind it: nothing else can be
+        posted before that.
+        """
+        return bool(self._posted) and self._posted[-1].spec is None
+
+    def post_one(self) -> bool:
+        """Receive the next announced message, or its description; whether it is known what to
+        post.
+        """
+        posted = _Posted()
+        if self._likes:
+            self._post_tensors(posted, MessageSpec("known", self._likes.popleft()))
+        elif self._expected:
+            self._expected -= 1
+            if self._spec is not None:
                 self._post_tensors(posted, self._spec)
-            elif self._expected:
-                self._expected -= 1
+            else:
                 posted.header = torch.empty(
                     HEADER_BYTES, dtype=torch.uint8, device=self._wire_device
                 )
                 posted.works = [self._receive_piece(posted.header)]
-            else:
-                return
-            self._posted.append(posted)
+        else:
+            return False
+        self._posted.append(posted)
+        return True
+
+    def read_description(self) -> None:
+        """Wait for the description that is being received, and receive its message."""
+        posted = self._posted[-1]
+        spec = self._described(posted)
+        self._post_tensors(posted, spec)
 
     def _post_tensors(self, posted: _Posted, spec: MessageSpec) -> None:
         plain = tuple(tensor._replace(requires_grad=False) for tensor in spec.tensors)
@@ -311,7 +360,7 @@ class Channel:
     def _receive_piece(self, piece: torch.Tensor) -> Any:
         return dist.irecv(piece, self.src, self._group, self._tag)
 
-    def _read_description(self, posted: _Posted) -> MessageSpec:
+    def _described(self, posted: _Posted) -> MessageSpec:
         self.metadata_messages += 1
         for work in posted.works:
             self._wait(work)
@@ -358,6 +407,12 @@ class Channel:
             work.wait()
         else:
             self._watch.wait(work, f"{self.name}, with rank {self._peer}")
+
+
+def _known(posted: _Posted) -> MessageSpec:
+    if posted.spec is None:
+        raise AssertionError("a message is taken before its description was read")
+    return posted.spec
 
 
 def _own_copy(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

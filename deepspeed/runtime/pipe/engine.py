@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -30,11 +30,19 @@ from deepspeed.runtime.pipe.buffers import PipeBuffer
 from deepspeed.runtime.pipe.failure import FailureWatch
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
 from deepspeed.runtime.pipe.outputs import BatchOutputs, described
+from deepspeed.runtime.pipe.posting import Arrival, Lane, arrivals
 from deepspeed.runtime.pipe.settings import apply_settings
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
+
+
+class _Plan(NamedTuple):
+    """What this stage runs for a batch, and what it receives meanwhile."""
+
+    schedule: schedule.PipeSchedule
+    arrivals: dict[Lane, list[Arrival]]
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -69,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
         )
         self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
-        self._plans: dict[int, schedule.PipeSchedule] = {}  # by number of micro-batches
+        self._plans: dict[int, _Plan] = {}  # by number of micro-batches
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
@@ -198,8 +206,7 @@ class PipelineEngine(DeepSpeedEngine):
         sequence.accumulation_divisor = 1.0
         micro_steps = self.micro_steps
         with self._failures.guard():
-            self._start_batch(training=True, micro_batches=self.micro_batches)
-            self._exec_schedule(self._training_plan())
+            self._run_batch(self._training_plan(), training=True)
             self.channels.finish()
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
             self.timers.saw_batch_loss(self.agg_train_loss)
@@ -207,18 +214,29 @@ class PipelineEngine(DeepSpeedEngine):
         self._checkpoint.on_step()  # last: when it raises, the step has been taken
         return self.agg_train_loss
 
-    def _training_plan(self) -> schedule.PipeSchedule:
+    def _training_plan(self) -> _Plan:
         """The schedule with its instructions written out: every batch runs the same."""
         count, chunks = self.micro_batches, self.module.num_model_chunks
         if count not in self._plans:
-            plan = schedule.make_schedule(
-                self._schedule_name, count, self.num_stages, self.stage_id, chunks
-            )
+            stages = [
+                schedule.make_schedule(self._schedule_name, count, self.num_stages, stage, chunks)
+                for stage in range(self.num_stages)
+            ]
+            plan = stages[self.stage_id]
             listed = schedule.ListedSchedule(
                 count, self.num_stages, self.stage_id, plan.steps(), plan.num_pipe_buffers(), chunks
             )
-            self._plans[count] = listed
+            self._plans[count] = _Plan(listed, arrivals(stages, self.stage_id))
         return self._plans[count]
+
+    def _evaluation_plan(self, micro_batches: int) -> _Plan:
+        stages = [
+            schedule.InferenceSchedule(
+                micro_batches, self.num_stages, stage, self.module.num_model_chunks
+            )
+            for stage in range(self.num_stages)
+        ]
+        return _Plan(stages[self.stage_id], arrivals(stages, self.stage_id))
 
     def eval_batch(
         self,
@@ -256,12 +274,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.set_dataiterator(data_iter)
         self._compute_loss = compute_loss
         try:
-            plan = schedule.InferenceSchedule(
-                micro_batches, self.num_stages, self.stage_id, self.module.num_model_chunks
-            )
             with torch.no_grad(), self._failures.guard():
-                self._start_batch(training=False, micro_batches=micro_batches)
-                self._exec_schedule(plan)
+                self._run_batch(self._evaluation_plan(micro_batches), training=False)
                 self.channels.finish()
                 result: Any = self._outputs.results if self.is_last_stage() else None
                 if reduce_output is not None:
@@ -275,7 +289,12 @@ class PipelineEngine(DeepSpeedEngine):
         logits = self._outputs.logits if self.is_last_stage() else None
         return (result, logits) if return_logits else result
 
-    def _start_batch(self, training: bool, micro_batches: int) -> None:
+    def _run_batch(self, plan: _Plan, training: bool) -> None:
+        self._start_batch(training)
+        self.channels.expect(plan.schedule.num_micro_batches, plan.arrivals)
+        self._exec_schedule(plan.schedule)
+
+    def _start_batch(self, training: bool) -> None:
         self.module.train(training)
         if training != self._training_batch:
             # Evaluation has other shapes, and no gradients: both ends of every channel forget what
@@ -286,7 +305,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._labels.clear()
         for buffer in self.pipe_buffers:
             buffer.release()
-        self.channels.expect(micro_batches)
 
     def reset_activation_shape(self) -> None:
         """The next batch has other shapes. Call it on all ranks between two batches; not needed
@@ -301,9 +319,11 @@ class PipelineEngine(DeepSpeedEngine):
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Run every instruction, in order."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        for step in pipe_schedule.steps():
-            for command in step:
-                self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
+        commands = (command for step in pipe_schedule.steps() for command in step)
+        self.channels.issued(0)
+        for count, command in enumerate(commands, 1):
+            self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
+            self.channels.issued(count)
 
     # Data
 
@@ -348,7 +368,7 @@ class PipelineEngine(DeepSpeedEngine):
         if isinstance(inputs, list):
             inputs = tuple(inputs)
         inputs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.detach().to(self.device), inputs
+            torch.Tensor, lambda tensor: move_to_device(tensor.detach(), self.device), inputs
         )
         if self.fp16_auto_cast():
             inputs, _ = self._cast_inputs(inputs, {})
@@ -513,7 +533,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Step optimizer and schedule on all stages alike."""
-        self._step_applied = False
+        self._step_taken = False
         self.timers.start_step()
         self._take_model_step(lr_kwargs)
         self.timers.stop_step(self.global_steps)

@@ -20,7 +20,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import group_store
+from deepspeed.comm import group_creation, group_store
+from deepspeed.comm.process_groups import message_options
 from deepspeed.runtime.pipe.channel import Channel, PipelineShapeError, transfers_are_ordered
 from deepspeed.runtime.pipe.failure import PipelinePeerError
 
@@ -57,7 +58,7 @@ def make_channel_groups(
         device: Where the channels' tensors live; None is the accelerator's device.
 
     Returns:
-        One group per pair. Of a pair that this rank is not in it must not be used.
+        One group per pair; None, on such backends, of a pair that this rank is not in.
     """
     device = device or torch.device(get_accelerator().current_device_name())
     key = ("pipeline channels", tuple(pairs), str(device))
@@ -67,18 +68,43 @@ def make_channel_groups(
 def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
     if not transfers_are_ordered(device):
         return [dist.new_group(None)] * len(pairs) if pairs else []
-    made = [dist.new_group(sorted(set(pair))) for pair in pairs]
+    options = message_options()
+    made: list[Any] = [None] * len(pairs)
+    own = dist.get_rank()
+    for turn in _turns(pairs):
+        group = group_creation.make_own([sorted(set(pairs[at])) for at in turn], options)
+        for at in turn:
+            if own in pairs[at]:
+                made[at] = group
     # A communicator is made at its first transfer, in which both ends wait for each other: now, in
     # an order that all ranks share, and not within a schedule, where one end may have to receive
     # something else first.
-    own = dist.get_rank()
     for (src, dst), group in zip(pairs, made, strict=True):
         if src != dst and own in (src, dst):
             token = torch.zeros(1, dtype=torch.uint8, device=device)
             work = dist.isend(token, dst, group) if own == src else dist.irecv(token, src, group)
             work.wait()
-            get_accelerator().synchronize()
+            # The host waits as well: what was posted for a later pair must not be on the device
+            # while another rank is still at an earlier one.
+            get_accelerator().current_stream().synchronize()
     return made
+
+
+def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Which pairs are made together: each rank is in one of them at most. Their number does not
+    depend on how many pipelines there are.
+    """
+    turns: list[list[int]] = []
+    taken: list[set[int]] = []
+    for at, pair in enumerate(pairs):
+        first = next((turn for turn, ranks in enumerate(taken) if ranks.isdisjoint(pair)), None)
+        if first is None:
+            first = len(turns)
+            turns.append([])
+            taken.append(set())
+        turns[first].append(at)
+        taken[first].update(pair)
+    return turns
 
 
 # -- upstream's functions --------------------------------------------------------------------------
@@ -143,8 +169,9 @@ def wait() -> None:
     while _begun:
         _begun[0][0].wait()
         _begun.pop(0)
-    # Upstream's callers read the tensors on the host next.
-    get_accelerator().synchronize()
+    # Upstream's callers read the tensors on the host next. The current stream waits for what was
+    # begun; the device may have receives posted that are waited for later.
+    get_accelerator().current_stream().synchronize()
 
 
 def send_obj(msg: Any, dest: int) -> None:

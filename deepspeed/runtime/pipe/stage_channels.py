@@ -4,15 +4,18 @@ model chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe.channel import AHEAD, Channel
 from deepspeed.runtime.pipe.failure import FailureWatch
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
+from deepspeed.runtime.pipe.p2p import make_channel_groups
+from deepspeed.runtime.pipe.posting import Arrival, ChannelKey, Lane
 
 
 class ChunkChannels(NamedTuple):
@@ -31,6 +34,67 @@ class ChunkChannels(NamedTuple):
     gradients_out: Channel | None
 
 
+class _LaneKey(NamedTuple):
+    """What has a group: global ranks, and whether gradients are sent."""
+
+    src: int
+    dst: int
+    backwards: bool
+
+
+class _Lane:
+    """Receives that share a communicator, in the order in which their messages are sent."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Channel, int]] = deque()
+        self._issued = 0
+        self._num_posted = 0
+        self._last: Channel | None = None  # whose message was posted last
+
+    def expect(self, coming: Sequence[tuple[Channel, int]]) -> None:
+        """A batch begins: these channels' messages come, each after so many instructions."""
+        self._coming = deque(coming)
+        self._issued = self._num_posted = 0
+        self._last = None
+
+    def issued(self, count: int) -> None:
+        """So many instructions are issued."""
+        self._issued = count
+        self.post()
+
+    def post(self) -> None:
+        """Post what depends on issued instructions only, `AHEAD` messages at most."""
+        while (
+            self._coming
+            and self._coming[0][1] <= self._issued
+            and self._num_posted < AHEAD
+            and not (self._last is not None and self._last.awaits_description)
+            and self._post_next()
+        ):
+            pass
+
+    def _post_next(self) -> bool:
+        channel = self._coming[0][0]
+        if not channel.post_one():
+            return False
+        self._coming.popleft()
+        self._num_posted += 1
+        self._last = channel
+        return True
+
+    def require(self, channel: Channel) -> None:
+        """Have the next message of a channel posted, and all that are sent before it."""
+        while not channel.has_posted:
+            if self._last is not None and self._last.awaits_description:
+                self._last.read_description()
+            if not self._coming or not self._post_next():
+                raise RuntimeError(f"{channel.name}: a message is received that nobody announced")
+
+    def received(self) -> None:
+        """A posted message was taken."""
+        self._num_posted -= 1
+
+
 class StageChannels:
     """See module. Construction is collective over the world.
 
@@ -46,27 +110,34 @@ class StageChannels:
         self._device = device
         self._watch = watch
         borders = range(1, self._num_parts)
-        # [Note: channels and groups] On backends that order everything of a pair on one
-        # communicator each channel has its own group, and new_group is collective: all ranks list
-        # all channels of all pipelines, in one order.
-        pairs = [
-            pair
+        stages = module.num_stages
+        # On backends that order everything of a pair on one communicator each lane has a group of
+        # its own; see [Note: lanes] of `posting`. All ranks list those of all pipelines in one
+        # order; the borders of later chunks repeat those of the first.
+        keys = [
+            _LaneKey(*pair, bool(backwards))
             for pipeline in self._pipelines()
-            for border in borders
-            for pair in self._pairs(pipeline, border)
+            for border in borders[:stages]
+            for backwards, pair in enumerate(self._pairs(pipeline, border))
+            if pair[0] != pair[1]
         ]
-        groups = make_channel_groups(pairs)
+        made = make_channel_groups([(key.src, key.dst) for key in keys])
+        groups = dict(zip(keys, made, strict=True))
         own = module.grid.get_global_rank()
-        self._made: dict[tuple[int, bool], Channel] = {}
-        at = 0
-        for pipeline in self._pipelines():
-            for border in borders:
-                for backwards, (src, dst) in enumerate(self._pairs(pipeline, border)):
-                    if own in (src, dst):
-                        self._made[border, bool(backwards)] = self._channel(
-                            src, dst, border, bool(backwards), groups[at]
-                        )
-                    at += 1
+        self._made: dict[ChannelKey, Channel] = {}
+        self._lanes: dict[Lane, _Lane] = {}
+        (mine,) = [pipeline for pipeline in self._pipelines() if own in pipeline]
+        for border in borders:
+            for backwards, (src, dst) in enumerate(self._pairs(mine, border)):
+                if own not in (src, dst):
+                    continue
+                group = groups.get(_LaneKey(src, dst, bool(backwards)))
+                channel = self._channel(src, dst, border, bool(backwards), group)
+                self._made[ChannelKey(border, bool(backwards))] = channel
+                if own == dst != src:
+                    sender = (border if backwards else border - 1) % stages
+                    key = Lane(sender, bool(backwards))
+                    channel.lane = self._lanes.setdefault(key, _Lane())
         self.chunks = [self._of_chunk(chunk) for chunk in range(module.num_model_chunks)]
 
     def _pipelines(self) -> Iterator[list[int]]:
@@ -105,21 +176,30 @@ class StageChannels:
         part = chunk * self._module.num_stages + self._module.stage_id
         made = self._made
         return ChunkChannels(
-            made.get((part, False)),
-            made.get((part + 1, False)),
-            made.get((part + 1, True)),
-            made.get((part, True)),
+            made.get(ChannelKey(part, False)),
+            made.get(ChannelKey(part + 1, False)),
+            made.get(ChannelKey(part + 1, True)),
+            made.get(ChannelKey(part, True)),
         )
 
     def __iter__(self) -> Iterator[Channel]:
         """Every channel of this rank, once."""
         return iter(self._made.values())
 
-    def expect(self, micro_batches: int) -> None:
-        """A batch begins: so many messages will come through each channel of activations."""
+    def expect(self, micro_batches: int, arrivals: dict[Lane, list[Arrival]]) -> None:
+        """A batch begins: so many messages will come through each channel of activations, and these
+        through each lane.
+        """
+        for key, lane in self._lanes.items():
+            lane.expect([(self._made[channel], needs) for channel, needs in arrivals.get(key, [])])
         for chunk in self.chunks:
             if chunk.activations_in is not None:
                 chunk.activations_in.expect(micro_batches)
+
+    def issued(self, count: int) -> None:
+        """So many of the batch's instructions are issued: post what depends on no later one."""
+        for lane in self._lanes.values():
+            lane.issued(count)
 
     def finish(self) -> None:
         """Return when everything that was sent has left."""

@@ -13,6 +13,8 @@ ENGINE, CHANNEL, SCHEDULE, BUFFERS = (
 REPLICATED = "deepspeed/runtime/optimizers/replicated_optimizer.py"
 MODEL_RANKS = "deepspeed/runtime/sharding/model_ranks.py"
 SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
+TIMER = "deepspeed/utils/timer.py"
+STAGE_CHANNELS = PIPE + "stage_channels.py"
 
 TIED = "            dist.all_reduce(sequence.local_gradient(param), group=group)\n"
 SEND_GRADS = """\
@@ -110,12 +112,34 @@ PIPELINE = (
         r"irecv(.|\n)*_receive_piece",
     ),
     Mutation(
+        "the timer waits for the device",
+        TIMER,
+        (
+            (
+                "    event = accelerator.Event(enable_timing=True)\n",
+                "    accelerator.synchronize()\n"
+                "    event = accelerator.Event(enable_timing=True)\n",
+            ),
+        ),
+        "device: pipe",
+        r"waits for the whole device at\n.*timer.py:\d+ in begin_span(.|\n)*irecv from rank 0 is "
+        r"posted(.|\n)*_receive_piece",
+    ),
+    Mutation(
+        "a receive is posted too early",
+        STAGE_CHANNELS,
+        (("            and self._coming[0][1] <= self._issued\n", ""),),
+        "device: pipe, waiting host",
+        r"wait for work that depends on work which they have not issued(.|\n)*"
+        r"work._event.synchronize\(\)(.|\n)*for irecv from rank 0, which was issued at",
+    ),
+    Mutation(
         "messages are taken in another order",
         CHANNEL,
         (
             (
-                "        self._posted.popleft()\n        self._post_ahead()\n        tensors",
-                "        posted = self._posted.pop()\n        self._post_ahead()\n        tensors",
+                "        posted = self._taken()\n        tensors",
+                "        self._posted.rotate()\n        posted = self._taken()\n        tensors",
             ),
         ),
         "oracle: pipe",
@@ -154,8 +178,8 @@ PIPELINE = (
         ENGINE,
         (
             (
-                "                self._schedule_name, count, self",
-                "                self._schedule_name, count - 1, self",
+                "schedule.make_schedule(self._schedule_name, count, self",
+                "schedule.make_schedule(self._schedule_name, count - 1, self",
             ),
         ),
         "ledger: pipe",
@@ -217,11 +241,12 @@ PIPELINE = (
         REPLICATED,
         (
             (
-                "        super()._settle(self.read_factor)\n",
-                "        for flat, group in zip(flats, replicas, strict=True):\n"
-                "            flat.mul_(dist.get_world_size(group=self.dp_process_group) / "
-                "dist.get_world_size(group=group))\n"
-                "        super()._settle(self.read_factor)\n",
+                "            super()._settle(self.read_factor)\n",
+                "            for gradients, family in zip(self.gradients, self._families):\n"
+                "                group = self._replicas(family.expert_group)\n"
+                "                world = dist.get_world_size(group=self.dp_process_group)\n"
+                "                gradients.flat.mul_(world / dist.get_world_size(group=group))\n"
+                "            super()._settle(self.read_factor)\n",
             ),
             ("import torch\n\n", "import torch\n\nfrom deepspeed import comm as dist\n"),
         ),

@@ -22,6 +22,7 @@ ERRORS = {
     "ledger": "GradientLedgerError",
     "intent": "CollectiveMismatchError",
     "engine": "PipeBufferError",
+    "device": "HostWaitError",
 }
 
 
@@ -130,6 +131,36 @@ def device_numbers(case: PipeCase) -> list[str]:
         return numbers(case)
 
 
+def device_batches(case: PipeCase) -> list[str]:
+    """What is not as in one process on the simulated device, in so many batches that timers
+    count.
+    """
+    from unit.v1.pipe.contract import runner
+
+    with mock.patch.object(runner.PipeRun, "steps", 4):
+        return device_numbers(case)
+
+
+def waiting_host(case: PipeCase) -> list[str]:
+    """The same if the host of the last stage waits, after each instruction, for all that it has
+    posted.
+    """
+    from deepspeed.runtime.pipe.stage_channels import StageChannels
+
+    issued = StageChannels.issued
+
+    def and_wait(channels: StageChannels, count: int) -> None:
+        issued(channels, count)
+        if channels._module.stage_id == case.pipe - 1:
+            for channel in channels:
+                for posted in channel._posted:
+                    for work in posted.works:
+                        work._event.synchronize()
+
+    with mock.patch.object(StageChannels, "issued", and_wait):
+        return device_batches(case)
+
+
 def numbers(case: PipeCase) -> list[str]:
     """What is not as in one process."""
     return [f"oracle: {failure}" for failure in train(case)]
@@ -170,6 +201,8 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
         raised, "intent", partial(train, TWO, INTENT, one_group_on_first=True)
     ),
     "engine: pipe": partial(raised, "engine", partial(train, TWO)),
+    "device: pipe": partial(raised, "device", partial(device_batches, TWO)),
+    "device: pipe, waiting host": partial(raised, "device", partial(waiting_host, TWO)),
     "oracle: pipe": partial(numbers, TWO),
     "oracle: pipe on the device": partial(device_numbers, TWO_HALF),
     "streams: pipe": partial(races, TWO),

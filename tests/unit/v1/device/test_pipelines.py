@@ -1,0 +1,179 @@
+"""Pipelines on the simulated device with the default configuration: every schedule trains batch
+after batch as one process does, and the host waits for nothing that hangs a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.comm import stream_collectives
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from unit.common import DistributedTest
+from unit.v1.looping import each
+
+WIDTH = 5
+ROWS = 3
+MICRO_BATCHES = 4
+# Timers count from the third step on.
+BATCHES = 4
+LAYERS = 8
+LR = 0.1
+CHUNKS = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+
+
+def make_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+
+
+def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().mean()
+
+
+def batch(step: int) -> list[tuple[torch.Tensor, ...]]:
+    """Inputs and labels of each micro-batch."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (MICRO_BATCHES, 2, ROWS, WIDTH)
+    return [pair.unbind(0) for pair in torch.randn(*shape, generator=generator)]
+
+
+def expected() -> list[float]:
+    """The losses of one process that has all layers."""
+    model = nn.Sequential(*make_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for step in range(BATCHES):
+        loss = torch.stack([loss_of(model(x), y) for x, y in batch(step)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make_engine(schedule: str, **keys: Any) -> PipelineEngine:
+    """An engine over all ranks whose configuration says what it must and nothing else."""
+    module = PipelineModule(
+        make_layers(),
+        num_stages=dist.get_world_size(),
+        loss_fn=loss_of,
+        partition_method="uniform",
+        num_model_chunks=CHUNKS[schedule],
+        activation_checkpoint_interval=keys.pop("checkpoint", 0),
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "pipeline": {"schedule": schedule},
+        **keys,
+    }
+    engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
+    return engine
+
+
+@contextmanager
+def on_device() -> Iterator[Sim_Accelerator]:
+    with simulate() as accelerator:
+        stream_collectives.install()
+        yield accelerator
+
+
+def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
+    """The losses, and the waits for the whole device by place."""
+    with on_device() as accelerator:
+        engine = make_engine(schedule, **keys)
+        with accelerator.count_host_waits() as waits:
+            losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
+        found = [loss.item() for loss in losses]
+        engine.destroy()
+    return found, waits.inside("device synchronize")
+
+
+def train_waiting(schedule: str, stage: int) -> list[float]:
+    """The losses, if the host of a stage waits for all that it has posted after each instruction,
+    as one does whose allocator gives memory back.
+    """
+    with on_device():
+        engine = make_engine(schedule)
+        issued = engine.channels.issued
+
+        def and_wait(count: int) -> None:
+            issued(count)
+            for channel in engine.channels:
+                for posted in channel._posted:
+                    for work in posted.works:
+                        work._event.synchronize()
+
+        if engine.stage_id == stage:
+            engine.channels.issued = and_wait  # type: ignore[method-assign]  # of this engine alone
+        losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
+        found = [loss.item() for loss in losses]
+        engine.destroy()
+    return found
+
+
+class TestTwoStages(DistributedTest):
+    world_size = 2
+    exec_timeout = 100
+
+    @each(schedule=CHUNKS)
+    def test_schedules(self, schedule: str) -> None:
+        # Kills: a host that waits for the whole device while a receive is posted.
+        losses, waits = train(schedule)
+        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert not waits
+
+    @each(
+        keys=[
+            {"wall_clock_breakdown": True, "steps_per_print": 1},
+            {"comms_logger": {"enabled": True, "prof_all": True}},
+            {"flops_profiler": {"enabled": True, "profile_step": 2}},
+            {
+                "checkpoint": 1,
+                "activation_checkpointing": {"synchronize_checkpoint_boundary": True},
+            },
+        ]
+    )
+    def test_what_measures(self, keys: dict[str, Any]) -> None:
+        # Kills: an option that times or debugs by waiting for the whole device.
+        try:
+            losses, waits = train("1f1b", **keys)
+        finally:
+            dist.configure(enabled=False)
+        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert not waits
+
+    @each(stage=[0, 1], schedule=CHUNKS)
+    def test_posts_what_depends_on_nothing_to_come(self, stage: int, schedule: str) -> None:
+        # Kills: a receive that is posted before what its sender waits for is issued.
+        assert train_waiting(schedule, stage) == pytest.approx(expected(), rel=1e-5)
+
+    def test_chunks_share_communicators(self) -> None:
+        # Kills: a communicator, and with it a stream, for each channel of each chunk.
+        with on_device():
+            engine = make_engine("interleaved")
+            channels = [channel for channel in engine.channels if channel.src != channel.dst]
+            assert len(channels) == 6 and len({channel._group for channel in channels}) == 4
+            engine.destroy()
+
+
+class TestFourStages(DistributedTest):
+    world_size = 4
+    exec_timeout = 100
+
+    @each(schedule=CHUNKS)
+    def test_schedules(self, schedule: str) -> None:
+        losses, waits = train(schedule)
+        assert losses == pytest.approx(expected(), rel=1e-5)
+        assert not waits
