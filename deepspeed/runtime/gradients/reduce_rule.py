@@ -13,8 +13,17 @@ micro-batch. Therefore
 2. *World*, 1/N, split around the collective as pre * post:
    a. `prescale_gradients`: pre = 1/N, post = 1. Smallest partial sums; loses low bits of small
       half-precision gradients.
-   b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N. f = 1 (default) sums first,
-      divides once.
+   b. else, with `gradient_predivide_factor` f: pre = 1/f, post = f/N.
+   c. neither is given, and fp16 travels: b. with f = 2^k, the largest with 4^k <= 2N, which lies
+      within a factor sqrt(2) of sqrt(N). fp16 ends at 65504, and its steps are no smaller than
+      2^-24. Summed first (d.), N gradients of size g overflow at g = 65504/N, log2(N) binades
+      before their mean does. Divided first (a.), each loses its lowest log2(N) binades. With f,
+      about half of them go on each side: sums overflow at g = 65504 f/N >= 46318/sqrt(N), and what
+      is lost of a gradient is below 2^-24 f <= 2^-24 sqrt(2N). f is a power of two: pre moves
+      exponents only, and post rounds as 1/N would, so wherever nothing overflows or is lost the
+      result is that of d. bit for bit; for N = 1, f = 1.
+   d. else (bf16, fp32, with as many exponents as there are sums): f = 1, sums first and divides
+      once.
 3. `gradient_allreduce_op` "sum" asks for N times (1); post carries that factor. It is a factor and
    not a skipped division, so that a buffer that is averaged twice (a second backward at the
    boundary) is still right: mean(mean(x) + y) = mean(x) + mean(y).
@@ -39,6 +48,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+
+def balanced_factor(world: int) -> int:
+    """The f of 2c: the largest power of two whose square is at most twice `world`."""
+    factor = 1
+    while (2 * factor) ** 2 <= 2 * world:
+        factor *= 2
+    return factor
+
 
 class ReduceFactors(NamedTuple):
     """What a bucket is multiplied by before and after its collective."""
@@ -56,24 +75,29 @@ class ReduceRule:
             all-to-all.
         prescale: Divide before the collective.
         predivide_factor: Part of the division that is done before the collective when `prescale` is
-            off.
+            off; None chooses it by what travels.
         sum_op: `gradient_allreduce_op` is "sum".
     """
 
     world: int
     prescale: bool = False
-    predivide_factor: float = 1.0
+    predivide_factor: float | None = None
     sum_op: bool = False
 
-    def factors(self, accumulation_divisor: float = 1.0) -> ReduceFactors:
-        """Factors for a bucket whose sum over micro-batches still has to be divided by
-        `accumulation_divisor`.
+    def factors(
+        self, accumulation_divisor: float = 1.0, travels_in: torch.dtype | None = None
+    ) -> ReduceFactors:
+        """Factors for a bucket of the dtype `travels_in` whose sum over micro-batches still has to
+        be divided by `accumulation_divisor`.
         """
-        pre, post = (1.0 / self.world, 1.0) if self.prescale else self._postscale()
+        pre, post = (1.0 / self.world, 1.0) if self.prescale else self._split(travels_in)
         return ReduceFactors(pre, post / accumulation_divisor)
 
-    def _postscale(self) -> tuple[float, float]:
-        return 1.0 / self.predivide_factor, self.predivide_factor / self.world
+    def _split(self, travels_in: torch.dtype | None) -> tuple[float, float]:
+        factor = self.predivide_factor
+        if factor is None:
+            factor = balanced_factor(self.world) if travels_in == torch.float16 else 1.0
+        return 1.0 / factor, factor / self.world
 
     @property
     def step_factor(self) -> float:
