@@ -1,13 +1,15 @@
-"""Whether, and how, models may be compiled by torch. Does not compile anything: ``engine.compile``
-does.
+"""Whether, and how, models may be compiled by torch, and which parts of them. Does not compile
+anything: ``engine.compile`` does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -28,3 +30,31 @@ def disable(func: Function) -> Function:
 def is_compiling() -> bool:
     """Return whether the calling code is being traced by the compiler."""
     return is_compile_supported() and torch.compiler.is_compiling()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model is built of: the outermost modules of which a list or a sequence has
+    several of one type, and which consist of modules themselves.
+
+    Compiled one by one they give their gradients one by one: the backward of one compiled graph
+    gives all of its gradients at its end.
+    """
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        repeated = _repeated_types(model)
+        if type(child) in repeated:
+            blocks.append(child)
+        else:
+            blocks.extend(blocks_of(child))
+    return blocks
+
+
+def _repeated_types(container: nn.Module) -> set[type[nn.Module]]:
+    if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return set()
+    counts = Counter(
+        type(child)
+        for child in container.children()
+        if type(child).forward is not nn.Module.forward and next(child.children(), None) is not None
+    )
+    return {kind for kind, count in counts.items() if count > 1}

@@ -1,18 +1,19 @@
 """All-reduce of gradients that every rank keeps whole: stage 0, the fp16 optimizers without ZeRO,
 BF16_Optimizer.
 
-One flat buffer per group; buckets are ranges of it. All buckets are in flight at once and complete
-before `reduce` returns.
+One flat buffer per group; buckets are ranges of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 
 
 class FlatGradients:
@@ -23,28 +24,68 @@ class FlatGradients:
         params: Trainable parameters of one dtype and device.
         like: A tensor of that dtype and device; None is the first parameter, of which there must
             then be one.
+        flat: The buffer, of as many elements as the parameters have; None makes one.
+
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], like: torch.Tensor | None = None
+        self,
+        params: Sequence[torch.nn.Parameter],
+        like: torch.Tensor | None = None,
+        flat: torch.Tensor | None = None,
     ) -> None:
         self.params = list(params)
         like = self.params[0] if like is None else like
-        self.flat = torch.zeros(
-            sum(p.numel() for p in self.params), dtype=like.dtype, device=like.device
+        self.flat = (
+            torch.zeros(sum(p.numel() for p in self.params), dtype=like.dtype, device=like.device)
+            if flat is None
+            else flat
         )
         self.views = []
         start = 0
         for param in self.params:
             self.views.append(self.flat[start : start + param.numel()].view(param.shape))
             start += param.numel()
+        # Whose places hold something that gradients must not be written over.
+        self._closed: set[int] = set()
+        self._handles: list[Any] = []
+        # Autograd makes a gradient anew wherever there is none; left until the end of backward,
+        # all of them lie beside the buffer. The host has the memory, and one copy of many small
+        # gradients takes it less time than many copies do.
+        if not get_accelerator().resolves_data_dependency():
+            for index, param in enumerate(self.params):
+                hook = self._make_hook(index)
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's is untyped
+                self._handles.append(handle)
 
-    @torch.no_grad()
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(param: torch.Tensor) -> None:
+            # [fix 2] Copied on the stream current inside the hook, the one that produced the
+            # gradient; autograd joins it to the caller's stream at the end of backward.
+            if index not in self._closed:
+                self.collect_some((index,))
+
+        return on_gradient
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether gradients are moved while backward goes on."""
+        return bool(self._handles)
+
     def collect(self) -> None:
         """Move every gradient into the buffer; an absent one counts as zero. Afterwards `.grad` is
         the view.
         """
-        moved = [(v, p) for v, p in zip(self.views, self.params, strict=True) if p.grad is not v]
+        self.collect_some(range(len(self.params)))
+
+    @torch.no_grad()
+    def collect_some(self, indices: Iterable[int]) -> None:
+        """The same for some of the parameters."""
+        moved = [
+            (self.views[index], self.params[index])
+            for index in indices
+            if self.params[index].grad is not self.views[index]
+        ]
         present = [(view, param.grad) for view, param in moved if param.grad is not None]
         if present:
             torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
@@ -54,12 +95,103 @@ class FlatGradients:
         for view, param in moved:
             param.grad = view
 
+    def take_over(self) -> None:
+        """Before a backward: move in what clients have put in the place of a gradient.
+
+        A hook would let go of it after a copy on its own stream, and the client's memory belongs to
+        the stream current here. What autograd makes it frees for the stream of the hook.
+        """
+        if self._handles:
+            pairs = zip(self.views, self.params, strict=True)
+            self.collect_some(
+                [
+                    index
+                    for index, (view, param) in enumerate(pairs)
+                    if param.grad is not None and param.grad is not view
+                ]
+            )
+
+    def detach(self, indices: Iterable[int] | None = None) -> None:
+        """The buffer is in other use from here on, or the places of some parameters are: gradients
+        that arrive stay apart.
+        """
+        for index in range(len(self.params)) if indices is None else indices:
+            self._closed.add(index)
+            self.params[index].grad = None
+
+    def attach(self) -> None:
+        """The buffer is the gradients' again."""
+        for index in self._closed:
+            self.params[index].grad = self.views[index]
+        self._closed.clear()
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self._closed.clear()
+        for param in self.params:
+            param.grad = None
+
+    def destroy(self) -> None:
+        """Remove the hooks and forget the gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.forget()
+
+
+class Flight(NamedTuple):
+    """A range of a flat buffer on its way.
+
+    Attributes:
+        work: The collective; None if it is done.
+        payload: What travels.
+        target: The range.
+        post: By what the sum is multiplied.
+    """
+
+    work: Any
+    payload: torch.Tensor
+    target: torch.Tensor
+    post: float
+
 
 @torch.no_grad()
+def start_all_reduce(
+    target: torch.Tensor,
+    rule: ReduceRule,
+    group: dist.Group,
+    communication_data_type: torch.dtype | None,
+) -> Flight:
+    """Begin to average `target`, a range of a flat buffer; arguments as those of
+    `all_reduce_flat`.
+    """
+    payload = (
+        target
+        if communication_data_type in (None, target.dtype)
+        else target.to(communication_data_type)
+    )
+    factors = rule.factors(travels_in=payload.dtype)
+    if factors.pre != 1.0:
+        payload.mul_(factors.pre)
+    work = dist.all_reduce(payload, group=group, async_op=True)
+    return Flight(work, payload, target, factors.post)
+
+
+@torch.no_grad()
+def finish_all_reduce(flight: Flight) -> None:
+    """Wait, and put the average where it belongs."""
+    if flight.work is not None:
+        flight.work.wait()
+    if flight.payload is not flight.target:
+        flight.target.copy_(flight.payload)
+    if flight.post != 1.0:
+        flight.target.mul_(flight.post)
+
+
 def all_reduce_flat(
     flats: Iterable[torch.Tensor],
     bucket_numel: int,
-    factors: ReduceFactors,
+    rule: ReduceRule,
     groups: Iterable[dist.Group],
     communication_data_type: torch.dtype | None,
 ) -> None:
@@ -69,28 +201,15 @@ def all_reduce_flat(
     Args:
         flats: 1-D buffers; every rank passes the same sizes in the same order.
         bucket_numel: Elements per collective.
-        factors: From the reduce rule.
+        rule: By what they are scaled.
         groups: For each buffer, the ranks that hold the same parameters; None is the world.
         communication_data_type: What travels; None is each buffer's own dtype.
     """
-    in_flight = []
-    for flat, group in zip(flats, groups, strict=True):
-        for chunk in torch.split(flat, max(1, bucket_numel)):
-            if chunk.numel() == 0:
-                continue
-            payload = (
-                chunk
-                if communication_data_type in (None, chunk.dtype)
-                else chunk.to(communication_data_type)
-            )
-            if factors.pre != 1.0:
-                payload.mul_(factors.pre)
-            work = dist.all_reduce(payload, group=group, async_op=True)
-            in_flight.append((work, payload, chunk))
-    for work, payload, chunk in in_flight:
-        if work is not None:
-            work.wait()
-        if payload is not chunk:
-            chunk.copy_(payload)
-        if factors.post != 1.0:
-            chunk.mul_(factors.post)
+    in_flight = [
+        start_all_reduce(chunk, rule, group, communication_data_type)
+        for flat, group in zip(flats, groups, strict=True)
+        for chunk in torch.split(flat, max(1, bucket_numel))
+        if chunk.numel()
+    ]
+    for flight in in_flight:
+        finish_all_reduce(flight)

@@ -7,14 +7,16 @@ average, norm, non-finite check, clip, step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
-from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
+from deepspeed.runtime.gradients.replicated import FlatGradients
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.replicated_reduction import ReplicatedReduction
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
 
@@ -58,6 +60,7 @@ class ReplicatedOptimizer(StepSequence):
         init_optimizer: The client's optimizer.
         reduce_bucket_size: Elements per all-reduce.
         communication_data_type: What travels; None is the gradients' dtype.
+        reduction: See `ReplicatedReduction`: how, and under what names.
         sequence: See `StepSequence`.
     """
 
@@ -67,6 +70,7 @@ class ReplicatedOptimizer(StepSequence):
         *,
         reduce_bucket_size: int = 500_000_000,
         communication_data_type: torch.dtype | None = None,
+        reduction: Mapping[str, Any] | None = None,
         **sequence: Any,
     ) -> None:
         super().__init__(init_optimizer, **sequence)
@@ -74,6 +78,14 @@ class ReplicatedOptimizer(StepSequence):
         self.communication_data_type = communication_data_type
         self._families = self._sort_out()
         self.gradients = [FlatGradients(params) for params in self._families.values()]
+        self._reduction = ReplicatedReduction(
+            self,
+            self.gradients,
+            [self._replicas(family.expert_group) for family in self._families],
+            bucket_numel=reduce_bucket_size,
+            communication_data_type=communication_data_type,
+            **(reduction or {}),
+        )
         self._counted, self._counted_elsewhere = (
             self._parts(counted=True),
             self._parts(counted=False),
@@ -133,20 +145,9 @@ class ReplicatedOptimizer(StepSequence):
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
-        if not self.tracker.is_boundary or self.tracker.in_no_sync:
-            return
-        for gradients in self.gradients:
-            gradients.collect()
-        flats = [gradients.flat for gradients in self.gradients]
-        replicas = [self._replicas(family.expert_group) for family in self._families]
-        all_reduce_flat(
-            flats,
-            self.reduce_bucket_size,
-            self.reduce_rule.factors(),
-            replicas,
-            self.communication_data_type,
-        )
-        super()._settle(self.read_factor)
+        if self._reduction.reduces_now():
+            self._reduction.reduce()
+            super()._settle(self.read_factor)
 
     def _settle(self, factor: float) -> None:
         """See base class: settled after the reduction already, because clients may clip
@@ -157,6 +158,20 @@ class ReplicatedOptimizer(StepSequence):
         """See base class."""
         # The client has its own optimizer in hand, whose zero_grad() tells nobody.
         self.observer.resumed(self._is_empty)
+        self._reduction.backward_prologue()
+
+    @property
+    def works_during_backward(self) -> bool:
+        """See base class."""
+        return self._reduction.works_during_backward
+
+    def exit_backward(self) -> None:
+        """See base class."""
+        self._reduction.exit_backward()
+
+    def hold(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """See base class."""
+        self._reduction.hold(params)
 
     def _is_empty(self) -> bool:
         return all(param.grad is None for gradients in self.gradients for param in gradients.params)
@@ -182,26 +197,21 @@ class ReplicatedOptimizer(StepSequence):
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     @torch.no_grad()
-    def _update(self, factor: float) -> None:
-        if factor != 1.0:
-            for gradients in self.gradients:
-                gradients.flat.mul_(factor)
-        self.optimizer.step()
+    def _update(self, scaling: GradientScaling) -> None:
+        scaling.step(self.optimizer, [gradients.flat for gradients in self.gradients])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See base class."""
-        for gradients in self.gradients:
-            for param in gradients.params:
-                param.grad = None
+        self._reduction.clear()
         super().zero_grad(set_to_none)
 
     def destroy(self) -> None:
         """See base class: the client's optimizer and parameters stay, without gradients and without
         a way back to here.
         """
+        self._reduction.destroy()
         for gradients in self.gradients:
             for param in gradients.params:
-                param.grad = None
                 if hasattr(param, "_ds_replicated_by"):
                     del param._ds_replicated_by
         self.gradients, self._counted, self._counted_elsewhere = [], [], []

@@ -1,0 +1,254 @@
+"""Stage 0 on a device: `.grad` is a view of the buffer that is reduced, and clients notice nothing
+but the memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+
+LR = 0.125
+LAYERS = 32
+WIDTH = 128
+
+
+class Wide(nn.Module):
+    """Much state, next to no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+class Net(nn.Module):
+    """A parameter that is used now and then, and one that does not lie in the order of its
+    elements.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.turned = nn.Parameter(torch.arange(24.0).view(4, 6).t() / 32)
+        self.spare = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        hidden = self.first(x) + nn.functional.linear(x, self.turned)
+        return ((hidden * self.spare if spare else hidden) ** 2).mean()
+
+
+def settings(precision: str, accumulation: int = 2, **more: Any) -> dict[str, Any]:
+    block: dict[str, Any] = {"enabled": True}
+    if precision == "fp16":
+        block["loss_scale"] = 8
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **({} if precision == "fp32" else {precision: block}),
+        **more,
+    }
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class TestMemory(DistributedTest):
+    world_size = 1
+
+    # Weights, masters, Adam's two moments, and gradients; where masters and model differ in dtype
+    # the gradients of both share their memory.
+    @pytest.mark.parametrize("precision, expected", [("fp32", 16), ("bf16", 18), ("fp16", 18)])
+    def test_bytes_per_parameter(self, precision: str, expected: int) -> None:
+        # Kills: gradients that pile up beside the buffer until backward ends (20 and 22 bytes), a
+        # second copy of them in the masters' dtype (20).
+        gc.collect()
+        with simulate() as device:
+            engine, *_ = deepspeed.initialize(model=Wide(), config=settings(precision))
+            numel = sum(param.numel() for param in engine.module.parameters())
+            device.reset_peak_memory_stats()
+            before = device.memory_allocated()
+            for _ in range(3):
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))
+                    engine.step()
+            assert device.memory_allocated() > before  # the moments
+            peak = device.max_memory_allocated() / numel
+            engine.destroy()
+        # One gradient, which autograd makes, and what is cloned of its kind.
+        assert expected <= peak < expected + 3 * 4 / LAYERS, peak
+
+
+@contextmanager
+def trained(
+    config: dict[str, Any],
+) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer, Sim_Accelerator]]:
+    """An engine on checked streams, with gradients accumulated on two more, and the same model with
+    plain SGD.
+    """
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    plain = torch.optim.SGD(reference.parameters(), lr=LR)
+    with simulate(backward_streams=2) as device, check_streams():
+        model = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        yield engine, reference, plain, device
+        device.synchronize()
+        values = [param.detach().clone() for param in engine.module.parameters()]
+        engine.destroy()
+        device.synchronize()
+    for value, param in zip(values, reference.parameters(), strict=True):
+        torch.testing.assert_close(value.float(), param.detach(), rtol=2e-2, atol=2e-3)
+        if value.dtype == torch.float32:
+            torch.testing.assert_close(value, param.detach(), rtol=1e-6, atol=1e-6)
+
+
+def fp32(accumulation: int = 2) -> dict[str, Any]:
+    config = settings("fp32", accumulation)
+    del config["optimizer"]
+    return config
+
+
+def plain_step(
+    reference: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Any]
+) -> None:
+    loss(reference).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class TestClients(DistributedTest):
+    """What clients do to `.grad`, and what they see there."""
+
+    world_size = 1
+
+    def test_a_view_from_the_first_micro_batch_on(self) -> None:
+        # Kills: gradients in memory of their own; zeros shown for a parameter that has no
+        # gradient yet, or none shown after the reduction.
+        with trained(fp32()) as (engine, reference, plain, _):
+            flat = engine._sequence.gradients[0].flat.untyped_storage().data_ptr()
+            for seed in (0, 1):
+                engine.backward(engine(batch(seed)))
+                for name, param in engine.module.named_parameters():
+                    if seed == 0 and name == "spare":
+                        assert param.grad is None
+                        continue
+                    assert param.grad.untyped_storage().data_ptr() == flat
+                engine.step()
+            assert all(param.grad is None for param in engine.module.parameters())
+            plain_step(reference, plain, lambda model: (model(batch(0)) + model(batch(1))) / 2)
+
+    def test_absent_after_it_was_there(self) -> None:
+        # Kills: the last step's values in the place of a parameter without a gradient.
+        with trained(fp32(1)) as (engine, reference, plain, _):
+            for step, spare in enumerate((True, False, True)):
+                engine.backward(engine(batch(step), spare=spare))
+                engine.step()
+                plain_step(reference, plain, lambda m, s=step, used=spare: m(batch(s), spare=used))
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_forgotten_by_the_clients_optimizer(self, to_none: bool) -> None:
+        # Kills: a contribution that the client has dropped, in a buffer that nobody cleared.
+        with trained(fp32()) as (engine, reference, plain, _):
+            engine.backward(engine(batch(7), spare=True))
+            engine.optimizer.zero_grad(set_to_none=to_none)
+            engine.step()
+            engine.backward(engine(batch(0)))
+            engine.step()
+            plain_step(reference, plain, lambda model: model(batch(0)) / 2)
+
+    def test_replaced_by_the_client(self) -> None:
+        # Kills: a hook or a reduction that reads the buffer and not `.grad`.
+        with trained(fp32()) as (engine, reference, plain, _):
+            engine.backward(engine(batch(0)))
+            engine.step()
+            for param in engine.module.parameters():
+                param.grad = None if param.grad is None else param.grad * 2
+            engine.backward(engine(batch(1)))
+            engine.module.first.bias.grad = torch.ones(6)
+            engine.step()
+            (reference(batch(0)) + reference(batch(1)) / 2).backward()
+            reference.first.bias.grad = torch.ones(6)
+            plain.step()
+
+    def test_a_graph_of_the_gradient(self) -> None:
+        # Kills: a copy into the buffer that autograd records or refuses.
+        with trained(fp32(1)) as (engine, reference, plain, _):
+            loss = engine(batch(0))
+            with pytest.warns(UserWarning, match="create_graph"):
+                loss.backward(create_graph=True)
+            assert not any(param.grad.requires_grad for param in engine.module.parameters())
+            engine.step()
+            plain_step(reference, plain, lambda model: model(batch(0)))
+
+    def test_without_synchronization(self) -> None:
+        # Kills: hooks that stop at `no_sync()`, or a sum that begins anew after it.
+        with trained(fp32(1)) as (engine, reference, plain, _):
+            with engine.no_sync():
+                engine.backward(engine(batch(0)))
+            engine.backward(engine(batch(1)))
+            engine.backward(engine(batch(2), spare=True))
+            engine.step()
+            plain_step(
+                reference,
+                plain,
+                lambda m: m(batch(0)) + m(batch(1)) + m(batch(2), spare=True),
+            )
+
+
+class TestSharedMemory(DistributedTest):
+    """Gradients in the model's dtype and in the masters', in one piece of memory."""
+
+    world_size = 1
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("read", [False, True])
+    def test_more_after_they_were_read(self, precision: str, read: bool) -> None:
+        # Kills: another backward that adds to memory that has been widened already, or whose sum
+        # the step does not see.
+        config = settings(precision, 1)
+        del config["optimizer"]
+        with trained(config) as (engine, reference, plain, _):
+            dtype = engine.model_dtype
+            engine.backward(engine(batch(0).to(dtype)))
+            if read:
+                seen = safe_get_full_grad(engine.module.first.weight).clone()
+            engine.backward(engine(batch(1).to(dtype), spare=True))
+            engine.step()
+            expected = torch.autograd.grad(reference(batch(0)), reference.first.weight)[0]
+            if read:
+                torch.testing.assert_close(seen.float(), expected, rtol=2e-2, atol=2e-2)
+            plain_step(reference, plain, lambda m: m(batch(0)) + m(batch(1), spare=True))
+
+    def test_set_by_the_client(self) -> None:
+        # Kills: a step that widens again over what was set.
+        config = settings("bf16", 1)
+        del config["optimizer"]
+        with trained(config) as (engine, reference, plain, _):
+            engine.backward(engine(batch(0).bfloat16()))
+            safe_set_full_grad(engine.module.first.weight, torch.ones(6, 4))
+            engine.step()
+            reference(batch(0)).backward()
+            reference.first.weight.grad = torch.ones(6, 4)
+            plain.step()

@@ -1,0 +1,215 @@
+"""Stage 0 with `overlap_comm`: buckets leave while backward goes on, compiled or not, and nothing
+but the time of the reduction changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.runtime.compiler import blocks_of
+from deepspeed.runtime.gradients.observer import GradientObserver
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.v1.looping import each
+
+LR = 0.125
+WIDTH = 6
+BLOCKS = 3
+BUCKETS = 2 * (2 * BLOCKS + 1)  # a weight fills one, and so does a bias after it
+HALF = {"bf16": {"enabled": True}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(self.inner(x).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def make_net() -> Net:
+    torch.manual_seed(11)
+    return Net()
+
+
+def rows(index: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank))
+
+
+def make_engine(stage: int = 0, **more: Any) -> Any:
+    net = make_net()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": WIDTH * WIDTH,
+        },
+        **more,
+    }
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for index in range(steps):
+        x = rows(index, dist.get_rank()).to(engine.model_dtype)
+        engine.backward(engine(x))
+        engine.step()
+
+
+def expected(steps: int = 2) -> nn.Module:
+    """Plain torch with the whole batch."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for index in range(steps):
+        net(torch.cat([rows(index, rank) for rank in range(dist.get_world_size())])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def compare(engine: Any, tolerance: float = 1e-6, steps: int = 2) -> None:
+    params = zip(engine.module.parameters(), expected(steps).parameters(), strict=True)
+    for param, reference in params:
+        value = safe_get_full_fp32_param(param) if hasattr(param, "_hp_mapping") else param.detach()
+        torch.testing.assert_close(value, reference.detach(), rtol=0, atol=tolerance)
+
+
+class Sent(GradientObserver):
+    """Counts the buckets that have left."""
+
+    def __init__(self, engine: Any) -> None:
+        self.count = 0
+        self._engine = engine
+        engine._sequence.observe(self)
+
+    def sent(self, params: Iterable[nn.Parameter]) -> None:
+        self.count += 1
+
+    def before_the_last_gradient(self) -> int:
+        """How many leave in a backward before the gradient that comes last."""
+        seen = []
+        engine = self._engine
+        handle = engine.module.first.weight.register_hook(lambda grad: seen.append(self.count))
+        self.count = 0
+        engine.backward(engine(rows(9, dist.get_rank()).to(engine.model_dtype)))
+        handle.remove()
+        engine.zero_grad()
+        return int(seen[0])
+
+
+class TestOverlap(DistributedTest):
+    world_size = 2
+
+    @each(block=({}, HALF), device=(False, True))
+    def test_buckets_leave_during_backward(self, block: dict[str, Any], device: bool) -> None:
+        # Kills: a reduction that begins when backward is over, one collective per parameter, a
+        # bucket that is sent twice.
+        if not device:
+            self._leaves(block, during=False)
+            return
+        with simulate(backward_streams=2), check_streams():
+            self._leaves(block, during=True)
+
+    def _leaves(self, block: dict[str, Any], during: bool) -> None:
+        engine = make_engine(**block)
+        sent = Sent(engine)
+        # All but that of the last gradient. The host reduces when
+        # backward is over.
+        assert sent.before_the_last_gradient() == (BUCKETS - 1 if during else 0)
+        assert sent.count == (BUCKETS if during else 0)
+        train(engine)
+        compare(engine, 5e-3 if block else 1e-6)
+        engine.destroy()
+
+    def test_after_a_backward_that_raised(self) -> None:
+        # Kills: places in the buffer that stay closed, and buckets on their way that are forgotten,
+        # when a backward ends early on all ranks.
+        with simulate(), check_streams():
+            engine = make_engine()
+
+            def fail(grad: torch.Tensor) -> None:
+                raise KeyError("on purpose")
+
+            handle = engine.module.blocks[0].outer.weight.register_hook(fail)
+            with pytest.raises(KeyError, match="on purpose"):
+                engine.backward(engine(rows(5, dist.get_rank())))
+            handle.remove()
+            assert engine.module.blocks[2].outer.weight.grad is None
+            engine.zero_grad()
+            train(engine)
+            compare(engine)
+            engine.destroy()
+
+    def test_twice_at_the_boundary(self) -> None:
+        # Kills: a second reduction that starts before the first is complete, or counts it anew.
+        with simulate(backward_streams=2), check_streams():
+            engine = make_engine()
+            engine.backward(engine(rows(0, dist.get_rank())) / 2)
+            engine.backward(engine(rows(0, dist.get_rank())) / 2)
+            engine.step()
+            compare(engine, steps=1)
+            engine.destroy()
+
+
+class TestCompiled(DistributedTest):
+    """`engine.compile` against eager, and against plain torch."""
+
+    world_size = 2
+
+    @each(stage=(0, 1, 2), block=({}, HALF))
+    def test_eager_and_compiled(self, stage: int, block: dict[str, Any]) -> None:
+        # Kills: a compiled backward that gives its gradients at its end only, when no bucket can
+        # leave any more, or gives them to nobody.
+        with simulate():
+            eager, compiled = (self._trained(stage, block, how) for how in (False, True))
+            for value, reference in zip(compiled, eager, strict=True):
+                torch.testing.assert_close(value, reference, rtol=0, atol=1e-2 if block else 1e-6)
+
+    def _trained(self, stage: int, block: dict[str, Any], compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        engine = make_engine(stage, **block)
+        if compiled:
+            engine.compile(backend="aot_eager")
+        sent = Sent(engine)
+        assert sent.before_the_last_gradient() == BUCKETS - 1
+        train(engine)
+        compare(engine, 5e-3 if block else 1e-6)
+        values = [param.detach().clone() for param in engine.module.parameters()]
+        engine.destroy()
+        return values
+
+
+def test_blocks() -> None:
+    # Kills: layers compiled one by one where nothing could be fused, blocks within blocks.
+    net = make_net()
+    assert blocks_of(net) == list(net.blocks)
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    nested = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)), nn.Linear(2, 2))
+    assert blocks_of(nested) == list(nested)[:2]
