@@ -62,9 +62,8 @@ class BF16_Optimizer(ZeROOptimizer):
         self._backward_started = backward_started
         self.accumulator: LocalAccumulator = LocalAccumulator(self.groups, grad_acc_dtype)
         for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-            start, end = group.table.shard_range(group.shard_rank)
             if not self.cpu_offload:
-                group.use_grad(flat[start:end])
+                group.use_grad(group.only_part(flat))
         self._reduced = False
         self._on_host = False
         self._hook_handles: list[Any] = []
@@ -94,6 +93,11 @@ class BF16_Optimizer(ZeROOptimizer):
             for index, param in enumerate(group.params):
                 hook = self._make_hook(group_index, index)
                 self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def works_during_backward(self) -> bool:
+        """See base class."""
+        return bool(self._hook_handles)
 
     def _make_hook(self, group_index: int, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
@@ -128,11 +132,10 @@ class BF16_Optimizer(ZeROOptimizer):
         """See base class: only the boundary reduces."""
         if not self.tracker.is_boundary or self.tracker.in_no_sync:
             return
-        factors = self.reduce_rule.factors()
         all_reduce_flat(
             self.get_grads_for_reduction(),
             self.reduce_bucket_size,
-            factors,
+            self.reduce_rule,
             [group.replicas for group in self.groups],
             self.communication_data_type,
         )
@@ -149,8 +152,7 @@ class BF16_Optimizer(ZeROOptimizer):
         if self.cpu_offload and not self._on_host:
             self._on_host = True
             for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-                start, end = group.table.shard_range(group.shard_rank)
-                group.grad.copy_(flat[start:end])
+                group.grad.copy_(group.only_part(flat))
 
     # Clearing and state
 

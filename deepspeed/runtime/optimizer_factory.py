@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimize
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 # Optimizers whose update of an element depends on that element alone: right on any shard of a flat
 # buffer.
@@ -72,6 +75,7 @@ class WrapContext:
         device: Device of the model.
         backward_started: Tells the engine that a backward began which nobody announced.
         comm_dtype_of: Per-parameter communication dtype.
+        parameter_offload: Gathers the model's parameters (stage 3).
     """
 
     config: DeepSpeedConfig
@@ -83,22 +87,23 @@ class WrapContext:
     device: torch.device
     backward_started: Callable[[], None]
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    parameter_offload: DeepSpeedZeRoOffload | None = None
 
 
 # The torch optimizer
 
 
 def check_needs_no_optimizer(config: DeepSpeedConfig) -> None:
-    """An engine without an optimizer has nothing to shard.
+    """An engine without an optimizer has nothing to shard but, at stage 3, parameters.
 
     Raises:
-        DeepSpeedConfigError: For a stage above 0.
+        DeepSpeedConfigError: For stage 1 or 2.
     """
-    if config.zero_optimization_stage > 0:
+    if config.zero_optimization_stage in (1, 2):
         raise DeepSpeedConfigError(
             f"zero stage {int(config.zero_optimization_stage)} requires an optimizer: give "
             "initialize(optimizer=...) or the key 'optimizer' in the configuration, or use stage 0 "
-            "to evaluate"
+            "or 3 to evaluate"
         )
 
 
@@ -269,7 +274,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     stage = int(tree.zero_optimization.stage)
     accumulation = parse_dtype(tree.data_types.grad_accum_dtype) or None
     model_dtype = context.model_dtype
-    if accumulation == model_dtype and not (stage == 2 and model_dtype != torch.float32):
+    if accumulation == model_dtype and not (stage >= 2 and model_dtype != torch.float32):
         accumulation = None
     _check_accumulation(stage, model_dtype, accumulation)
     if stage > 0:
@@ -310,7 +315,7 @@ def _check_accumulation(
     if (
         accumulation is None
         or accumulation == torch.float32
-        or (stage == 2 and accumulation == model_dtype)
+        or (stage >= 2 and accumulation == model_dtype)
     ):
         return
     raise DeepSpeedConfigError(
@@ -337,13 +342,14 @@ def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
 def _sequence(context: WrapContext) -> dict[str, Any]:
     tree = context.config.tree
     check = tree.bf16.check_grad_overflow if context.model_dtype == torch.bfloat16 else True
+    given = "gradient_predivide_factor" in tree.model_fields_set
     return {
         "clip_grad": tree.gradient_clipping,
         "tracker": context.tracker,
         "reduce_rule": ReduceRule(
             world=context.ranks.num_replicas,
             prescale=tree.prescale_gradients,
-            predivide_factor=tree.gradient_predivide_factor,
+            predivide_factor=tree.gradient_predivide_factor if given else None,
             sum_op=tree.gradient_allreduce_op == "sum",
         ),
         "loss_scaler": build_loss_scaler(context.config),
@@ -376,6 +382,11 @@ def _replicated(context: WrapContext) -> dict[str, Any]:
         "counts_in_norm": None if ranks.is_whole else ranks.counts_replica,
         "reduce_bucket_size": tree.zero_optimization.reduce_bucket_size,
         "communication_data_type": context.config.communication_data_type,
+        "reduction": {
+            "overlap": bool(tree.zero_optimization.overlap_comm),
+            "param_names": context.param_names,
+            "backward_started": context.backward_started,
+        },
     }
 
 
@@ -414,18 +425,28 @@ def _zero(
     basic: torch.optim.Optimizer, context: WrapContext, stage: int, accumulation: torch.dtype | None
 ) -> MasterWeightOptimizer:
     zero = context.config.tree.zero_optimization
+    shared: dict[str, Any] = {
+        "contiguous_gradients": zero.contiguous_gradients,
+        "reduce_scatter": zero.reduce_scatter,
+        "overlap_comm": bool(zero.overlap_comm),
+        "ignore_unused_parameters": zero.ignore_unused_parameters,
+        "comm_dtype_of": context.comm_dtype_of,
+        "grad_dtype": accumulation or torch.float32,
+        **_sharded(context),
+        **_sequence(context),
+    }
+    if context.parameter_offload is not None:
+        # startup: only stage 3 needs it
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+        return DeepSpeedZeroOptimizer_Stage3(
+            basic, context.param_names, parameter_offload=context.parameter_offload, **shared
+        )
     return DeepSpeedZeroOptimizer(
         basic,
         context.param_names,
-        contiguous_gradients=zero.contiguous_gradients,
-        reduce_scatter=zero.reduce_scatter,
-        overlap_comm=bool(zero.overlap_comm),
-        ignore_unused_parameters=zero.ignore_unused_parameters,
         partition_grads=stage == 2,
-        comm_dtype_of=context.comm_dtype_of,
         # Stage 1 sums micro-batches before the reduction, stage 2 after it, in the owned shard.
         local_accumulation_dtype=accumulation if stage == 1 else None,
-        grad_dtype=accumulation or torch.float32,
-        **_sharded(context),
-        **_sequence(context),
+        **shared,
     )

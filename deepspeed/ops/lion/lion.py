@@ -13,12 +13,18 @@ import torch
 class Lion(torch.optim.Optimizer):
     """Lion with decoupled weight decay, vectorized over all tensors of a group.
 
+    As torch's fused optimizers it takes `grad_scale` and `found_inf`, set by its caller for a step:
+    gradients are divided by the first, and nothing changes if the second is 1. Both are 0-d tensors
+    where the parameters are.
+
     Args:
         params: Parameters or groups, kept by identity.
         lr: Learning rate.
         betas: Weight of the momentum in the update, and in the momentum.
         weight_decay: Decoupled weight decay.
     """
+
+    _step_supports_amp_scaling = True  # what torch's GradScaler asks for
 
     def __init__(
         self,
@@ -54,10 +60,26 @@ class Lion(torch.optim.Optimizer):
         grads = [param.grad for param in params]
         momenta = [self.state[param]["exp_avg"] for param in params]
         beta1, beta2 = group["betas"]
-        torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+        lr, decay = group["lr"], 1.0 - group["lr"] * group["weight_decay"]
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            torch._foreach_div_(grads, grad_scale)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            # A skipped step moves by nothing times the sign of the momentum, which stands in for
+            # the gradient and thereby stays as it is, bit for bit.
+            skipped = found_inf > 0
+            for grad, momentum in zip(grads, momenta, strict=True):
+                torch.where(skipped, momentum, grad, out=grad)
+            lr, decay = torch.where(skipped, 0.0, lr), torch.where(skipped, 1.0, decay)
+        torch._foreach_mul_(params, decay)
         updates = torch._foreach_lerp(grads, momenta, beta1)
         torch._foreach_sign_(updates)
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+        if found_inf is not None:
+            torch._foreach_mul_(updates, lr)
+            torch._foreach_sub_(params, updates)
+        else:
+            torch._foreach_add_(params, updates, alpha=-lr)
         torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
 
 

@@ -6,7 +6,7 @@ by element; see `unfused_optimizer` for those that need each parameter's shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from deepspeed.checkpoint.constants import (
     SCALER_KEYS,
 )
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.gradients.overlay import Overlay
 from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.replicated_reduction import ReplicatedReduction
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.state import load_in_place
 
 
@@ -32,7 +35,9 @@ class FP16_Optimizer(MasterWeightOptimizer):
         param_names: Name of each parameter, in model order.
         reduce_bucket_size: Elements per all-reduce.
         communication_data_type: What travels; None is the gradients' dtype.
-        local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's.
+        local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's. They are
+            reduced when backward is over.
+        reduction: See `ReplicatedReduction`: how, and under what names.
         kwargs: See `MasterWeightOptimizer`.
 
     Attributes:
@@ -49,6 +54,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
         reduce_bucket_size: int = 500_000_000,
         communication_data_type: torch.dtype | None = None,
         local_accumulation_dtype: torch.dtype | None = None,
+        reduction: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(init_optimizer, param_names, shard_group=None, **kwargs)
@@ -58,17 +64,59 @@ class FP16_Optimizer(MasterWeightOptimizer):
         self._reduced = False
         self._finished = False
         self._flat_gradients: list[FlatGradients] = []
+        self._overlays: list[Overlay] = []
         if local_accumulation_dtype is not None:
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
+            for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
+                if flat.dtype == group.grad_dtype:
+                    group.use_grad(flat)
         else:
-            self._flat_gradients = [
-                FlatGradients(group.params, group.flat) for group in self.groups
-            ]
+            for group in self.groups:
+                self._lay_over(group)
+        self._reduction = ReplicatedReduction(
+            self,
+            self._flat_gradients,
+            [group.replicas for group in self.groups],
+            bucket_numel=reduce_bucket_size,
+            communication_data_type=communication_data_type,
+            **(reduction or {}),
+        )
+
+    def _lay_over(self, group: ShardedGroup) -> None:
+        """Give a group's gradients in the model's dtype and in the masters' the same memory."""
+        overlay = Overlay(group.flat.numel(), group.flat.dtype, group.grad_dtype, group.device)
+        group.use_grad(overlay.wide)
+        self._overlays.append(overlay)
+        # A group of a stage or of a user may be empty: there is no parameter to ask.
+        narrow = overlay.narrow
+        self._flat_gradients.append(FlatGradients(group.params, like=narrow, flat=narrow))
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         """The master of each group."""
         return self.single_partition_of_fp32_groups
+
+    def backward_prologue(self) -> None:
+        """See base class: gradients that were made ready for the step take more contributions."""
+        if self._finished and self._overlays:
+            for overlay, gradients in zip(self._overlays, self._flat_gradients, strict=True):
+                overlay.narrow_again()
+                gradients.attach()
+            self._finished = False
+        self._reduction.backward_prologue()
+
+    @property
+    def works_during_backward(self) -> bool:
+        """See base class."""
+        return self._reduction.works_during_backward
+
+    def exit_backward(self) -> None:
+        """See base class."""
+        self._reduction.exit_backward()
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """See base class."""
+        self._reduction.hold(params)
 
     def backward_epilogue(self) -> None:
         """See base class."""
@@ -79,25 +127,20 @@ class FP16_Optimizer(MasterWeightOptimizer):
     def _step_divisor(self) -> float:
         return 1.0 if self.accumulator is not None else self.accumulation_divisor
 
-    def _reduced_flats(self) -> list[torch.Tensor]:
-        if self.accumulator is not None:
-            return self.accumulator.flats
-        return [gradients.flat for gradients in self._flat_gradients]
-
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
-        if not self.tracker.is_boundary or self.tracker.in_no_sync:
+        if not self._reduction.reduces_now():
             return
-        for gradients in self._flat_gradients:
-            gradients.collect()
-        factors = self.reduce_rule.factors()
-        all_reduce_flat(
-            self._reduced_flats(),
-            self.reduce_bucket_size,
-            factors,
-            [group.replicas for group in self.groups],
-            self.communication_data_type,
-        )
+        if self.accumulator is None:
+            self._reduction.reduce()
+        else:
+            all_reduce_flat(
+                self.accumulator.flats,
+                self.reduce_bucket_size,
+                self.reduce_rule,
+                [group.replicas for group in self.groups],
+                self.communication_data_type,
+            )
         self._reduced = True
         self._finished = False
 
@@ -111,24 +154,36 @@ class FP16_Optimizer(MasterWeightOptimizer):
         """See base class: the averaged gradient in the masters' dtype.
 
         Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
-        step.
+        step. The memory of `param.grad` is used up.
         """
-        if self._finished:
+        if self._finished or not self._reduced:
             return
         self._finished = True
-        for group, flat in zip(self.groups, self._reduced_flats(), strict=True):
-            group.grad.copy_(flat)
+        for overlay, gradients in zip(self._overlays, self._flat_gradients, strict=True):
+            gradients.detach()
+            overlay.widen()
+        if self.accumulator is not None:
+            for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
+                if group.grad is not flat:
+                    group.grad.copy_(flat)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See base class."""
-        for group in self.groups:
-            for param in group.params:
-                param.grad = None
+        self._reduction.clear()
         if self.accumulator is not None:
+            for group in self.groups:
+                for param in group.params:
+                    param.grad = None
             self.accumulator.clear()
         self._reduced = False
         self._finished = False
         super().zero_grad(set_to_none)
+
+    def destroy(self) -> None:
+        """See base class."""
+        self._reduction.destroy()
+        self._flat_gradients, self._overlays = [], []
+        super().destroy()
 
     # State, saved whole by one rank in the model-states file
 

@@ -20,11 +20,13 @@ from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
+from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 # Every shard holds a multiple of this many elements; part of the checkpoint layout.
 SHARD_ALIGNMENT = 2
+# The same of each part of a shard in memory, where that is laid out otherwise: parts of two-byte
+# elements then start at multiples of 16 bytes, which device collectives copy fastest.
+PART_ALIGNMENT = 8
 
 
 class ParamLink(NamedTuple):
@@ -53,6 +58,22 @@ def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.T
     replaced.
     """
     return lambda: group.grad[start : start + numel]
+
+
+def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]] | None) -> FragmentTable:
+    """The layout in memory of a group whose layout in files is `file_table`: the same if it is one
+    section (None), so that nothing is exchanged when state is saved or loaded.
+    """
+    if sections is None or len(sections) < 2:
+        return file_table
+    return FragmentTable.build(file_table.numels, file_table.num_shards, PART_ALIGNMENT, sections)
+
+
+def _positions(
+    params: Sequence[nn.Parameter], registration: Mapping[nn.Parameter, int]
+) -> list[int]:
+    """Positions of parameters in the model; those that are not the module's come last."""
+    return [registration.get(param, len(registration) + i) for i, param in enumerate(params)]
 
 
 class MasterWeightOptimizer(StepSequence):
@@ -117,12 +138,9 @@ class MasterWeightOptimizer(StepSequence):
         self.groups: list[ShardedGroup] = []
         self.registration: list[list[int]] = []
         for param_group in init_optimizer.param_groups:
-            group = self._build_group(param_group, master_dtype, grad_dtype)
+            group = self._build_group(param_group, registration, master_dtype, grad_dtype)
             self.groups.append(group)
-            fallback = len(registration)
-            self.registration.append(
-                [registration.get(p, fallback + i) for i, p in enumerate(group.params)]
-            )
+            self.registration.append(_positions(group.params, registration))
             self._hand_to_optimizer(param_group, group, per_param)
         self._per_param = per_param
         self._link_params()
@@ -131,7 +149,11 @@ class MasterWeightOptimizer(StepSequence):
     # Construction
 
     def _build_group(
-        self, param_group: dict[str, Any], master_dtype: torch.dtype, grad_dtype: torch.dtype
+        self,
+        param_group: dict[str, Any],
+        registration: Mapping[nn.Parameter, int],
+        master_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
     ) -> ShardedGroup:
         params = [param for param in param_group["params"] if param.requires_grad]
         expert_group = expert_group_of_all(params)
@@ -152,13 +174,16 @@ class MasterWeightOptimizer(StepSequence):
                 "engine does"
             )
         alignment = SHARD_ALIGNMENT if shard_group is not None else 1
-        table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
+        file_table, table = self._tables(
+            params, _positions(params, registration), num_shards, alignment
+        )
         model_device = params[0].device if params else self.device
         pin = self.offload is not None and self.offload.pin_memory
-        return ShardedGroup(
+        return self._group_of(
             params,
-            table,
-            0 if shard_group is None else dist.get_rank(group=shard_group),
+            table=table,
+            shard=0 if shard_group is None else dist.get_rank(group=shard_group),
+            file_table=file_table,
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
             device=torch.device("cpu") if self.cpu_offload else model_device,
@@ -168,6 +193,33 @@ class MasterWeightOptimizer(StepSequence):
             process_group=shard_group,
             replicas=replicas,
         )
+
+    def _tables(
+        self,
+        params: Sequence[nn.Parameter],
+        positions: Sequence[int],
+        num_shards: int,
+        alignment: int,
+    ) -> tuple[FragmentTable, FragmentTable]:
+        """Who owns which elements of a group's parameters, in files and in memory."""
+        file_table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
+        return file_table, in_memory(file_table, self._sections(params, positions, num_shards))
+
+    def _sections(
+        self, params: Sequence[nn.Parameter], positions: Sequence[int], num_shards: int
+    ) -> Sequence[Sequence[int]] | None:
+        """The sections in which a group lies in memory, as indices of `params`; None: as in files.
+
+        Args:
+            params: Of the group.
+            positions: Their positions in the model.
+            num_shards: How many ranks share it.
+        """
+        return None
+
+    def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> ShardedGroup:
+        """The buffers of a group; `layout` as `ShardedGroup` takes it."""
+        return ShardedGroup(params, **layout)
 
     @staticmethod
     def _hand_to_optimizer(
@@ -239,22 +291,28 @@ class MasterWeightOptimizer(StepSequence):
 
     # Update
 
+    def _device_decides(self, norm: torch.Tensor) -> bool:
+        """See base class: never where the optimizer is on the host, which waits for gradients
+        anyway.
+        """
+        on_host = self.cpu_offload or isinstance(self.optimizer, HostOptimizer)
+        return not on_host and super()._device_decides(norm)
+
     @torch.no_grad()
-    def _update(self, factor: float) -> None:
+    def _update(self, scaling: GradientScaling) -> None:
         if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
             masters = (group.masters[0] for group in self.groups)
+            factor = float(scaling.factor)
             with self.optimizer.fused(factor, dict(zip(masters, self._publishers(), strict=True))):
                 self.optimizer.step()
             self._publish(delivered=True)
             return
-        for group in self.groups:
-            grad = group.grad_for_step()
-            if factor != 1.0:
-                grad.mul_(factor)
+        grads = [group.grad_for_step() for group in self.groups]
+        for group, grad in zip(self.groups, grads, strict=True):
             views = group.param_views(grad) if self._per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        self.optimizer.step()
+        scaling.step(self.optimizer, grads)
         for group in self.groups:
             for master in group.masters:
                 master.grad = None
@@ -372,20 +430,23 @@ class MasterWeightOptimizer(StepSequence):
         flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
         start = 0
         for (group, index), numel in zip(links, numels, strict=True):
-            for fragment in self.groups[group].table.of_param(index):
-                if fragment.shard == self.groups[group].shard_rank:
-                    piece = shards[group][
-                        fragment.shard_start : fragment.shard_start + fragment.numel
-                    ]
-                    flat[
-                        start + fragment.param_start : start + fragment.param_start + fragment.numel
-                    ].copy_(piece)
+            owned = self.groups[group].owned(index)
+            if owned is not None:
+                whole = flat[start : start + numel]
+                whole[owned.in_param].copy_(shards[group][owned.in_shard])
             start += numel
         # Every element is non-zero on its owner at most, so the sum is exact.
         if process_group is not None:
             dist.all_reduce(flat, group=process_group)
-        shapes = [self.groups[group].params[index].shape for group, index in links]
+        shapes = [logical_shape(self.groups[group].params[index]) for group, index in links]
         return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
+
+    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Model-precision value of `param` <- `value`, the same on all ranks; its master is set
+        already.
+        """
+        with torch.no_grad():
+            param.copy_(value)
 
     # State
 
@@ -405,12 +466,11 @@ class MasterWeightOptimizer(StepSequence):
                 for master, param in zip(group.masters, group.params, strict=True):
                     yield OwnTensor.of_param(master, index, param)
                 continue
-            owned = group.table.of_shard(group.shard_rank)
             runs = [
                 ParamRun(group.params[part.param], part.param_start, part.shard_start, part.numel)
-                for part in owned
+                for part in group.file_table.of_shard(group.shard_rank)
             ]
-            yield OwnTensor(group.masters[0], index, runs)
+            yield OwnTensor(group.masters[0], index, runs, filed_as=(group.file_table.shard_numel,))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -41,12 +41,15 @@ class StateLayout:
     Attributes:
         shard: This rank's shard; None: this rank has the state of all its parameters whole.
         has_masters: fp32 masters are part of it, apart from the model's weights.
+        has_weights: The masters are the only copy of trained weights; the model file of each shard
+            has none.
         lists_frozen: Frozen parameters stand in the model file a second time, where tools that make
             whole weights of shards look for them.
     """
 
     shard: OwnShard | None = None
     has_masters: bool = False
+    has_weights: bool = False
     lists_frozen: bool = False
 
 
@@ -65,14 +68,16 @@ class OwnTensor(NamedTuple):
     Attributes:
         tensor: What its state is kept by.
         group: Number of its parameter group.
-        runs: The parts of parameters that lie in it; what they leave is padding.
+        runs: The parts of parameters that lie in it, as files have it; what they leave is padding.
         required: It is trained, so a checkpoint that is loaded must have its state.
+        filed_as: Its shape in files where that is another than in memory.
     """
 
     tensor: torch.Tensor
     group: int
     runs: Sequence[ParamRun]
     required: bool = True
+    filed_as: tuple[int, ...] | None = None
 
     @classmethod
     def of_param(
@@ -80,6 +85,11 @@ class OwnTensor(NamedTuple):
     ) -> OwnTensor:
         """One that holds a whole parameter in its shape."""
         return cls(tensor, group, (ParamRun(param, 0, 0, param.numel()),), required)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape in files."""
+        return self.tensor.shape if self.filed_as is None else torch.Size(self.filed_as)
 
     @property
     def used(self) -> int:

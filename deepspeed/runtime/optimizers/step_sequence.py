@@ -1,7 +1,7 @@
 """The order of an optimizer step, the same for every stage and precision: `StepSequence`.
 
-Finish gradients -> norm and non-finite check -> scaler decision -> skip, or unscale and clip ->
-update -> clear. Stages differ in who owns which shard, where gradients are reduced to and when;
+Finish gradients -> norm -> skip if it is not finite, or unscale, clip and update -> tell the loss
+scaler -> clear. Stages differ in who owns which shard, where gradients are reduced to and when;
 that is in their own files. Master weights over sharded groups, which most of them have, are in
 `master_weights`.
 """
@@ -9,8 +9,8 @@ that is in their own files. Master weights over sharded groups, which most of th
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +27,12 @@ from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateLayout
+from deepspeed.runtime.optimizers.step_outcome import (
+    GradientScaling,
+    StepOutcome,
+    takes_scaling,
+)
+from deepspeed.runtime.streams import LateNumber, runs_ahead
 from deepspeed.utils.logging import log_dist
 
 
@@ -92,10 +98,14 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.clip_grad = clip_grad
         self.tracker = tracker or AccumulationTracker(steps=1)
         self.reduce_rule = reduce_rule or ReduceRule(world=dist.get_world_size())
-        self.loss_scaler = loss_scaler or LossScaler(scale=1.0)
+        self._scaler = loss_scaler or LossScaler(scale=1.0)
         self.check_grad_overflow = check_grad_overflow
-        self.overflow = False
-        self._grad_norm: float | torch.Tensor | None = None
+        # Of the last step; and of those that the host still has to learn of, oldest first.
+        self._outcome: StepOutcome | None = None
+        self._unknown: deque[StepOutcome] = deque()
+        self._overflow = False
+        # One is on its way while the one before is read.
+        self._late_norms = deque((LateNumber(), LateNumber()))
         # Reduced, `[num_norm_groups]`, of the gradient as accumulated.
         self._group_squares: torch.Tensor | None = None
         self._group_norm_factor = 1.0
@@ -103,6 +113,8 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         # Set by the engine: what a plain loss.backward() has left undivided.
         self.accumulation_divisor = 1.0
         self.observer: GradientObserver = UNOBSERVED
+        # Steps that were skipped, as far as the host knows; see `learn_outcome`.
+        self.skipped_steps = 0
 
     # Gradients: what a stage provides
 
@@ -120,6 +132,11 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     def exit_backward(self) -> None:
         """After reduction: forget the state of this backward."""
+
+    @property
+    def works_during_backward(self) -> bool:
+        """Whether something is done with gradients, from hooks, before backward is over."""
+        return False
 
     def finish_gradients(self) -> None:
         """Return when all reductions are complete."""
@@ -179,8 +196,8 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         return squares.sum(0, keepdim=True).sqrt_()
 
     @abstractmethod
-    def _update(self, factor: float) -> None:
-        """Optimizer step with gradients multiplied by `factor`."""
+    def _update(self, scaling: GradientScaling) -> None:
+        """Optimizer step with scaled gradients."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,25 +237,51 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self._refuse_unfrozen()
         self.finish_gradients()
         step_factor = self.reduce_rule.step_factor / self._step_divisor
-        norm = self.scaled_global_norm() * step_factor
-        # The host needs the norm only to decide something; otherwise it stays on the device and
-        # nothing waits.
-        host_norm = norm.item() if self.check_grad_overflow or self.clip_grad > 0 else None
-        self.overflow = (
-            self.check_grad_overflow and host_norm is not None and not math.isfinite(host_norm)
-        )
-        # The scale that these gradients carry; the scaler may already have moved on when this
-        # returns.
+        norm = (self.scaled_global_norm() * step_factor).squeeze()
         scale = self._used_scale()
         self._group_norm_factor = step_factor / scale
-        self._grad_norm = norm.squeeze() / scale if host_norm is None else host_norm / scale
+        self._outcome = StepOutcome(norm, scale, self.check_grad_overflow)
+        self._unknown.append(self._outcome)
         self._settle(step_factor / scale)
-        if self.overflow:
-            self._report_skip(scale)
-        else:
-            clip = 1.0 if host_norm is None else clip_factor(host_norm / scale, self.clip_grad)
-            self._update(step_factor * clip / scale)
+        if self._device_decides(norm):
+            # Nothing waits here. The copy of the norm is queued before the update, so that a host
+            # that has to wait for it does so while the device is busy with the update.
+            self._outcome.send(self._late_norms[0])
+            self._late_norms.rotate()
+            clip = clip_factor(norm / scale, self.clip_grad)
+            factor = step_factor * clip / scale
+            self._update(GradientScaling(factor, self._outcome.found_inf()))
+        elif not self.overflow:
+            known = self._outcome.host_norm / scale if self.clip_grad > 0 else 0.0
+            self._update(GradientScaling(step_factor * clip_factor(known, self.clip_grad) / scale))
+        # The next backward needs a scale that moves. Otherwise there is time until the next step's
+        # update is queued: the host runs ahead by a whole step.
+        self.learn_outcome(but_last=not self.dynamic_loss_scale)
         self.zero_grad()
+
+    def _device_decides(self, norm: torch.Tensor) -> bool:
+        """Whether the step goes on without the host's knowing the norm; see [Note: who decides]."""
+        return runs_ahead(norm) and (not self.check_grad_overflow or takes_scaling(self.optimizer))
+
+    def learn_outcome(self, but_last: bool = False) -> None:
+        """Let the host know which steps were skipped, which may wait for the device: the scale
+        moves on, and skips are counted and logged.
+
+        Called before anything that depends on it is read. Where no step is skipped nothing waits.
+
+        Args:
+            but_last: Of the last step it need not know yet.
+
+        Raises:
+            RuntimeError: If the scale cannot shrink any more; see `DynamicLossScaler`.
+        """
+        while len(self._unknown) > int(but_last):
+            outcome = self._unknown.popleft()
+            self._overflow = outcome.is_skipped
+            self._scaler.update_scale(self._overflow)
+            if self._overflow:
+                self.skipped_steps += 1
+                self._report_skip(outcome.scale)
 
     def _refuse_unfrozen(self) -> None:
         """A parameter unfrozen after construction is in no bucket: ranks would train it apart
@@ -253,10 +296,13 @@ class StepSequence(DeepSpeedOptimizer, ABC):
             )
 
     def _used_scale(self) -> float:
-        return float(self.loss_scaler.update_scale(self.overflow))
+        """The scale that the gradients at hand carry: the scaler moves on when the outcome of their
+        step is known.
+        """
+        return float(self._scaler.loss_scale)
 
     def _report_skip(self, scale: float) -> None:
-        new_scale = self.loss_scaler.loss_scale
+        new_scale = self._scaler.loss_scale
         detail = (
             f"loss scale {scale:g} -> {new_scale:g}"
             if scale != new_scale or scale != 1.0
@@ -280,11 +326,42 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     # Client API
 
     @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because the gradient was not finite. Reading it may
+        wait for the device.
+        """
+        self.learn_outcome()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self.learn_outcome()
+        self._overflow = value
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """State machine of the loss scale, after the last step."""
+        self.learn_outcome()
+        return self._scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, value: LossScalerBase) -> None:
+        self.learn_outcome()
+        self._scaler = value
+
+    @property
     def global_grad_norm(self) -> float | torch.Tensor | None:
         """Norm of the last step's gradient, unscaled and before clipping; None before the first
         step.
+
+        A number if it clips, or decides on skipping the step; reading it may then wait for the
+        device. Otherwise a 0-d tensor.
         """
-        return self._grad_norm
+        if self._outcome is None:
+            return None
+        if self.check_grad_overflow or self.clip_grad > 0:
+            return self._outcome.host_norm / self._outcome.scale
+        return self._outcome.norm / self._outcome.scale
 
     @property
     def group_grad_norms(self) -> list[float] | None:
@@ -325,17 +402,18 @@ class StepSequence(DeepSpeedOptimizer, ABC):
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by."""
-        return self.loss_scaler.loss_scale
+        # Known already: a scale that moves has moved at the end of the step.
+        return self._scaler.loss_scale
 
     @property
     def cur_scale(self) -> float:
         """Upstream's other name of `loss_scale`."""
-        return self.loss_scaler.loss_scale
+        return self.loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
-        return bool(self.loss_scaler.dynamic)
+        return bool(self._scaler.dynamic)
 
     def needs_scaler(self) -> bool:
         """Whether a loss must be scaled before backward."""
