@@ -73,6 +73,8 @@ PARAM_SLICE_MAPPINGS = "param_slice_mappings"
 CLIP_GRAD = "clip_grad"
 ZERO_STAGE = "zero_stage"
 LOSS_SCALER = "loss_scaler"
+# Masters at stage 3
+FP32_FLAT_GROUPS = "fp32_flat_groups"
 # Masters and loss scale of the fp16 optimizers without ZeRO
 FP32_GROUPS_FLAT = "fp32_groups_flat"
 FP32_GROUPS = "fp32_groups"

@@ -38,7 +38,8 @@ class HostCopy:
     def __call__(self, content: Any) -> Any:
         """A copy of nested dicts, lists and tuples that no change of the original reaches."""
         copied = map_tensors(content, self._copy, copy.deepcopy)
-        get_accelerator().synchronize()  # copies from a device run beside the host
+        # Copies from a device run beside the host, on the current stream.
+        get_accelerator().current_stream().synchronize()
         return copied
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

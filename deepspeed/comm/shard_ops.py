@@ -1,18 +1,16 @@
-"""Collectives that sharding needs and no backend offers for uneven shards.
+"""Collectives on buffers of which every rank owns an equal part.
 
-`reduce_to_owners` sums each owner's slice of a bucket onto that owner (a reduce-scatter with uneven
-splits); `gather_from_owners` fills every rank's copy of a buffer from the slices' owners (an
-all-gather with uneven splits), `gather_slices` the same for slices that are not neighbours in
-memory. Device backends run them as their own reduce-scatter and all-gather, or one operation per
-owner where the splits are uneven. Host backends (gloo, mpi) exchange the slices pairwise: every
-byte crosses once, no rank reduces what it doesn't own, and the owner can sum the pieces in a wider
-dtype and in rank order.
+`reduce_to_owners` sums each owner's part of a buffer onto that owner (a reduce-scatter);
+`gather_from_owners` fills every rank's copy of a buffer from the parts' owners (an all-gather), in
+place; `gather_slices` the same for slices that are not neighbours in memory. Device backends run
+the first two as one operation of their own. Host backends (gloo, mpi) exchange the slices pairwise:
+every byte crosses once, no rank reduces what it doesn't own, and the owner can sum the pieces in a
+wider dtype and in rank order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,10 +58,19 @@ class PendingShards:
         return self.pieces
 
 
-def _slices(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
-    return [
-        tensor[end - numel : end] for end, numel in zip(accumulate(splits), splits, strict=True)
-    ]
+def _parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(tensor.split(_part_numel(tensor, count))) if tensor.numel() else [tensor] * count
+
+
+def _part(tensor: torch.Tensor, rank: int, count: int) -> torch.Tensor:
+    numel = _part_numel(tensor, count)
+    return tensor[rank * numel : (rank + 1) * numel]
+
+
+def _part_numel(tensor: torch.Tensor, count: int) -> int:
+    numel, rest = divmod(tensor.numel(), count)
+    assert not rest, f"{tensor.numel()} elements are no equal parts for {count} ranks"
+    return numel
 
 
 def is_pairwise(tensor: torch.Tensor, group: dist.Group) -> bool:
@@ -100,62 +107,55 @@ def _exchange(
 
 
 def reduce_to_owners(
-    bucket: torch.Tensor, splits: Sequence[int], group: dist.Group = None, async_op: bool = False
+    bucket: torch.Tensor, group: dist.Group = None, async_op: bool = False
 ) -> PendingShards:
-    """Sum slice `i` of `bucket` over all ranks onto rank `i` of `group`.
+    """Sum the `i`-th of as many equal parts of `bucket` as there are ranks onto rank `i` of
+    `group`.
 
     Args:
-        bucket: Contiguous, 1-D, of `sum(splits)` elements. Its content is undefined afterwards.
-        splits: Elements owned by each rank of the group, in order; the same on every rank.
+        bucket: Contiguous, 1-D. Its content is undefined afterwards.
         group: Process group; None is the world.
         async_op: Return at once; `wait()` completes it.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
-    slices = _slices(bucket, splits)
     works: list[Any] = []
-    pieces = [slices[rank]]
+    pieces = [_part(bucket, rank, world)]
     if world > 1 and is_pairwise(bucket, group):
+        parts = _parts(bucket, world)
         pieces = [
-            slices[rank] if peer == rank else torch.empty_like(slices[rank])
-            for peer in range(world)
+            parts[rank] if peer == rank else torch.empty_like(parts[rank]) for peer in range(world)
         ]
-        works = _exchange(slices, pieces, range(world), rank, group)
-    elif world > 1 and len(set(splits)) == 1:
-        pieces = [torch.empty_like(slices[rank])]
-        works = [dist.reduce_scatter_tensor(pieces[0], bucket, group=group, async_op=True)]
+        works = _exchange(parts, pieces, range(world), rank, group)
     elif world > 1:
-        works = [
-            dist.reduce(piece, dst=dist.get_global_rank(group, owner), group=group, async_op=True)
-            for owner, piece in enumerate(slices)
-            if piece.numel()
-        ]
+        pieces = [torch.empty_like(pieces[0])]
+        works = [dist.reduce_scatter_tensor(pieces[0], bucket, group=group, async_op=True)]
     return _started(PendingShards(works, pieces, keep=bucket), async_op)
 
 
 def gather_from_owners(
     flat: torch.Tensor,
-    splits: Sequence[int],
     group: dist.Group = None,
     by_broadcast: bool = False,
     async_op: bool = False,
 ) -> PendingShards:
-    """Fill `flat` on every rank: slice `i` comes from rank `i` of `group`.
+    """Fill `flat` on every rank: the `i`-th of as many equal parts as there are ranks comes from
+    rank `i` of `group`.
 
     Args:
-        flat: Contiguous, 1-D, of `sum(splits)` elements; this rank's own slice is already right.
-        splits: Elements of each rank's slice, the same on every rank.
+        flat: Contiguous, 1-D; this rank's own part is already right.
         group: Process group; None is the world.
         by_broadcast: One broadcast per owner instead of an all-gather (`allgather_partitions:
             false`).
         async_op: Return at once; `wait()` completes it.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
-    slices = _slices(flat, splits)
-    evenly = world > 1 and len(set(splits)) == 1
-    if evenly and not by_broadcast and not is_pairwise(flat, group):
-        works = [dist.all_gather_into_tensor(flat, slices[rank], group=group, async_op=True)]
-        return _started(PendingShards(works, [], keep=flat), async_op)
-    return gather_slices(slices, group, by_broadcast, async_op)
+    if world > 1 and (by_broadcast or is_pairwise(flat, group)):
+        return gather_slices(_parts(flat, world), group, by_broadcast, async_op)
+    works: list[Any] = []
+    if world > 1:
+        own = _part(flat, rank, world)
+        works = [dist.all_gather_into_tensor(flat, own, group=group, async_op=True)]
+    return _started(PendingShards(works, [], keep=flat), async_op)
 
 
 def gather_slices(

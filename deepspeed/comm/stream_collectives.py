@@ -13,7 +13,8 @@ order of the queues decides it.
 Ranks run their queues at different moments. Whoever finishes an operation has started every
 operation that was issued before its handle was waited for, in the order of issue: a device would
 have carried them out meanwhile, and another rank may need one of them before it can do its part of
-this one. None of them can need the result of this one, because nothing waited for it yet.
+this one. None of them can need the result of this one, because nothing waited for it yet; so while
+this one is being finished, others that have to be finished on the way start no more than it may.
 Point-to-point operations that came later are started too as far as they can be. They start on a
 stream of their own: behind the finish of the one before they could not, and that may need something
 from here first. A host that is about to wait for other ranks by itself calls `start_issued` before.
@@ -36,11 +37,13 @@ import torch.distributed as torch_dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
 from deepspeed.comm.coalesced import WorkList
 from deepspeed.comm.observation import CollectiveCall, add_observer
+from deepspeed.comm.stuck_ranks import HostWaitError, Operation, StuckRanks
 
 # The host itself takes part in these.
 _BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
@@ -60,6 +63,7 @@ class _Issued:
             the operation is done.
         memory: The same on aliases that keep no tensor of the caller alive.
         stream: The internal stream on which it starts.
+        operation: The same for `StuckRanks`.
 
     Attributes:
         started: Position after *start*.
@@ -70,10 +74,13 @@ class _Issued:
         works: The backend's handles.
     """
 
-    def __init__(self, call: CollectiveCall, memory: CollectiveCall, stream: Stream) -> None:
+    def __init__(
+        self, call: CollectiveCall, memory: CollectiveCall, stream: Stream, operation: Operation
+    ) -> None:
         self.call: CollectiveCall | None = call
         self.memory = memory
         self.stream = stream
+        self.operation = operation
         self.started = 0
         self.number = 0
         self.waited: int | None = None
@@ -92,10 +99,11 @@ class _Issued:
         )
         self.works = _carry_out(self.copies)
 
-    def finish(self) -> None:
+    def finish(self, stuck: StuckRanks) -> None:
         """Wait for the backend and store what it made."""
-        for work in self.works:
-            work.wait()
+        with stuck.waiting(self.operation):
+            for work in self.works:
+                work.wait()
         if self.copies is not None:
             for target, value in zip(self.memory.writes, self.copies.writes, strict=True):
                 target.copy_(value)
@@ -108,15 +116,14 @@ class StreamWork:
     waited for.
     """
 
-    def __init__(self, issued: _Issued, event: Event, num_issued: Callable[[], int]) -> None:
+    def __init__(self, issued: _Issued, event: Event, waited: Callable[[_Issued], None]) -> None:
         self._event = event
         self._issued = issued
-        self._num_issued = num_issued
+        self._waited = waited
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait; the host goes on."""
-        if self._issued.waited is None:
-            self._issued.waited = self._num_issued()
+        self._waited(self._issued)
         self._event.wait()
         # From here on the order of the current stream protects the memory.
         self._issued.call = None
@@ -136,6 +143,11 @@ class StreamCollectives:
         self._streams: dict[Any, Stream] = {}
         self._unstarted: deque[_Issued] = deque()
         self._num_issued = 0
+        # How many operations the one that is being finished may start, the outermost of several.
+        self._bound: int | None = None
+        self._stuck = StuckRanks()
+        # Receives whose handles nobody has waited for, with the events behind them.
+        self._posted: dict[_Issued, Event] = {}
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
         """Issue an operation on its group's internal stream."""
@@ -144,15 +156,37 @@ class StreamCollectives:
             return proceed()
         if call.name in _BY_THE_HOST:
             # As on a device: the host's part comes after everything that was issued.
-            simulator.scheduler.synchronize()
-            return proceed()
+            simulator.scheduler.synchronize(call.name)
+            return self._by_the_host(call, proceed)
         work = self._issue(simulator, call)
         if call.async_op:
             return work
         work.wait()
         return call.argument("src") if call.name == "recv" else None
 
+    def _by_the_host(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        operation = self._operation(call, "host")
+        self._stuck.begun(operation)
+        with self._stuck.waiting(operation):
+            return proceed()
+
     # Issuing
+
+    def _operation(self, call: CollectiveCall, order: str = "") -> Operation:
+        """A call for `StuckRanks`; `order` tells apart what is ordered by itself."""
+        group: Any = call.group or torch_dist.group.WORLD
+        kind, own = f"{group.group_name} {order}", torch_dist.get_rank()
+        if call.name not in _POINT_TO_POINT:
+            ranks = process_groups.get_all_ranks_from_group(group)
+            others = [(rank, kind) for rank in ranks if rank != own]
+            return self._stuck.issued(f"{call.name} of ranks {ranks}", kind, others)
+        sends = "send" in call.name
+        peer = call.argument("dst" if sends else "src")
+        way = f"{own}>{peer}" if sends else f"{peer}>{own}"
+        sent, received = f"{kind} {way} sent", f"{kind} {way} received"
+        if sends:
+            return self._stuck.issued(f"{call.name} to rank {peer}", sent, [(peer, received)])
+        return self._stuck.issued(f"{call.name} from rank {peer}", received, [(peer, sent)])
 
     def _stream(self, simulator: Simulator, call: CollectiveCall, starts: bool = False) -> Stream:
         group: Any = call.group or torch_dist.group.WORLD
@@ -185,7 +219,7 @@ class StreamCollectives:
         starts.wait_stream(simulator.scheduler.current)
         with _disable_current_modes():
             memory = dataclasses.replace(call, args=tuple(simulator.operators.shadows(call.args)))
-        issued = _Issued(call, memory, starts)
+        issued = _Issued(call, memory, starts, self._operation(call))
         # Known before the queue has it: a schedule may run it at once.
         issued.started = starts.issued + 1
         issued.number = self._num_issued
@@ -202,23 +236,59 @@ class StreamCollectives:
             stream,
             waits_for_ranks=True,
         )
-        return StreamWork(issued, stream.record_event(), lambda: self._num_issued)
+        done = stream.record_event()
+        if call.name == "irecv":
+            simulator.scheduler.on_device_wait = self.refuse_device_wait
+            self._posted[issued] = done
+        return StreamWork(issued, done, self._waited)
+
+    def _waited(self, issued: _Issued) -> None:
+        """A stream waits for an operation."""
+        if issued.waited is None:
+            issued.waited = self._num_issued
+            self._posted.pop(issued, None)
+
+    def refuse_device_wait(self) -> None:
+        """The host is about to wait for the whole device.
+
+        Raises:
+            HostWaitError: A receive is posted, which is not complete before its sender has sent; no
+                stream waits for it yet, so this host has work to issue that needs it, and the
+                sender may wait for that.
+        """
+        for issued, done in self._posted.items():
+            if not done.query():
+                here = "\n".join(describe(capture(), "  "))
+                where = "\n".join(describe(issued.operation.place, "  "))
+                raise HostWaitError(
+                    f"the host waits for the whole device at\n{here}\nwhile "
+                    f"{issued.operation.name} is posted, for which no stream waits yet, at\n{where}"
+                    "\nOn a device that hangs if the sender waits for anything that this host has "
+                    "not issued: wait for the stream or the event that is needed, or time by events"
+                )
 
     # Running
 
     def _start(self, issued: _Issued) -> None:
         self.start_issued(issued.number)
         issued.start()
+        self._stuck.begun(issued.operation)
 
     def _finish(self, issued: _Issued) -> None:
-        self.start_issued(issued.waited)
+        outer = self._bound
+        if outer is None or (issued.waited is not None and issued.waited < outer):
+            self._bound = issued.waited
+        try:
+            self.start_issued(self._bound)
+        finally:
+            self._bound = outer
         for later in list(self._unstarted):
             scheduler = later.stream.scheduler
             if later.memory.name in _POINT_TO_POINT and scheduler.can_run(
                 later.stream, later.started
             ):
                 scheduler.drain(later.stream, later.started)
-        issued.finish()
+        issued.finish(self._stuck)
 
     def start_issued(self, before: int | None = None) -> None:
         """Start every operation issued so far (the first `before`), in order."""

@@ -2,10 +2,22 @@
 
 [Note: lifetimes across streams]
 A buffer written on one stream and read on another needs two things: the reader's stream waits for
-the writer's, and the memory isn't handed out again before the reader is done. The first is
-`CommContext.wait_for`; the second is a Python reference held in a keep-alive pair `(tensors,
-event)` until the event, recorded on the reader's stream after its last use, has passed.
-`record_stream` is not used: it defers reuse by an amount that nobody can predict.
+the writer's, and the memory isn't written again before the reader is done, by its owner or by
+whoever gets it after its last reference is gone. The first is `CommContext.wait_for`. For the
+second the streams that the memory came from wait for an event recorded behind the reader's last
+use: at once (`CommContext.release`), or two uses later, and until then a Python reference is held
+(`CommContext.keep_alive`).
+
+Why dropping the last reference is safe once those streams wait, without the host knowing that the
+reader is done: the allocator hands freed memory out again on the stream that it was allocated for,
+and the new owner's work there is issued behind the wait. A gradient may have been allocated for
+another stream than the one its hook ran on; autograd has then called `record_stream` for the
+hook's, and the allocator itself waits for what that stream has been given by the time of the drop:
+the wait is in that. So each of several producers waits, and none for more than this.
+
+Nothing asks an event whether it has passed: a host that runs ahead would hear no every time and
+hold everything, and a host that is recording a graph must not ask. `record_stream` is not called
+here either: when memory comes back would then hang on when the allocator asks.
 
 On devices without streams (CPU) the same code runs: entering the stream is a no-op and overlap
 comes from asynchronous handles.
@@ -14,12 +26,39 @@ comes from asynchronous handles.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
 from deepspeed.accelerator import Event, Stream, get_accelerator
+
+# Uses of memory of other streams that are under way at once: one may still run while the next is
+# issued.
+MAX_KEPT = 2
+
+
+class _Kept(NamedTuple):
+    """Tensors that the side stream uses.
+
+    Attributes:
+        tensors: The references.
+        producers: Streams that their memory was allocated for.
+        event: After the last use.
+    """
+
+    tensors: list[torch.Tensor]
+    producers: tuple[Stream, ...]
+    event: Event
+
+
+def runs_ahead(tensor: torch.Tensor) -> bool:
+    """Whether the host issues work on the device of `tensor` long before it is done, so that
+    reading a value waits.
+    """
+    accelerator = get_accelerator()
+    return not accelerator.resolves_data_dependency() and accelerator.on_accelerator(tensor)
 
 
 class CommContext:
@@ -45,7 +84,7 @@ class CommContext:
         self.reduction_stream: Stream | None = accelerator.Stream() if self.has_streams else None
         if self.reduction_stream is not None:
             accelerator.name_stream(self.reduction_stream, name)
-        self._alive: deque[tuple[list[torch.Tensor], Event]] = deque()
+        self._kept: deque[_Kept] = deque()
 
     @property
     def async_handles(self) -> bool:
@@ -75,15 +114,35 @@ class CommContext:
         with context:
             yield
 
-    def keep_alive(self, tensors: list[torch.Tensor]) -> None:
-        """Hold `tensors` until the work issued so far on the reduction stream is done."""
+    def release(self, producers: Iterable[Stream]) -> None:
+        """Let each of `producers` wait for what the reduction stream was given so far: their memory
+        that this uses may then be dropped, or written again.
+        """
+        if self.reduction_stream is not None:
+            done = self.reduction_stream.record_event()
+            for stream in producers:
+                stream.wait_event(done)
+
+    def keep_alive(self, tensors: list[torch.Tensor], producers: Collection[Stream]) -> None:
+        """Hold `tensors`, memory of `producers`, for the work issued so far on the reduction
+        stream.
+
+        At most `MAX_KEPT` are held: the producers wait for the oldest use before one more. So
+        memory is bounded however far the host runs ahead, and the producers' work still goes on
+        beside the use.
+        """
         if self.reduction_stream is None:
             return
-        while self._alive and self._alive[0][1].query():
-            self._alive.popleft()
-        event = get_accelerator().Event()
-        event.record(self.reduction_stream)
-        self._alive.append((tensors, event))
+        while len(self._kept) >= MAX_KEPT:
+            self._let_go()
+        event = self.reduction_stream.record_event()
+        self._kept.append(_Kept(tensors, tuple(producers), event))
+
+    def _let_go(self) -> None:
+        oldest = self._kept.popleft()
+        # Before the references go: see [Note: lifetimes across streams].
+        for stream in oldest.producers:
+            stream.wait_event(oldest.event)
 
     def issued(self) -> None:
         """A reduction was issued: without overlap, let the current stream wait for it."""
@@ -91,20 +150,54 @@ class CommContext:
             get_accelerator().current_stream().wait_stream(self.reduction_stream)
 
     def join(self) -> None:
-        """Let the current stream wait for the reduction stream; what was kept alive may go.
-
-        Dropping the references is safe here: memory freed now is reused by work on the current
-        stream, which waits.
+        """Let the current stream wait for the reduction stream, and the producers for what was kept
+        alive, which is dropped.
         """
         if self.reduction_stream is not None:
             get_accelerator().current_stream().wait_stream(self.reduction_stream)
-            self._alive.clear()
+            while self._kept:
+                self._let_go()
 
     def destroy(self) -> None:
         """Wait for outstanding work and let go of everything."""
         if self.reduction_stream is not None:
             self.reduction_stream.synchronize()
-        self._alive.clear()
+        self._kept.clear()
+
+
+class LateNumber:
+    """One number on its way from a device to the host, in page-locked memory that is used again and
+    again.
+
+    Reading it waits for its copy alone: what was issued after `post` keeps the device busy
+    meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._copied: Event | None = None
+
+    def post(self, number: torch.Tensor) -> None:
+        """Copy a 0-d tensor behind the work issued so far on the current stream. What was posted
+        before is lost unless it has been read.
+        """
+        accelerator = get_accelerator()
+        if self._host is None:
+            self._host = accelerator.pin_memory(torch.zeros((), dtype=number.dtype, device="cpu"))
+        self._host.copy_(number, non_blocking=True)
+        self._copied = accelerator.Event()
+        self._copied.record(accelerator.current_stream())
+
+    def read(self) -> float:
+        """Wait for what was posted last, and return it.
+
+        Raises:
+            RuntimeError: Nothing was posted.
+        """
+        if self._host is None or self._copied is None:
+            raise RuntimeError("LateNumber.read: nothing was posted; call post() first")
+        self._copied.synchronize()
+        return float(self._host.item())
 
 
 class StagingBuffers:

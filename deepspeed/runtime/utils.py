@@ -22,6 +22,7 @@ from deepspeed.runtime.sharding.model_ranks import (
     is_model_parallel_parameter as is_model_parallel_parameter,  # upstream's path of it
 )
 from deepspeed.runtime.sharding.model_ranks import norm_selection
+from deepspeed.runtime.streams import runs_ahead
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 
@@ -48,12 +49,17 @@ def move_to_device(
 ) -> Any:
     """Nested lists, tuples and dicts with every tensor on `device`.
 
+    The host does not wait for copies from page-locked memory to a device: what lies there must not
+    be overwritten before they are done (a data loader's batches are not).
+
     Args:
         item: What to move.
         device: Where to.
         criterion_func: Move only items for which it returns True.
     """
     if criterion_func(item) if criterion_func is not None else hasattr(item, "to"):
+        if isinstance(item, torch.Tensor) and torch.device(device).type != "cpu":
+            return item.to(device, non_blocking=True)
         return item.to(device)
     if isinstance(item, dict):
         return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
@@ -99,7 +105,8 @@ def clip_grad_norm_(
         .sqrt_()
         .squeeze()
     )
-    factor = clip_factor(norm.item(), max_norm)
+    known: Any = norm if runs_ahead(norm) else norm.item()
+    factor = clip_factor(known, max_norm)
     for param in params:
         if param.grad is not None:
             param.grad.mul_(factor)

@@ -34,6 +34,18 @@ class fragment_address:  # upstream's name; its import path is part of the check
         return self
 
 
+def logical_shape(param: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, also while it is sharded (stage 3)."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+def own_shard(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter: its shard (stage 3), or all of it."""
+    shard: torch.Tensor | None = getattr(param, "ds_tensor", None)
+    return param.detach() if shard is None else shard
+
+
 def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
     return getattr(param, "_hp_mapping", None)
 
@@ -106,26 +118,20 @@ def _full(
 
 def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | None:
     optimizer, group, index = _require_link(param, "safe_get_local")
-    for fragment in optimizer.groups[group].table.of_param(index):
-        if fragment.shard == optimizer.groups[group].shard_rank:
-            return shards[group][fragment.shard_start : fragment.shard_start + fragment.numel]
-    return None
+    owned = optimizer.groups[group].owned(index)
+    return None if owned is None else shards[group][owned.in_shard]
 
 
 def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor) -> None:
     optimizer, group, index = _require_link(param, "safe_set_full")
-    if value.shape != param.shape:
+    if value.shape != logical_shape(param):
         raise ValueError(
-            f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+            f"value has shape {tuple(value.shape)}, the parameter {tuple(logical_shape(param))}"
         )
-    flat = value.detach().reshape(-1)
-    with torch.no_grad():
-        for fragment in optimizer.groups[group].table.of_param(index):
-            if fragment.shard == optimizer.groups[group].shard_rank:
-                piece = flat[fragment.param_start : fragment.param_start + fragment.numel]
-                shards[group][fragment.shard_start : fragment.shard_start + fragment.numel].copy_(
-                    piece
-                )
+    owned = optimizer.groups[group].owned(index)
+    if owned is not None:
+        with torch.no_grad():
+            shards[group][owned.in_shard].copy_(value.detach().reshape(-1)[owned.in_param])
 
 
 # Full values
@@ -188,8 +194,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set master and model-precision value of `param` on every rank; `value` is the same on all."""
     optimizer, _, _ = _require_link(param, "safe_set_full_fp32_param")
     _assign(param, _shards(optimizer, None), value)
-    with torch.no_grad():
-        param.copy_(value)
+    optimizer.set_param(param, value)
 
 
 def safe_set_full_optimizer_state(

@@ -51,6 +51,7 @@ from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.utils.tensor_fragment import logical_shape
 
 TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
@@ -70,7 +71,7 @@ def describe(
         exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
     part = state.parallel_map.model.rank
-    model_file = file_names.model_file(part)
+    model_file = optimizer.model_file
     weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)
     files: dict[str, dict[str, Any]] = {name: {"weights": found} for name, found in weights.items()}
     if optimizer.sequence is not None:
@@ -137,7 +138,7 @@ def _weights(
         kind = _kind(tensor, tensor in trained)
         if kind == FROZEN and without_frozen:
             continue
-        entry = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), kind]
+        entry = [list(logical_shape(tensor)), str(tensor.dtype).removeprefix("torch."), kind]
         first = names.setdefault(id(tensor), name)
         for file in _files_of(name, files, layers, model_file):
             found.setdefault(file, {})[name] = entry if first == name else [*entry, first]

@@ -33,6 +33,7 @@ from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.state_layout import OwnShard
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.utils.tensor_fragment import logical_shape
 
 NAMELESS = "a parameter that is not the module's"
 
@@ -52,6 +53,11 @@ class OptimizerFiles:
         layout: How its state is spread over files.
         experts: The layers with experts of the model.
         names: Name of each of the model's parameters.
+
+    [Note: collected first]
+    Shards may be cut otherwise in memory than in files, so the state of one file comes from several
+    ranks. All of them take part before any writes: one that fails to write would leave the others
+    waiting.
     """
 
     def __init__(self, state: TrainingState, model: ModelFiles) -> None:
@@ -65,8 +71,16 @@ class OptimizerFiles:
         self._config = state.config
         self._map = state.parallel_map
         self._part = self._map.model.rank
+        self._collected: dict[str, Any] | None = None
 
     # Writing
+
+    def collect(self) -> None:
+        """Make the state of this rank's shard as its file has it; called by all ranks before
+        `own_files`. See [Note: collected first].
+        """
+        if self.layout.shard is not None and self.sequence is not None:
+            self._collected = self.sequence.state_dict()
 
     @property
     def file(self) -> str | None:
@@ -76,6 +90,13 @@ class OptimizerFiles:
         if self.layout.shard is not None:
             return self._shard_file(self.layout.shard, self._bf16)
         return self._expert_file() if self.experts.layers else None
+
+    @property
+    def model_file(self) -> str:
+        """Name of the model file that goes with it."""
+        if self.layout.has_weights and self.layout.shard is not None:
+            return file_names.stage3_model_file(self.layout.shard.rank, self._part)
+        return file_names.model_file(self._part)
 
     def in_model_file(self) -> dict[str, Any] | None:
         """What stands in the model file."""
@@ -94,8 +115,9 @@ class OptimizerFiles:
             # Others hold copies. The files are those of one of them alone, so offline tools read
             # them as ever.
             return {}
+        assert self._collected is not None, "own_files() before collect()"
         content = {
-            keys.OPTIMIZER_STATE_DICT: self.sequence.state_dict(),
+            keys.OPTIMIZER_STATE_DICT: self._collected,
             keys.DS_CONFIG: self._config,
             keys.DS_VERSION: __version__,
         }
@@ -135,7 +157,7 @@ class OptimizerFiles:
         numbered = [] if self.sequence is None else self.sequence.numbered_params()
         return [
             OrderedDict(
-                (self.names.get(param, f"unnamed.{group}.{index}"), param.shape)
+                (self.names.get(param, f"unnamed.{group}.{index}"), logical_shape(param))
                 for index, param in enumerate(params)
             )
             for group, params in enumerate(numbered)
@@ -173,6 +195,11 @@ class OptimizerFiles:
         state = self._read_own_state(self.sequence, folder, model) if slices is None else None
         if state is not None:
             return ReshardedState(state, has_masters=True)
+        if self.layout.has_weights:
+            raise CheckpointError(
+                f"{folder}: the optimizer state of ZeRO stage 3 was saved for other ranks, "
+                "parameters or parameter groups; resume with those that saved it"
+            )
         saved = slices or SavedOptimizer(folder, self._map.tensor.rank)
         if not saved.has_state:
             return None

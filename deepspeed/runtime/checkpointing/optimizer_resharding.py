@@ -66,7 +66,7 @@ class _Target:
     @property
     def numel(self) -> int:
         """Elements, padding included."""
-        return self.own.tensor.numel()
+        return self.own.shape.numel()
 
     def take(self, run: ParamRun, fragment: SavedFragment) -> None:
         """Copy what a run in this tensor has of a fragment."""
@@ -195,7 +195,7 @@ class _Resharding:
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, target in enumerate(self.targets):
             moments = {
-                key: value.view(target.own.tensor.shape)
+                key: value.view(target.own.shape)
                 for key, value in target.values.items()
                 if key != FP32
             }
@@ -219,7 +219,7 @@ class _Resharding:
         for target in self.targets:
             own, value = target.own, target.values.get(FP32, torch.zeros(target.numel))
             is_padded = own.used < target.numel
-            masters.append(value[: own.used] if is_padded else value.view(own.tensor.shape))
+            masters.append(value[: own.used] if is_padded else value.view(own.shape))
         return masters
 
 

@@ -1,7 +1,11 @@
-"""Bucket plans: which parameters share one collective, and which of its elements each shard owns.
+"""Bucket plans: which parameters share one collective, and where its elements lie in the shards.
 
 Pure integers, computed once. Plans are static and launched in one order on every rank: the
 collectives that a rank issues never depend on which gradients it has or when they became ready.
+
+A bucket that is reduced onto several shards is a section of its group's `FragmentTable`, padding
+included: every shard owns an equal part of it, so its reduction is one even collective. A plan says
+nothing of the other shards' parts, so it does not grow with their number.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from deepspeed.runtime.sharding.fragments import FragmentTable, NumEl, ParamIndex
+from deepspeed.runtime.sharding.fragments import FragmentTable, NumEl, ParamIndex, ShardRank
 
 GroupIndex = int
+BucketParams = tuple[ParamIndex, ...]
 
 
 class Segment(NamedTuple):
@@ -27,51 +32,69 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One collective's payload.
+    """One collective's payload, as one rank sees it.
 
     Attributes:
         group: Parameter group of all its parameters.
-        params: Indices in the group, in flat order, so that each owner's elements are contiguous in
-            the bucket.
+        params: Indices in the group, in flat order.
         starts: Where each parameter starts in the bucket.
-        numel: Elements in the bucket.
-        splits: Elements that each shard owns, in bucket order.
-        segments: For each shard, where its elements lie.
+        numel: Elements in the bucket, padding included.
+        used: Elements of parameters; what follows is padding.
+        own_start: Where the elements that this rank owns start in the bucket.
+        own_numel: How many they are; as many on each rank.
+        segments: Where they lie in this rank's shard.
         kind: Parameters with different kinds (dtypes) never share a bucket.
     """
 
     group: GroupIndex
-    params: tuple[ParamIndex, ...]
+    params: BucketParams
     starts: tuple[NumEl, ...]
     numel: NumEl
-    splits: tuple[NumEl, ...]
-    segments: tuple[tuple[Segment, ...], ...]
+    used: NumEl
+    own_start: NumEl
+    own_numel: NumEl
+    segments: tuple[Segment, ...]
     kind: Any = None
-
-    def owned_start(self, shard: int) -> NumEl:
-        """Where the elements of `shard` start in the bucket."""
-        return sum(self.splits[:shard])
 
 
 def plan_bucket(
-    group: GroupIndex, table: FragmentTable, params: Sequence[ParamIndex], kind: Hashable = None
+    group: GroupIndex,
+    table: FragmentTable,
+    params: BucketParams,
+    shard: ShardRank,
+    kind: Hashable = None,
 ) -> BucketPlan:
-    """The plan of a bucket that holds exactly `params`."""
-    ordered = tuple(sorted(params))
-    starts = []
-    segments: list[list[Segment]] = [[] for _ in range(table.num_shards)]
-    position = 0
-    for param in ordered:
+    """The plan of a bucket that holds exactly `params`, as the owner of `shard` sees it.
+
+    With several shards `params` are those of a section of `table`.
+    """
+    starts, position = [], 0
+    for param in params:
         starts.append(position)
-        for fragment in table.of_param(param):
-            _append(
-                segments[fragment.shard], Segment(position, fragment.shard_start, fragment.numel)
-            )
-            position += fragment.numel
-    splits = tuple(sum(segment.numel for segment in owned) for owned in segments)
+        position += table.numels[param]
+    used = position
+    if table.num_shards == 1:
+        numel, own_start, own_numel = used, 0, used
+        segments = _segments(table, params)
+    else:
+        section = table.section_of(params[0])
+        assert section.params == params, f"bucket {params} is not section {section.params}"
+        numel, own_numel = section.padded_numel, section.part_numel
+        own_start = shard * own_numel
+        segments = (Segment(own_start, section.shard_start, own_numel),)
     return BucketPlan(
-        group, ordered, tuple(starts), position, splits, tuple(map(tuple, segments)), kind
+        group, params, tuple(starts), numel, used, own_start, own_numel, segments, kind
     )
+
+
+def _segments(table: FragmentTable, params: BucketParams) -> tuple[Segment, ...]:
+    """Where the elements of parameters lie that one shard has whole."""
+    owned: list[Segment] = []
+    position = 0
+    for param in params:
+        _append(owned, Segment(position, table.offsets[param], table.numels[param]))
+        position += table.numels[param]
+    return tuple(owned)
 
 
 def _append(owned: list[Segment], segment: Segment) -> None:
@@ -87,36 +110,66 @@ def _append(owned: list[Segment], segment: Segment) -> None:
     owned.append(segment)
 
 
+def fill_buckets(
+    numels: Sequence[NumEl],
+    registration: Sequence[int],
+    bucket_numel: NumEl,
+    kinds: Sequence[Hashable] | None = None,
+) -> list[BucketParams]:
+    """The parameters of each bucket of one group, the bucket that is complete first at the front.
+
+    Args:
+        numels: Elements of each parameter; those without any are in no bucket.
+        registration: Position of each parameter in the model. Gradients become ready in about the
+            reverse order.
+        bucket_numel: A bucket takes parameters until one more would exceed this. A parameter at or
+            above it has its own bucket.
+        kinds: For each parameter, what must be equal within a bucket (the communication dtype).
+    """
+    by_kind: dict[Hashable, list[ParamIndex]] = {}
+    for param in sorted(range(len(numels)), key=lambda index: -registration[index]):
+        kind = kinds[param] if kinds is not None else None
+        by_kind.setdefault(kind, []).append(param)
+    chunks = [
+        tuple(sorted(chunk))
+        for params in by_kind.values()
+        for chunk in _fill(params, numels, bucket_numel)
+    ]
+    return sorted(chunks, key=lambda chunk: -_completed_by(chunk, registration))
+
+
+def _completed_by(params: BucketParams, registration: Sequence[int]) -> int:
+    """The position in the model of the parameter whose gradient completes the bucket."""
+    return min(registration[param] for param in params)
+
+
 def plan_buckets(
     tables: Sequence[FragmentTable],
+    buckets: Sequence[Sequence[BucketParams]],
+    shards: Sequence[ShardRank],
     registration: Sequence[Sequence[int]],
-    bucket_numel: NumEl,
     kinds: Sequence[Sequence[Hashable]] | None = None,
 ) -> list[BucketPlan]:
     """Plans for all groups, in launch order.
 
     Args:
         tables: Layout of each group.
-        registration: For each group and parameter, its position in the model. Gradients become
-            ready in about the reverse order.
-        bucket_numel: A bucket takes parameters until one more would exceed this. A parameter at or
-            above it has its own bucket.
-        kinds: For each group and parameter, what must be equal within a bucket (the communication
-            dtype).
+        buckets: For each group, the parameters of its buckets.
+        shards: Which shard of each group this rank owns.
+        registration: For each group and parameter, its position in the model: the bucket whose
+            first parameter comes last is complete first.
+        kinds: For each group and parameter, its kind.
     """
-    plans: list[tuple[int, BucketPlan]] = []
-    for group, table in enumerate(tables):
-        order = registration[group]
-        by_kind: dict[Hashable, list[ParamIndex]] = {}
-        for param in sorted(range(len(table.numels)), key=lambda index: -order[index]):
-            kind = kinds[group][param] if kinds is not None else None
-            by_kind.setdefault(kind, []).append(param)
-        for kind, params in by_kind.items():
-            for chunk in _fill(params, table.numels, bucket_numel):
-                plans.append(
-                    (min(order[param] for param in chunk), plan_bucket(group, table, chunk, kind))
-                )
-    # The bucket whose earliest-registered parameter comes last in the model is complete first.
+    plans = [
+        (
+            _completed_by(params, registration[group]),
+            plan_bucket(
+                group, table, params, shards[group], kinds[group][params[0]] if kinds else None
+            ),
+        )
+        for group, table in enumerate(tables)
+        for params in buckets[group]
+    ]
     plans.sort(key=lambda plan: -plan[0])
     return [plan for _, plan in plans]
 

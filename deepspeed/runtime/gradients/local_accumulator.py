@@ -7,9 +7,15 @@ contributions after a few micro-batches. The accumulator takes each micro-batch'
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.group import ShardedGroup
+
+# Elements of gradients that are widened together: bounds the memory that this takes.
+WIDENED_NUMEL = 1 << 22
 
 
 class LocalAccumulator:
@@ -26,6 +32,8 @@ class LocalAccumulator:
         ]
         self.views = [g.param_views(flat) for g, flat in zip(groups, self.flats, strict=True)]
         self._groups = groups
+        self._dtype = dtype
+        self._is_host = get_accelerator().is_synchronized_device()
 
     @torch.no_grad()
     def absorb(self, scale: float = 1.0) -> None:
@@ -36,12 +44,24 @@ class LocalAccumulator:
                 for view, param in zip(views, group.params, strict=True)
                 if param.grad is not None
             ]
-            if present:
-                torch._foreach_add_(
-                    [view for view, _ in present], [grad for _, grad in present], alpha=scale
-                )
+            self._add([view for view, _ in present], [grad for _, grad in present], scale)
             for param in group.params:
                 param.grad = None
+
+    def _add(self, views: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
+        """Add many gradients, in few kernels.
+
+        A device adds tensors of two dtypes one by one, but converts many at a time: so they are
+        widened first, at most `WIDENED_NUMEL` elements together. Sums are the same.
+        """
+        if not views:
+            return
+        if self._is_host or all(grad.dtype == self._dtype for grad in grads):
+            torch._foreach_add_(views, grads, alpha=scale)
+            return
+        for some in _batches(grads):
+            widened = _widened([grads[index] for index in some], self._dtype)
+            torch._foreach_add_([views[index] for index in some], widened, alpha=scale)
 
     @torch.no_grad()
     def absorb_one(self, group: int, index: int, scale: float = 1.0) -> None:
@@ -55,3 +75,30 @@ class LocalAccumulator:
         """Forget all contributions."""
         for flat in self.flats:
             flat.zero_()
+
+
+def _batches(grads: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Indices of neighbours that together have at most `WIDENED_NUMEL` elements, or of one."""
+    batch: list[int] = []
+    numel = 0
+    for index, grad in enumerate(grads):
+        if batch and numel + grad.numel() > WIDENED_NUMEL:
+            yield batch
+            batch, numel = [], 0
+        batch.append(index)
+        numel += grad.numel()
+    yield batch
+
+
+def _widened(grads: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    if len(grads) == 1:
+        return grads  # one kernel converts and adds it
+    flat = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
+    pieces = [
+        piece.view(grad.shape)
+        for piece, grad in zip(
+            flat.split_with_sizes([grad.numel() for grad in grads]), grads, strict=True
+        )
+    ]
+    torch._foreach_copy_(pieces, grads)
+    return pieces

@@ -11,6 +11,7 @@ not depend on how many groups or gradients a rank has.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from deepspeed import comm as dist
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6
+# Where it is known: on the host or on a device.
+Norm = TypeVar("Norm", float, torch.Tensor)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -76,10 +79,15 @@ def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tenso
     return squared
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
-    """By what a gradient of this (unscaled, finite) norm is multiplied so that the norm is at most
+def clip_factor(norm: Norm, max_norm: float) -> Norm | float:
+    """By what a gradient of this (unscaled) norm is multiplied so that the norm is at most
     `max_norm`; 0 disables.
+
+    A norm that is a tensor stays where it is, and so does the factor. NaN clips nothing.
     """
     if max_norm <= 0:
         return 1.0
-    return min(1.0, max_norm / (norm + CLIP_EPSILON))
+    factor = max_norm / (norm + CLIP_EPSILON)
+    if isinstance(factor, torch.Tensor):
+        return torch.where(factor < 1.0, factor, 1.0)
+    return min(1.0, factor)

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.streams import CommContext, StagingBuffers
+from deepspeed.runtime.streams import CommContext, StagingBuffers, runs_ahead
 
 # Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice
 # would cost memory of its own, and adding a narrow tensor to a wide one directly takes torch
@@ -37,7 +37,7 @@ def accumulate(
         factor: What each is multiplied by.
         first: Replace what is in `target`.
     """
-    if target.device.type == "cpu" and any(part.dtype != target.dtype for part in parts):
+    if not runs_ahead(target) and any(part.dtype != target.dtype for part in parts):
         for start in range(0, target.numel(), HOST_CHUNK):
             chunk = slice(start, start + HOST_CHUNK)
             _accumulate_all(
@@ -168,8 +168,10 @@ class HostSink(DeviceSink):
     ) -> Any:
         if get_accelerator().on_accelerator(grad):
             return super()._add(grad, segments, pieces, factor, first)
-        # The pieces are complete after what is issued on the stream that adds them.
-        self._copies.wait_for([self._copies.current_stream()])
+        # The pieces are complete after what is issued on the stream that adds them, and are its
+        # memory.
+        owner = self._copies.current_stream()
+        self._copies.wait_for([owner])
         event = None
         for start in range(0, pieces[0].numel(), STAGE_NUMEL):
             while self._in_flight and (
@@ -180,6 +182,7 @@ class HostSink(DeviceSink):
             buffers, event = self._stage(parts)
             within = _cut(segments, start, start + STAGE_NUMEL)
             self._in_flight.append(_Staged(grad, within, buffers, factor, first, event))
+        self._copies.keep_alive(pieces, [owner])
         return event
 
     def _stage(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
@@ -194,7 +197,6 @@ class HostSink(DeviceSink):
             # has passed.
             event = get_accelerator().Event()
             event.record(get_accelerator().current_stream())
-        self._copies.keep_alive(parts)
         return buffers, event
 
     def _land(self) -> None:

@@ -1,15 +1,23 @@
 """The fragment table: which shard owns which elements of which parameter.
 
-Pure integers, no torch. A parameter group is laid out as one flat range, parameter after parameter,
-padded at the end and cut into `num_shards` equal shards. A *fragment* is one parameter's part of
-one shard. Reduction, norm, master weights, gathering, checkpoints and `safe_get_full_*` all read
-this table, so "who owns what" has one answer.
+Pure integers, no torch. A parameter group is laid out as one flat range, which is a sequence of
+*sections*: each holds some of the parameters, one behind the other, is padded at its end, and is
+cut into `num_shards` equal parts. Shard r is the r-th part of the first section, behind it the r-th
+of the second, and so on. So whatever is done section by section (the reduction of a bucket, a
+gather) is one even collective. With one section the shards are consecutive ranges of the flat one.
+
+    flat    | a a a b | b b b . | c c d d | d d . . |    two sections, of a and b and of c and d,
+    owner   | shard 0 | shard 1 | shard 0 | shard 1 |    between two shards; dots are padding
+
+A *fragment* is one parameter's part of one shard. Reduction, norm, master weights, gathering,
+checkpoints and `safe_get_full_*` all read this table, so "who owns what" has one answer. Nothing
+here takes longer with more shards, but what lists all fragments of a parameter.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,23 +39,61 @@ class Fragment(NamedTuple):
     shard_start: NumEl
     numel: NumEl
 
+    @property
+    def in_shard(self) -> slice:
+        """Its elements in the shard."""
+        return slice(self.shard_start, self.shard_start + self.numel)
+
+    @property
+    def in_param(self) -> slice:
+        """Its elements in the parameter, flat."""
+        return slice(self.param_start, self.param_start + self.numel)
+
+
+class Section(NamedTuple):
+    """A range of the flat range of which each shard owns an equal part.
+
+    Attributes:
+        params: The parameters in it, in flat order; each has elements.
+        start: Where it starts in the flat range.
+        numel: Elements of its parameters.
+        shard_start: Where its part starts in each shard.
+        part_numel: Elements of each part, padding included.
+        padded_numel: Elements of all parts.
+    """
+
+    params: tuple[ParamIndex, ...]
+    start: NumEl
+    numel: NumEl
+    shard_start: NumEl
+    part_numel: NumEl
+    padded_numel: NumEl
+
+    def part_start(self, shard: ShardRank) -> NumEl:
+        """Where the part of `shard` starts in the flat range."""
+        return self.start + shard * self.part_numel
+
 
 @dataclass(frozen=True)
 class FragmentTable:
     """Layout of one parameter group.
 
     Args:
-        numels: Number of elements of each parameter, in flat order. Zero is allowed.
+        numels: Number of elements of each parameter. Zero is allowed.
         num_shards: Number of owners; 1 means that every rank holds everything.
-        alignment: Every shard holds a multiple of this many elements.
+        alignment: Every part holds a multiple of this many elements.
+        section_params: The parameters of each section, in flat order. One without elements may be
+            left out: it lies nowhere.
 
     Raises:
-        ValueError: If a size is negative or a count is below one.
+        ValueError: If a size is negative, a count is below one, or a parameter with elements is not
+            in one section.
     """
 
     numels: tuple[NumEl, ...]
-    num_shards: int = 1
-    alignment: int = 1
+    num_shards: int
+    alignment: int
+    section_params: tuple[tuple[ParamIndex, ...], ...]
 
     def __post_init__(self) -> None:
         if self.num_shards < 1 or self.alignment < 1:
@@ -57,92 +103,159 @@ class FragmentTable:
             )
         if any(numel < 0 for numel in self.numels):
             raise ValueError(f"element counts must not be negative, got {self.numels}")
+        listed = sorted(param for section in self.section_params for param in section)
+        if listed != [param for param, numel in enumerate(self.numels) if numel]:
+            raise ValueError(
+                f"sections must hold every parameter with elements once, got {self.section_params} "
+                f"for {self.numels}"
+            )
 
     @classmethod
-    def build(cls, numels: Sequence[NumEl], num_shards: int, alignment: int = 1) -> FragmentTable:
-        """The table of parameters with these element counts."""
-        return cls(tuple(numels), num_shards, alignment)
+    def build(
+        cls,
+        numels: Sequence[NumEl],
+        num_shards: int,
+        alignment: int = 1,
+        sections: Sequence[Sequence[ParamIndex]] | None = None,
+    ) -> FragmentTable:
+        """The table of parameters with these element counts; None: they are one section."""
+        filled = (
+            [param for param in section if numels[param]]
+            for section in ([range(len(numels))] if sections is None else sections)
+        )
+        return cls(
+            tuple(numels),
+            num_shards,
+            alignment,
+            tuple(tuple(section) for section in filled if section),
+        )
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """The sections, in flat order."""
+        unit = self.num_shards * self.alignment
+        found: list[Section] = []
+        start = shard_start = 0
+        for params in self.section_params:
+            numel = sum(self.numels[param] for param in params)
+            padded = -(-numel // unit) * unit
+            part = padded // self.num_shards
+            found.append(Section(params, start, numel, shard_start, part, padded))
+            start += padded
+            shard_start += part
+        return tuple(found)
+
+    @cached_property
+    def _starts(self) -> tuple[tuple[NumEl, ...], ...]:
+        """Of each section where its parameters start in it."""
+        return tuple(
+            (0, *accumulate(self.numels[param] for param in section.params[:-1]))
+            for section in self.sections
+        )
+
+    @cached_property
+    def _places(self) -> dict[ParamIndex, tuple[Section, NumEl]]:
+        """Of each parameter with elements its section, and where it starts in that."""
+        return {
+            param: (section, start)
+            for section, starts in zip(self.sections, self._starts, strict=True)
+            for param, start in zip(section.params, starts, strict=True)
+        }
+
+    def section_of(self, param: ParamIndex) -> Section:
+        """The section that a parameter with elements lies in."""
+        return self._places[param][0]
 
     @cached_property
     def offsets(self) -> tuple[NumEl, ...]:
-        """Where each parameter starts in the flat range; one entry more than parameters, the last
-        is `numel`.
-        """
-        return (0, *accumulate(self.numels))
+        """Where each parameter starts in the flat range; 0 for one without elements."""
+        offsets = [0] * len(self.numels)
+        for param, (section, start) in self._places.items():
+            offsets[param] = section.start + start
+        return tuple(offsets)
 
-    @property
+    @cached_property
     def numel(self) -> NumEl:
         """Elements that belong to parameters."""
-        return self.offsets[-1]
+        return sum(self.numels)
 
     @cached_property
     def padded_numel(self) -> NumEl:
         """Elements of the flat range, padding included."""
-        unit = self.num_shards * self.alignment
-        return -(-self.numel // unit) * unit
+        return sum(section.padded_numel for section in self.sections)
 
     @property
     def shard_numel(self) -> NumEl:
         """Elements of each shard, padding included."""
         return self.padded_numel // self.num_shards
 
-    def shard_range(self, shard: ShardRank) -> tuple[NumEl, NumEl]:
-        """The flat range `[start, end)` of `shard`."""
-        return shard * self.shard_numel, (shard + 1) * self.shard_numel
-
     def shard_padding(self, shard: ShardRank) -> NumEl:
-        """How many of the shard's last elements belong to no parameter."""
-        start, end = self.shard_range(shard)
-        return min(max(end - self.numel, 0), end - start)
+        """How many of the shard's elements belong to no parameter: the last of each section's
+        part.
+        """
+        return sum(
+            section.part_numel
+            - min(max(section.numel - shard * section.part_numel, 0), section.part_numel)
+            for section in self.sections
+        )
 
-    @cached_property
-    def _by_param(self) -> tuple[tuple[Fragment, ...], ...]:
-        return tuple(tuple(self._split(param)) for param in range(len(self.numels)))
-
-    def _split(self, param: ParamIndex) -> list[Fragment]:
-        fragments = []
-        start, end = self.offsets[param], self.offsets[param + 1]
-        position = start
-        while position < end:
-            shard, shard_start = divmod(position, self.shard_numel)
-            numel = min(end, (shard + 1) * self.shard_numel) - position
-            fragments.append(Fragment(param, position - start, shard, shard_start, numel))
-            position += numel
-        return fragments
+    def is_laid_out_as(self, other: FragmentTable) -> bool:
+        """Whether every element has the same place in both."""
+        return (self.numels, self.num_shards, self.sections) == (
+            other.numels,
+            other.num_shards,
+            other.sections,
+        )
 
     def of_param(self, param: ParamIndex) -> tuple[Fragment, ...]:
         """The fragments of one parameter, in element order; none if it has no elements."""
-        return self._by_param[param]
+        return tuple(self.of_range(param, 0, self.numels[param]))
 
-    @cached_property
-    def _by_shard(self) -> tuple[tuple[Fragment, ...], ...]:
-        shards: list[list[Fragment]] = [[] for _ in range(self.num_shards)]
-        for fragments in self._by_param:
-            for fragment in fragments:
-                shards[fragment.shard].append(fragment)
-        return tuple(tuple(fragments) for fragments in shards)
+    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
+        """The fragments of elements `start` to `end` of one parameter, in element order."""
+        if start >= end:
+            return
+        section, first = self._places[param]
+        while start < end:
+            shard, in_part = divmod(first + start, section.part_numel)
+            numel = min(end - start, section.part_numel - in_part)
+            yield Fragment(param, start, shard, section.shard_start + in_part, numel)
+            start += numel
+
+    def owned(self, param: ParamIndex, shard: ShardRank) -> Fragment | None:
+        """The fragment of `param` that `shard` owns, if there is one."""
+        if not self.numels[param]:
+            return None
+        section, first = self._places[param]
+        part = shard * section.part_numel
+        start = max(part - first, 0)
+        end = min(part + section.part_numel - first, self.numels[param])
+        return next(self.of_range(param, start, end), None)
 
     def of_shard(self, shard: ShardRank) -> tuple[Fragment, ...]:
         """The fragments that `shard` owns, in shard order."""
-        return self._by_shard[shard]
+        return tuple(
+            fragment
+            for section, starts in zip(self.sections, self._starts, strict=True)
+            for fragment in self._of_part(section, starts, shard)
+        )
 
-    def param_at(self, position: NumEl) -> ParamIndex:
-        """The parameter that holds flat element `position`.
-
-        Raises:
-            IndexError: If the position is in the padding or outside.
-        """
-        if not 0 <= position < self.numel:
-            raise IndexError(
-                f"flat element {position} belongs to no parameter (there are {self.numel})"
-            )
-        return bisect_right(self.offsets, position) - 1
+    def _of_part(
+        self, section: Section, starts: Sequence[NumEl], shard: ShardRank
+    ) -> Iterator[Fragment]:
+        part = shard * section.part_numel
+        position = max(bisect_right(starts, part) - 1, 0)
+        for param in section.params[position:]:
+            fragment = self.owned(param, shard)
+            if fragment is None:
+                return
+            yield fragment
 
 
 def round_robin_order(count: int, num_shards: int) -> list[int]:
     """Parameter order that deals consecutive parameters to different shards.
 
-    Gradients become ready in roughly reverse registration order, so with this order every rank owns
-    part of each bucket (`round_robin_gradients`).
+    Part of the layout of files (`round_robin_gradients`), where shards are consecutive ranges: with
+    this order every shard has parameters from all over the model.
     """
     return [index for first in range(num_shards) for index in range(first, count, num_shards)]

@@ -7,6 +7,7 @@ group, and calls no collective.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.sharding.fragments import FragmentTable, ShardRank
+from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
+from deepspeed.runtime.sharding.fragments import Fragment, FragmentTable, NumEl, ShardRank
 
 
 def expert_group_of(param: torch.Tensor) -> str | None:
@@ -48,8 +50,10 @@ class ShardedGroup:
     """Parameters of one optimizer group, laid out flat, with the shard this rank owns.
 
     Args:
-        params: Trainable parameters in flat order; their `.data` is moved into the flat buffer.
+        params: Trainable parameters, in the order in which files have them; their `.data` is moved
+            into the flat buffer.
         table: Layout of `params`.
+        file_table: Their layout in checkpoint files; None: the same.
         shard: Which shard this rank owns.
         master_dtype: Dtype of the master shard.
         grad_dtype: Dtype in which the owned gradient is accumulated.
@@ -66,10 +70,10 @@ class ShardedGroup:
         num_shards: How many owners there are.
         shard_rank: Which of them this rank is.
         flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
-        shard: View of `flat`, this rank's part, shape `[shard_numel]`.
-        master: fp32 shard that the optimizer updates. It *is* `shard` when the model trains in the
-            master dtype on the same device, so that no second copy exists and nothing needs to be
-            written back.
+        master: fp32 shard that the optimizer updates, shape `[shard_numel]`. It *is* this rank's
+            part of `flat` (`aliased`) when the model trains in the master dtype on the same device
+            and the shard is one piece of `flat`, so that no second copy exists and nothing needs to
+            be written back.
         grad: Reduced gradient of the shard, shape `[shard_numel]`.
     """
 
@@ -79,6 +83,7 @@ class ShardedGroup:
         table: FragmentTable,
         shard: ShardRank,
         *,
+        file_table: FragmentTable | None = None,
         master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
@@ -90,6 +95,7 @@ class ShardedGroup:
     ) -> None:
         self.params = list(params)
         self.table = table
+        self.file_table = file_table or table
         self.num_shards = table.num_shards
         self.shard_rank = shard
         self.process_group = process_group
@@ -98,28 +104,36 @@ class ShardedGroup:
         self.grad_dtype = grad_dtype
         self.device = device
         self.flat = self._flatten(model_device or device, master_dtype)
-        start, end = table.shard_range(shard)
-        self.shard = self.flat[start:end]
-        self.aliased = not offload and self.flat.dtype == master_dtype
-        self.master = (
-            self.shard
-            if self.aliased
-            else self.host_or_device(self.shard.detach().to(device, master_dtype))
-        )
+        self.aliased = not offload and self.flat.dtype == master_dtype and self.is_one_piece
+        self.master = self._make_master(master_dtype)
         self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
         self._grad: torch.Tensor | None = None
 
     def _flatten(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if not self.params:
             return torch.zeros(self.table.padded_numel, dtype=dtype, device=device)
-        first = self.params[0]
-        flat = torch.zeros(self.table.padded_numel, dtype=first.dtype, device=first.device)
-        with torch.no_grad():
-            for param, start in zip(self.params, self.table.offsets, strict=False):
-                view = flat[start : start + param.numel()].view(param.shape)
-                view.copy_(param)
-                param.data = view
-        return flat
+        return flatten(self.params, self.table.offsets, self.table.padded_numel)
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether this rank's shard is one piece of `flat`."""
+        return len(self.table.sections) < 2
+
+    def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.is_one_piece:
+            part = self.only_part(self.flat)
+            if self.aliased:
+                return part
+            return self.host_or_device(make_master(part, self.device, dtype))
+        numel = self.table.shard_numel
+        master = self.host_or_device(torch.empty(numel, dtype=dtype, device=self.device))
+        self._write_master(master)
+        return master
+
+    def _write_master(self, master: torch.Tensor) -> None:
+        for section, part in zip(self.table.sections, self.own_parts(self.flat), strict=True):
+            end = section.shard_start + section.part_numel
+            write_master(master[section.shard_start : end], part)
 
     def host_or_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, page-locked if this group's buffers are."""
@@ -156,6 +170,34 @@ class ShardedGroup:
         """`param_view` of every parameter."""
         return [self.param_view(flat, index) for index in range(len(self.params))]
 
+    def owned(self, index: int) -> Fragment | None:
+        """The fragment of parameter `index` that this rank owns, if there is one."""
+        return self.table.owned(index, self.shard_rank)
+
+    def own(self, start: NumEl, end: NumEl) -> torch.Tensor:
+        """The part of `flat` that is elements `start` to `end` of this rank's shard, of which one
+        section has all.
+        """
+        sections = self.table.sections
+        after = bisect_right(sections, start, key=lambda section: section.shard_start)
+        section = sections[after - 1]
+        first = section.part_start(self.shard_rank) + start - section.shard_start
+        return self.flat[first : first + end - start]
+
+    def own_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat, padded buffer that are this rank's shard, in its order."""
+        starts = [
+            (section.part_start(self.shard_rank), section.part_numel)
+            for section in self.table.sections
+        ]
+        return [flat[start : start + numel] for start, numel in starts]
+
+    def only_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a flat, padded buffer that is this rank's shard, where that is one piece."""
+        parts = self.own_parts(flat)
+        assert len(parts) < 2, f"the shard is {len(parts)} parts of the flat buffer"
+        return parts[0] if parts else flat[:0]
+
     def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of the buffers, for `deepspeed.utils.memory_names`: first by parameter, then
         (padding) by buffer.
@@ -173,27 +215,29 @@ class ShardedGroup:
             buffers.append(("gradient shard", self._grad))
         for what, buffer in buffers:
             label = f"{what} of group {index}"
-            if buffer is self.flat:
-                pieces = [
-                    (param, start, self.table.numels[param])
-                    for param, start in enumerate(self.table.offsets[:-1])
-                ]
-            else:
-                pieces = [
-                    (part.param, part.shard_start, part.numel)
-                    for part in self.table.of_shard(self.shard_rank)
-                ]
             yield from (
                 (f"{label} ({names[param]})", buffer[start : start + numel])
-                for param, start, numel in pieces
+                for param, start, numel in self._pieces_of(buffer)
             )
             yield f"{label} (padding)", buffer
+
+    def _pieces_of(self, buffer: torch.Tensor) -> list[tuple[int, int, int]]:
+        """Parameter, start and size of what lies in `flat`, or in a buffer like `shard`."""
+        if buffer is self.flat:
+            return [
+                (param, start, self.table.numels[param])
+                for param, start in enumerate(self.table.offsets)
+            ]
+        return [
+            (part.param, part.shard_start, part.numel)
+            for part in self.table.of_shard(self.shard_rank)
+        ]
 
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Master shard <- model-precision shard (after weights were loaded or edited)."""
         if not self.aliased:
-            self.master.copy_(self.shard)
+            self._write_master(self.master)
 
     def release(self) -> None:
         """Give the parameters storage of their own again, so that the model outlives the

@@ -1,21 +1,24 @@
 """How the updated shard of a group reaches every rank: rounded to the model dtype, copied to the
 device, gathered from its owners.
 
-Piece by piece, so that while the host updates one piece the pieces before it are on their way. Owns
-the order and size of pieces, which depend on the group's layout alone: all ranks of a group gather
-the same pieces in the same order. Does not own the update.
+Section by section of the group's layout (`fragments`): a section is one range of the flat buffer,
+gathered in place by one collective. On the host piece by piece, so that while one piece is updated
+the pieces before it are on their way. Owns the order and size of pieces, which depend on the
+group's layout alone: all ranks of a group gather the same pieces in the same order. Does not own
+the update.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
+from deepspeed.runtime.sharding.fragments import NumEl, Section
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import StagingBuffers
 
@@ -27,12 +30,21 @@ NUM_STAGED = 2
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
+class Gather(NamedTuple):
+    """What one collective sends: elements `start` to `end` of each rank's shard, of one section."""
+
+    section: Section
+    start: NumEl
+    end: NumEl
+
+
 class Publisher:
     """Sends one group's shard, in the order of `pieces`.
 
     Args:
         group: Whose shard.
-        allgather_bucket_size: Most elements that one gather fills on a rank.
+        allgather_bucket_size: Most elements that one gather by pieces fills on a rank. A section
+            that is gathered in place needs no memory, and is not cut.
         by_broadcast: One broadcast per owner instead of an all-gather.
     """
 
@@ -45,7 +57,8 @@ class Publisher:
             and not by_broadcast
             and is_pairwise(group.flat, group.process_group)
         )
-        self._gather_numel = self._numel_of_gather(allgather_bucket_size)
+        # By the end in the shard: when that is updated, the gather may go.
+        self._planned = {gather.end: gather for gather in self._plan(allgather_bucket_size)}
         self._staging = StagingBuffers(NUM_STAGED, pin=group.pin)
         # The buffer that the piece at hand is rounded to, if it is one.
         self._staged: torch.Tensor | None = None
@@ -53,15 +66,16 @@ class Publisher:
         self._sent: Any = None  # the event of the last copy to the device
         self._gathers: deque[PendingShards] = deque()
 
-    def _numel_of_gather(self, bucket_size: int) -> int:
-        group = self._group
-        if self._pairwise:
-            # Slices go from shard to shard without a buffer: short ones cost nothing, and leave
-            # early.
-            return max(1, min(UPDATE_NUMEL, bucket_size // group.num_shards))
-        # Each gather of a part needs a buffer, and of the whole none.
-        whole = group.num_shards == 1 or group.table.padded_numel <= bucket_size
-        return max(1, group.table.shard_numel if whole else bucket_size // group.num_shards)
+    def _plan(self, bucket_size: int) -> Iterator[Gather]:
+        """The gathers, in order. Slices that go from shard to shard need no buffer: short ones cost
+        nothing, and leave early.
+        """
+        short = max(1, min(UPDATE_NUMEL, bucket_size // self._group.num_shards))
+        for section in self._group.table.sections:
+            size = short if self._pairwise else section.part_numel
+            end = section.shard_start + section.part_numel
+            for start in range(section.shard_start, end, size):
+                yield Gather(section, start, min(start + size, end))
 
     @property
     def grad(self) -> torch.Tensor:
@@ -70,11 +84,9 @@ class Publisher:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """First and last+1 element in the shard of each piece."""
-        for start in range(0, self._group.table.shard_numel, self._gather_numel):
-            end = min(start + self._gather_numel, self._group.table.shard_numel)
-            yield from (
-                (piece, min(piece + UPDATE_NUMEL, end)) for piece in range(start, end, UPDATE_NUMEL)
-            )
+        for gather in self._planned.values():
+            for start in range(gather.start, gather.end, UPDATE_NUMEL):
+                yield start, min(start + UPDATE_NUMEL, gather.end)
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
         """Where an optimizer on the host may round the piece at hand to; None: `updated` reads the
@@ -85,7 +97,7 @@ class Publisher:
             return None
         self._rounded = True
         if self._on_host:
-            return group.shard[start:end]
+            return group.own(start, end)
         # Half the bytes of the masters cross to the device, and no fp32 copy is needed there.
         self._staged = self._staging.take(end - start, group.flat.dtype)
         return self._staged[: end - start]
@@ -103,32 +115,31 @@ class Publisher:
         elif not self._rounded and not group.aliased:
             self._send(group.master[start:end], start)
         self._rounded = False
-        if end % self._gather_numel == 0 or end == group.table.shard_numel:
-            self._gather((end - 1) // self._gather_numel * self._gather_numel, end)
+        if end in self._planned:
+            self._gather(self._planned[end])
 
     def _send(self, source: torch.Tensor, start: int) -> None:
-        self._group.shard[start : start + source.numel()].copy_(
-            source, non_blocking=self._group.pin
-        )
+        own = self._group.own(start, start + source.numel())
+        own.copy_(source, non_blocking=self._group.pin)
         if self._group.pin:
             self._sent = get_accelerator().Event()
             self._sent.record(get_accelerator().current_stream())
 
-    def _gather(self, start: int, end: int) -> None:
-        group, shard_numel = self._group, self._group.table.shard_numel
+    def _gather(self, gather: Gather) -> None:
+        group, section = self._group, gather.section
         if group.num_shards == 1:
             return
-        if end - start == shard_numel and not self._pairwise:
-            splits = [shard_numel] * group.num_shards
-            gather = gather_from_owners(
-                group.flat, splits, group.process_group, self._by_broadcast, async_op=True
-            )
+        whole = group.flat[section.start : section.start + section.padded_numel]
+        if self._pairwise:
+            first, last = gather.start - section.shard_start, gather.end - section.shard_start
+            parts = whole.view(group.num_shards, section.part_numel)
+            slices = [part[first:last] for part in parts]
+            pending = gather_slices(slices, group.process_group, async_op=True)
         else:
-            while self._gathers and not self._pairwise:
-                self._gathers.popleft().wait()  # one buffer at a time
-            slices = [shard[start:end] for shard in group.flat.view(group.num_shards, shard_numel)]
-            gather = gather_slices(slices, group.process_group, self._by_broadcast, async_op=True)
-        self._gathers.append(gather)
+            pending = gather_from_owners(
+                whole, group.process_group, self._by_broadcast, async_op=True
+            )
+        self._gathers.append(pending)
 
     def publish(self) -> None:
         """All pieces, of masters that are final; `finish` completes it."""

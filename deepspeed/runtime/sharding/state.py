@@ -2,7 +2,8 @@
 BF16_Optimizer files share.
 
 Written and read here is this rank's own shard; state that was sharded otherwise is made into that
-by `runtime.checkpointing.optimizer_resharding`.
+by `runtime.checkpointing.optimizer_resharding`. Where shards are cut otherwise in memory than in
+files, ranks exchange them (`exchange`): all of them save, and all load.
 
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per
 group without padding with `elastic_checkpoint`. `param_slice_mappings` says where each parameter's
@@ -11,12 +12,14 @@ fragment lies in this rank's shard.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_PARAM_GROUPS,
     BASE_OPTIMIZER_STATE,
@@ -28,12 +31,17 @@ from deepspeed.checkpoint.constants import (
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
+from deepspeed.checkpoint.resharding.saved_optimizer import is_per_element
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.sharding.exchange import LayoutExchange
 from deepspeed.utils.tensor_fragment import fragment_address
 
 if TYPE_CHECKING:
     from deepspeed.runtime.sharding.group import ShardedGroup
     from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+
+# For each group, state of its shard by key.
+Moments = list[dict[str, torch.Tensor]]
 
 
 class CheckpointMismatchError(RuntimeError):
@@ -41,12 +49,21 @@ class CheckpointMismatchError(RuntimeError):
 
 
 def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any]:
-    """This rank's part of the state."""
-    base = _lean_state(optimizer) if elastic else optimizer.optimizer.state_dict()
-    masters = [_without_padding(group, group.master) for group in optimizer.groups]
-    state = as_sharded_state(optimizer, base, masters)
+    """This rank's part of the state; see `Refiling` for who has to call it."""
+    refiling = Refiling(optimizer, to_files=True)
+    base = optimizer.optimizer.state_dict()
+    host = torch.device("cpu")  # state may fill the device: what is made here must not
+    if refiling.is_needed:
+        moments = refiling.moments(_states_of_groups(optimizer, base))
+        refiling.agree(moments)
+        base = _with_moments(base, refiling.move_all(moments, host))
+    masters = [
+        _without_padding(group, refiling.move(index, group.master.detach(), host))
+        for index, group in enumerate(optimizer.groups)
+    ]
+    state = as_sharded_state(optimizer, _lean_state(optimizer, base) if elastic else base, masters)
     if elastic:
-        state[BASE_OPTIMIZER_PARAM_GROUPS] = optimizer.optimizer.state_dict()["param_groups"]
+        state[BASE_OPTIMIZER_PARAM_GROUPS] = base["param_groups"]
         steps = [state.get("step") for state in optimizer.state.values()]
         state[BASE_OPTIMIZER_STATE_STEP] = next((step for step in steps if step is not None), None)
     return state
@@ -75,8 +92,13 @@ def as_sharded_state(
     }
 
 
+def _lean_numel(group: ShardedGroup) -> int:
+    """Elements of this rank's shard without padding, as files have it."""
+    return group.file_table.shard_numel - group.file_table.shard_padding(group.shard_rank)
+
+
 def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()[: group.table.shard_numel - group.table.shard_padding(group.shard_rank)]
+    return tensor.detach()[: _lean_numel(group)]
 
 
 def _slice_mapping(
@@ -88,25 +110,143 @@ def _slice_mapping(
             optimizer.param_names.get(group.params[f.param], str(f.param)),
             fragment_address(numel=f.numel, start=f.shard_start),
         )
-        for f in group.table.of_shard(group.shard_rank)
+        for f in group.file_table.of_shard(group.shard_rank)
     )
 
 
-def _lean_state(optimizer: ZeROOptimizer) -> list[dict[str, Any]]:
-    lean = []
-    for group in optimizer.groups:
-        state = optimizer.state.get(group.masters[0], {})
-        lean.append({key: _lean_value(group, value) for key, value in state.items()})
-    return lean
+def _lean_state(optimizer: ZeROOptimizer, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Moments per group without padding."""
+    return [
+        {
+            key: _without_padding(group, value)
+            if is_per_element(key, value, (group.file_table.shard_numel,), is_scalar=False)
+            else value
+            for key, value in state.items()
+        }
+        for group, state in zip(optimizer.groups, _states_of_groups(optimizer, base), strict=True)
+    ]
 
 
-def _lean_value(group: ShardedGroup, value: Any) -> Any:
-    is_moment = (
-        isinstance(value, torch.Tensor)
-        and value.numel() == group.table.shard_numel
-        and value.dim() > 0
-    )
-    return _without_padding(group, value) if is_moment else value
+def _states_of_groups(
+    optimizer: ZeROOptimizer, base: dict[str, Any] | list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """State of each group's shard, of a state dict of the wrapped optimizer or as
+    `elastic_checkpoint` has it.
+    """
+    if not isinstance(base, dict):
+        return base
+    numbers = [options["params"][0] for options in base["param_groups"]]
+    return [base["state"].get(number, {}) for number in numbers]
+
+
+def _with_moments(base: dict[str, Any], moments: Moments) -> dict[str, Any]:
+    """A state dict of the wrapped optimizer with these moments of each group's shard."""
+    states = dict(base["state"])
+    for options, own in zip(base["param_groups"], moments, strict=True):
+        if own:
+            number = options["params"][0]
+            states[number] = {**states[number], **own}
+    return {**base, "state": states}
+
+
+class Refiling:
+    """This rank's shards between the layout in memory and that of files.
+
+    Where the two are the same for every group, nothing is copied and nobody is asked. Otherwise all
+    ranks that train the same parameters have to take part: they agree (`agree`), then exchange
+    shards in one order. A rank whose state does not fit says so when they agree, and all raise.
+
+    Args:
+        optimizer: Whose.
+        to_files: From memory to files; otherwise back.
+
+    Attributes:
+        is_needed: Whether some group's layouts differ.
+    """
+
+    def __init__(self, optimizer: ZeROOptimizer, to_files: bool) -> None:
+        self._optimizer = optimizer
+        self._to_files = to_files
+        self._exchanges = [self._exchange(group) for group in optimizer.groups]
+        self._longest = [0] * len(optimizer.groups)
+        self.is_needed = any(exchange is not None for exchange in self._exchanges)
+
+    def _exchange(self, group: ShardedGroup) -> LayoutExchange | None:
+        if group.table.is_laid_out_as(group.file_table):
+            return None
+        ways = (group.table, group.file_table)
+        return LayoutExchange(group, *(ways if self._to_files else reversed(ways)))
+
+    def moments(self, states: Sequence[Mapping[str, Any]]) -> Moments:
+        """Of each group that has to be moved, what of its shard's state has an element for each of
+        the shard's.
+        """
+        return [
+            {} if exchange is None else self._moments(group, state)
+            for group, state, exchange in zip(
+                self._optimizer.groups, states, self._exchanges, strict=True
+            )
+        ]
+
+    def _moments(self, group: ShardedGroup, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        here = (group.table.shard_numel,)
+        sizes = here if self._to_files else (group.file_table.shard_numel, _lean_numel(group))
+        return {
+            key: state[key]
+            for key in sorted(state)
+            if is_per_element(key, state[key], sizes, is_scalar=False)
+        }
+
+    def agree(self, moments: Moments, problem: Exception | None = None) -> None:
+        """Make sure that all ranks are about to exchange the same; called before `move`.
+
+        Args:
+            moments: What this rank is about to exchange beside masters.
+            problem: Why it cannot.
+
+        Raises:
+            CheckpointMismatchError: On all ranks, if one cannot, or they would do different things.
+        """
+        if not self.is_needed:
+            if problem is not None:
+                raise problem
+            return
+        described = [
+            sorted((key, str(value.dtype)) for key, value in own.items()) for own in moments
+        ]
+        digest = hashlib.sha256(repr(described).encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        longest = [0 if one is None else one.longest for one in self._exchanges]
+        told = torch.tensor(
+            [int(problem is not None), number, -number, *longest],
+            dtype=torch.int64,
+            device=self._optimizer.device,
+        )
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._optimizer.dp_process_group)
+        failed, highest, negative_of_lowest, *self._longest = told.tolist()
+        if failed:
+            raise problem or CheckpointMismatchError("the state of another rank does not fit")
+        if highest != -negative_of_lowest:
+            raise CheckpointMismatchError(
+                f"ranks have different optimizer state; this one's, by parameter group: {described}"
+            )
+
+    def move_all(self, moments: Moments, device: torch.device | None = None) -> Moments:
+        """`moments` in the other layout, on `device`, or where the masters are."""
+        return [
+            {
+                key: self.move(index, value, device or group.master.device)
+                for key, value in own.items()
+            }
+            for index, (group, own) in enumerate(zip(self._optimizer.groups, moments, strict=True))
+        ]
+
+    def move(self, index: int, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A shard of group `index` in the other layout, on `device`; itself where that is the
+        same.
+        """
+        exchange = self._exchanges[index]
+        return shard if exchange is None else exchange.move(shard, self._longest[index], device)
 
 
 def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
@@ -124,7 +264,7 @@ def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
     for index, (group, master) in enumerate(
         zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
     ):
-        expected = _without_padding(group, group.master).numel()
+        expected = _lean_numel(group)
         if master.numel() != expected:
             raise CheckpointMismatchError(
                 f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, "
@@ -150,19 +290,29 @@ def load_sharded_state(
     load_optimizer_states: bool,
     load_from_fp32_weights: bool,
 ) -> None:
-    """Restore masters and moments of this rank.
+    """Restore masters and moments of this rank; see `Refiling` for who has to call it.
 
     Raises:
         CheckpointMismatchError: Before anything is changed.
     """
-    check_fits(optimizer, saved)
+    refiling = Refiling(optimizer, to_files=False)
+    moments: Moments = [{} for _ in optimizer.groups]
+    problem: Exception | None = None
+    try:
+        check_fits(optimizer, saved)
+        if load_optimizer_states and refiling.is_needed:
+            moments = refiling.moments(_states_of_groups(optimizer, saved[BASE_OPTIMIZER_STATE]))
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    refiling.agree(moments, problem)
     if load_optimizer_states:
-        _load_moments(optimizer, saved)
+        _load_moments(optimizer, saved, refiling.move_all(moments))
     if load_from_fp32_weights:
-        for group, master in zip(
-            optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True
+        for index, (group, master) in enumerate(
+            zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
         ):
-            _without_padding(group, group.master).copy_(master)
+            moved = refiling.move(index, master, group.master.device)
+            group.master[: moved.numel()].copy_(moved)
     else:
         optimizer.refresh_fp32_params()
 
@@ -183,27 +333,29 @@ def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
     optimizer.param_groups = groups
 
 
-def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any]) -> None:
+def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any], moved: Moments) -> None:
+    """Restore the wrapped optimizer's state; `moved` is what of it lies otherwise in memory."""
     base = saved[BASE_OPTIMIZER_STATE]
     if isinstance(base, dict):
-        load_in_place(optimizer.optimizer, base)
+        load_in_place(optimizer.optimizer, _with_moments(base, moved) if any(moved) else base)
         return
     for param_group, kept in zip(
         optimizer.param_groups, saved.get(BASE_OPTIMIZER_PARAM_GROUPS, ()), strict=False
     ):
         param_group.update({key: value for key, value in kept.items() if key != "params"})
-    for group, lean in zip(optimizer.groups, base, strict=True):
+    for group, lean, own in zip(optimizer.groups, base, moved, strict=True):
         if not lean:
             continue
         state = optimizer.state[group.masters[0]]
         for key, value in lean.items():
-            state[key] = _padded_value(group, value)
+            state[key] = own[key] if key in own else _padded_value(group, value)
 
 
 def _padded_value(group: ShardedGroup, value: Any) -> Any:
-    lean_numel = group.table.shard_numel - group.table.shard_padding(group.shard_rank)
+    lean_numel = _lean_numel(group)
     if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == lean_numel):
         return value
-    padded = torch.zeros(group.table.shard_numel, dtype=value.dtype, device=group.master.device)
+    shard_numel = group.file_table.shard_numel
+    padded = torch.zeros(shard_numel, dtype=value.dtype, device=group.master.device)
     padded[:lean_numel].copy_(value)
     return padded

@@ -12,8 +12,9 @@ backward, one on the host need not come back, and no more crosses instances than
 To cross once per step use stage 1, or `engine.no_sync()` for all micro-batches but the last.
 
 Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a
-rank does not have counts as zeros. The fixes of `docs/fixes/` that live here are marked [fix N] at
-their lines.
+rank does not have counts as zeros. Each bucket is a section of its group's layout, of which every
+rank owns an equal part: reducing it is one even reduce-scatter however many ranks there are. The
+fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import Stream
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
-from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
+from deepspeed.runtime.gradients.late import buckets_to_send_again
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
-from deepspeed.runtime.gradients.readiness import LateGradientError, ReadinessTracker
+from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
@@ -164,20 +166,21 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         backward_started: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> None:
+        # The layout of the groups follows from these, so they come first.
+        self.reduce_bucket_size = reduce_bucket_size
+        self.communication_data_type = communication_data_type
+        self._comm_dtype_of = comm_dtype_of
         super().__init__(init_optimizer, param_names, **kwargs)
         self.partition_gradients = partition_grads
         self.contiguous_gradients = contiguous_gradients
         self.reduce_scatter = reduce_scatter
         self.overlap_comm = overlap_comm
         self.ignore_unused_parameters = ignore_unused_parameters
-        self.communication_data_type = communication_data_type
-        self._comm_dtype_of = comm_dtype_of
         self._backward_started = backward_started
         self.comm_context = CommContext(overlap_comm)
         self.sink = (
             HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
         )
-        self.reduce_bucket_size = reduce_bucket_size
         self._in_flight: deque[Reduction] = deque()
         self._make_buckets()
         self.accumulator = None
@@ -198,11 +201,24 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """See base class."""
         return self.get_param_comm_dtype(param)
 
+    def _fill_buckets(
+        self, params: Sequence[nn.Parameter], positions: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """The parameters of each bucket of a group, the one that is complete first at the front."""
+        kinds = [self.get_param_comm_dtype(param) for param in params]
+        numels = [param.numel() for param in params]
+        return fill_buckets(numels, positions, self.reduce_bucket_size, kinds)
+
+    def _sections(
+        self, params: Sequence[nn.Parameter], positions: Sequence[int], num_shards: int
+    ) -> Sequence[Sequence[int]] | None:
+        """See base class: a section per bucket, in the order of forward. Who owns everything has it
+        as files do.
+        """
+        return self._fill_buckets(params, positions)[::-1] if num_shards > 1 else None
+
     def _make_buckets(self, held: frozenset[nn.Parameter] = frozenset()) -> None:
         """Plan buckets; those with `held` parameters are sent last, whatever hooks fire before."""
-        kinds = [
-            [self.get_param_comm_dtype(param) for param in group.params] for group in self.groups
-        ]
         # Buckets are sent in one order. A parameter whose gradient is complete after all others
         # counts as registered before them.
         order = [
@@ -213,7 +229,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             for group, positions in zip(self.groups, self.registration, strict=True)
         ]
         self.plans = plan_buckets(
-            [group.table for group in self.groups], order, self.reduce_bucket_size, kinds
+            [group.table for group in self.groups],
+            [
+                self._fill_buckets(group.params, positions)
+                for group, positions in zip(self.groups, self.registration, strict=True)
+            ],
+            [group.shard_rank for group in self.groups],
+            order,
+            [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups],
         )
         self.ipg_buckets = [
             IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
@@ -273,6 +296,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
                 param.register_post_accumulate_grad_hook(self._make_hook(slot))
             )
 
+    @property
+    def works_during_backward(self) -> bool:
+        """See base class."""
+        return bool(self._hook_handles)
+
     def _make_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(param: torch.Tensor) -> None:
             self.reduce_ready_partitions_and_remove_grads(param, slot)
@@ -292,13 +320,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Body of the gradient hook of slot `i`."""
         if self._backward_started is not None:
             self._backward_started()
-        if not self._reducing:
-            return
         if self.comm_context.has_streams:
             # [fix 2] The stream current here, inside the hook, is the one that produced this
             # gradient: autograd runs the hook on the stream of the accumulation node, which need
             # not be the default stream nor the one the optimizer was built on.
             self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
+        # Streams are recorded in every micro-batch: the memory of a sum is that of the first.
+        if not self._reducing:
+            return
         for index in self.readiness.mark(i):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
@@ -333,9 +362,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def _clear_accumulator(self) -> None:
         if self.accumulator is not None:
-            # The reduction stream copies out of the accumulator; zeroing it here and now must come
-            # after that.
-            self.comm_context.join()
+            # The reduction stream copies out of the accumulator; the stream current here was its
+            # producer, and waits for the copies already.
             self.accumulator.clear()
 
     def exit_backward(self) -> None:
@@ -359,31 +387,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             )
 
     def _send_late_gradients(self) -> None:
-        """Gradients that arrived after their bucket was sent: learn about them once, or send them
-        again if the model does so.
-
-        Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model
-        whose parameters fire once needs no agreement, and pays none after its first backward.
-        """
-        if self.readiness.learned and not self.readiness.fires_repeatedly:
-            if self.readiness.late:
-                names = ", ".join(
-                    self.param_names.get(self._slots[slot][1], "?")
-                    for slot in sorted(self.readiness.late)
-                )
-                raise LateGradientError(
-                    f"{names}: another gradient arrived after the bucket had been reduced, which "
-                    "did not happen in the first backward. For models whose graph varies so, use "
-                    "stage 1 with zero_optimization.overlap_comm false, or run the first backward "
-                    "with the fullest graph"
-                )
-            return
-        late = [int(slot in self.readiness.late) for slot in range(len(self._slots))]
-        agreed = torch.tensor([self.readiness.fired, late], dtype=torch.int32, device=self.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        fired, late = agreed.tolist()
-        self.readiness.learn(fired)
-        for index in sorted({self._slots[slot][0] for slot, is_late in enumerate(late) if is_late}):
+        """Gradients that arrived after their bucket was sent: see `gradients.late`."""
+        names = [self.param_names.get(param, "?") for _, param in self._slots]
+        for index in buckets_to_send_again(
+            self.readiness, names, self.device, self.dp_process_group
+        ):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     # Reduction
@@ -417,29 +425,42 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         # Reading them is safe only after the work of *all* of these streams; the one current now is
         # right only if no hook recorded any.
         self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
+        producers = bucket.copy_streams or {self.comm_context.current_stream()}
         with self.comm_context.on_reduction_stream():
             buffer = self._acquire_buffer(plan)
             bucket.buffer = [buffer]
-            self._fill(buffer.views(bucket, plan.starts), grads)
+            payload = self._fill_buffer(buffer, index, grads)
+            # That was the last use of the gradients. Their producers wait for it, so they can be
+            # dropped as soon as this is issued, and memory that the next micro-batch writes again
+            # (a graph's) is not written before. See [Note: lifetimes across streams].
+            self.comm_context.release(producers)
+            if plan.used < plan.numel:
+                # What the buffer held before would be summed into the shards' padding, which the
+                # norm takes in.
+                buffer.tensor[plan.used : plan.numel].zero_()
             undivided = self.accumulation_divisor if self.accumulator is None else 1.0
-            factors = self.reduce_rule.factors(undivided)
-            payload = buffer.tensor[: plan.numel]
+            factors = self.reduce_rule.factors(undivided, buffer.tensor.dtype)
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
             self._in_flight.append(
                 Reduction(index, self._start_reduction(plan, payload), factors, buffer)
             )
-            if self.comm_context.async_handles:
+            if self.overlap_comm:
                 # All ranks issue inside(0), inside(1), between(0), inside(2), between(1), ...: a
                 # rank only ever waits for what comes earlier in this order, so the two groups'
                 # collectives cannot wait for each other in a circle.
                 self._reduce_between_instances(1)
             else:
                 self._finish_in_flight(0)
-        # See [Note: lifetimes across streams]: autograd frees a gradient's memory for the stream
-        # that produced it.
-        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])
         self.comm_context.issued()
+
+    def _fill_buffer(
+        self, buffer: BucketBuffer, index: int, grads: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Copy the gradients of bucket `index` together; returns the payload."""
+        plan = self.plans[index]
+        self._fill(buffer.views(self.ipg_buckets[index], plan.starts), grads)
+        return buffer.tensor[: plan.numel]
 
     @staticmethod
     def _fill(views: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
@@ -455,9 +476,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
         group = self.groups[plan.group]
         if self.reduce_scatter:
-            return reduce_to_owners(payload, plan.splits, group.process_group, async_op=True)
-        start = plan.owned_start(group.shard_rank)
-        owned = payload[start : start + plan.splits[group.shard_rank]]
+            return reduce_to_owners(payload, group.process_group, async_op=True)
+        owned = payload[plan.own_start : plan.own_start + plan.own_numel]
         works = (
             []
             if group.num_shards == 1
@@ -472,23 +492,34 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.instances.across is None:
             return
         inside = [reduction for reduction in self._in_flight if not reduction.is_between]
-        for reduction in inside[: max(0, len(inside) - limit)]:
-            reduction.pending.sum_over(self.instances.across)
-            reduction.is_between = True
+        with self.comm_context.on_reduction_stream():
+            for reduction in inside[: max(0, len(inside) - limit)]:
+                reduction.pending.sum_over(self.instances.across)
+                reduction.is_between = True
 
     def _finish_in_flight(self, limit: int) -> None:
-        """Complete reductions, oldest first, until at most `limit` are on their way."""
+        """Complete reductions, oldest first, until at most `limit` are on their way.
+
+        With streams it is the reduction stream that waits for a reduction and adds its piece. That
+        of the bucket before stands behind the copy of the last one, so the copy of the next waits
+        for it, whose buffer it takes, and not for the last.
+        """
         self._reduce_between_instances(limit)
         while len(self._in_flight) > limit:
-            reduction = self._in_flight.popleft()
-            plan = self.plans[reduction.index]
-            pieces = reduction.pending.wait()
-            group = self.groups[plan.group]
-            segments = plan.segments[group.shard_rank]
-            read = self.sink.add(reduction.index, group, segments, pieces, reduction.factors.post)
-            if self.contiguous_gradients:
-                reduction.buffer.last_read = read
-                self._free_buffers.append(reduction.buffer)
+            with self.comm_context.on_reduction_stream():
+                self._finish(self._in_flight.popleft())
+
+    def _finish(self, reduction: Reduction) -> None:
+        read = self._take_in(reduction, reduction.pending.wait())
+        if self.contiguous_gradients:
+            reduction.buffer.last_read = read
+            self._free_buffers.append(reduction.buffer)
+
+    def _take_in(self, reduction: Reduction, pieces: list[torch.Tensor]) -> Any:
+        """Add what was reduced into the owned gradient; returns the sink's event."""
+        plan = self.plans[reduction.index]
+        group = self.groups[plan.group]
+        return self.sink.add(reduction.index, group, plan.segments, pieces, reduction.factors.post)
 
     def _acquire_buffer(self, plan: BucketPlan) -> BucketBuffer:
         dtype = plan.kind
@@ -508,14 +539,20 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         used = [(reduction.index, reduction.buffer) for reduction in self._in_flight]
         used += [(bucket.index, buffer) for bucket in self.ipg_buckets for buffer in bucket.buffer]
         for index, buffer in used:
-            names = (self.param_names.get(param, "?") for param in self.ipg_buckets[index].params)
-            views = buffer.views(self.ipg_buckets[index], self.plans[index].starts)
+            names = [self.param_names.get(param, "?") for param in self.ipg_buckets[index].params]
             yield from (
                 (f"ipg bucket {index} ({name})", view)
-                for name, view in zip(names, views, strict=True)
+                for name, view in self._named_views(buffer, index, names)
             )
         yield from (("ipg bucket buffer", buffer.tensor) for buffer in self._free_buffers)
         yield from super().named_memory()
+
+    def _named_views(
+        self, buffer: BucketBuffer, index: int, names: list[str]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Where the gradients of bucket `index` lie."""
+        views = buffer.views(self.ipg_buckets[index], self.plans[index].starts)
+        return zip(names, views, strict=True)
 
     def finish_gradients(self) -> None:
         """See base class."""
@@ -561,8 +598,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         way station here.
         """
         self._finish_in_flight(0)
-        for _, param in self._slots:
-            param.grad = None
+        for bucket in self.ipg_buckets:
+            for param in bucket.params:
+                param.grad = None
+            bucket.clear()
         self._clear_accumulator()
         self.sink.clear()
         super().zero_grad(set_to_none)
@@ -573,7 +612,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return not self.sink.is_empty
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout."""
+        """This rank's part of the state, in upstream's layout.
+
+        Collective: files have shards cut otherwise than memory, so all data-parallel ranks call it
+        (with one bucket per group nothing has to be exchanged).
+        """
         state = {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -590,10 +633,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = True,
     ) -> None:
-        """See base class; the loss scaler too."""
+        """See base class; the loss scaler too. Collective, as `state_dict` is."""
+        load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
-        load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """See base class; `BF16_Optimizer`'s files have no loss scaler."""

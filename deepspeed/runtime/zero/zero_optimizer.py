@@ -115,7 +115,7 @@ class ZeROOptimizer(MasterWeightOptimizer):
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters of each group, in flat order."""
+        """Trainable parameters of each group, in the order of files."""
         return [group.params for group in self.groups]
 
     @property
@@ -125,5 +125,7 @@ class ZeROOptimizer(MasterWeightOptimizer):
 
     @property
     def group_paddings(self) -> list[int]:
-        """Trailing elements of this rank's shard of each group that belong to no parameter."""
-        return [group.table.shard_padding(group.shard_rank) for group in self.groups]
+        """Trailing elements of this rank's shard of each group, as files have it, that belong to no
+        parameter.
+        """
+        return [group.file_table.shard_padding(group.shard_rank) for group in self.groups]

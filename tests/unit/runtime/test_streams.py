@@ -24,26 +24,21 @@ class FakeStream:
     def __init__(self, log: list[tuple[Any, ...]], name: str) -> None:
         self.log = log
         self.name = name
+        self.recorded = 0
 
     def wait_stream(self, other: FakeStream) -> None:
         self.log.append(("wait", self.name, other.name))
 
+    def record_event(self) -> str:
+        self.recorded += 1
+        self.log.append(("record", self.name))
+        return f"{self.name} {self.recorded}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(("wait", self.name, event))
+
     def synchronize(self) -> None:
         self.log.append(("synchronize", self.name))
-
-
-class FakeEvent:
-    """Passes when the test says so."""
-
-    def __init__(self, log: list[tuple[Any, ...]]) -> None:
-        self.log = log
-        self.passed = False
-
-    def record(self, stream: FakeStream) -> None:
-        self.log.append(("record", stream.name))
-
-    def query(self) -> bool:
-        return self.passed
 
 
 class FakeAccelerator(CPU_Accelerator):
@@ -53,7 +48,6 @@ class FakeAccelerator(CPU_Accelerator):
         super().__init__()
         self._streams = streams
         self.log: list[tuple[Any, ...]] = []
-        self.events: list[FakeEvent] = []
         self.current = FakeStream(self.log, "default")
         self.made = 0
 
@@ -63,10 +57,6 @@ class FakeAccelerator(CPU_Accelerator):
     def Stream(self, *args: Any, **kwargs: Any) -> FakeStream:  # noqa: N802 - the accelerator's name
         self.made += 1
         return FakeStream(self.log, f"side{self.made}")
-
-    def Event(self, *args: Any, **kwargs: Any) -> FakeEvent:  # noqa: N802 - the accelerator's name
-        self.events.append(FakeEvent(self.log))
-        return self.events[-1]
 
     def current_stream(self, device_index: int | None = None) -> FakeStream:
         return self.current
@@ -115,51 +105,59 @@ def test_work_is_issued_on_the_reduction_stream(fake):
     assert fake.current.name == "default"
 
 
-def test_buffers_live_until_their_event_has_passed(fake):
-    # Kills: dropping the reference at once: the allocator would hand the memory out while the side
-    # stream reads it.
+def test_released_memory_is_awaited_by_every_producer(fake):
+    # Kills: an event recorded before the use, one producer only, a host that waits or asks.
     context = CommContext(overlap=True)
+    context.release([FakeStream(fake.log, "a"), FakeStream(fake.log, "b")])
+    assert fake.log == [("record", "side1"), ("wait", "a", "side1 1"), ("wait", "b", "side1 1")]
+
+
+def kept(context, producers):
+    """Keep a tensor alive; a weak reference to it."""
     tensor = torch.zeros(4)
-    alive = weakref.ref(tensor)
-    context.keep_alive([tensor])
-    del tensor
-    assert ("record", "side1") in fake.log
-    context.keep_alive([torch.zeros(1)])  # looks for events that have passed: none has
-    gc.collect()
-    assert alive() is not None
-    fake.events[0].passed = True
-    context.keep_alive([torch.zeros(1)])
-    gc.collect()
-    assert alive() is None
+    context.keep_alive([tensor], producers)
+    return weakref.ref(tensor)
 
 
-def test_release_keeps_the_order_of_the_stream(fake):
-    # Kills: letting go of a younger buffer while an older one still waits, as a set instead of a
-    # queue would.
+def test_two_uses_are_under_way(fake):
+    # Kills: dropping the reference at once: the allocator would hand the memory out while the side
+    # stream reads it. Holding all that the host has issued, however far it runs ahead.
     context = CommContext(overlap=True)
-    tensors = [torch.zeros(1), torch.zeros(1)]
-    alive = [weakref.ref(t) for t in tensors]
-    for tensor in tensors:
-        context.keep_alive([tensor])
-    del tensor, tensors
-    fake.events[1].passed = True
-    context.keep_alive([torch.zeros(1)])
+    alive = [kept(context, [FakeStream(fake.log, name)]) for name in "abc"]
     gc.collect()
-    assert alive[0]() is not None and alive[1]() is not None
+    assert [tensor() is not None for tensor in alive] == [False, True, True]
+    assert fake.log == [
+        ("record", "side1"),
+        ("record", "side1"),
+        ("wait", "a", "side1 1"),
+        ("record", "side1"),
+    ]
+
+
+def test_the_producers_wait_before_the_references_go(fake, monkeypatch):
+    # Kills: references that go first, or while only one of several producers waits.
+    context = CommContext(overlap=True)
+    producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
+    alive = kept(context, producers)
+    waiting = []
+    monkeypatch.setattr(
+        FakeStream, "wait_event", lambda self, event: waiting.append((self.name, alive() is None))
+    )
+    kept(context, [])
+    kept(context, [])
+    gc.collect()
+    assert waiting == [("a", False), ("b", False)] and alive() is None
 
 
 def test_join_lets_the_current_stream_wait_and_frees(fake):
-    # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, and a
-    # leak over steps.
+    # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, a
+    # producer that is forgotten, and a leak over steps.
     context = CommContext(overlap=True)
-    tensor = torch.zeros(1)
-    alive = weakref.ref(tensor)
-    context.keep_alive([tensor])
-    del tensor
+    alive = kept(context, [FakeStream(fake.log, "producer")])
     fake.log.clear()
     with fake.stream(FakeStream(fake.log, "trainer")):
         context.join()
-    assert fake.log == [("wait", "trainer", "side1")]
+    assert fake.log == [("wait", "trainer", "side1"), ("wait", "producer", "side1 1")]
     gc.collect()
     assert alive() is None
 
@@ -167,7 +165,7 @@ def test_join_lets_the_current_stream_wait_and_frees(fake):
 def test_destroy_waits_for_outstanding_work(fake):
     # Kills: freeing buffers that the device still uses.
     context = CommContext(overlap=True)
-    context.keep_alive([torch.zeros(1)])
+    context.keep_alive([torch.zeros(1)], [])
     context.destroy()
     assert fake.log[-1] == ("synchronize", "side1")
 

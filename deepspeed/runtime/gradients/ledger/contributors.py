@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients.scope import GradientPiece, GradientScope
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 def with_common_cuts(
@@ -36,7 +37,7 @@ def with_common_cuts(
         )
         everywhere: list[Any] = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(everywhere, own, group=group)
-        if param.numel() and not all(everywhere):
+        if logical_shape(param).numel() and not all(everywhere):
             raise ValueError(
                 f"{names(param)} is shared by several parts of the model, but only some of them "
                 "train it: give all of them, or none, to the optimizer (model_parameters)"

@@ -22,6 +22,7 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.ledger.fingerprint import DIMS, Fingerprint
 from deepspeed.runtime.gradients.observer import GradientObserver
 from deepspeed.runtime.gradients.scope import GradientPiece, GradientScope
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 @dataclass
@@ -91,12 +92,12 @@ class ContributionRecorder(GradientObserver):
             self._handles[param] = param.register_hook(self._make_hook(param))  # type: ignore[no-untyped-call]  # torch's is untyped
         # The hooks read the signs on streams that never waited for the one that wrote them here.
         self._fingerprint(self._device)
-        get_accelerator().synchronize()
+        get_accelerator().current_stream().synchronize()
 
     def _fingerprint(self, device: torch.device) -> Fingerprint:
         if device not in self._fingerprints:
             self._fingerprints[device] = Fingerprint(
-                device, max((param.numel() for param in self._by_param), default=1)
+                device, max((logical_shape(param).numel() for param in self._by_param), default=1)
             )
         return self._fingerprints[device]
 

@@ -1,4 +1,6 @@
-"""The fragment table as integers: every element once, in order, padding only at the end."""
+"""The fragment table as integers: every element once, in order, padding only at the end of each
+section's parts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,30 @@ def layouts(seed: int = 0, count: int = 60) -> list[tuple[int, ...]]:
     return [(), (0,), (0, 0), (1,), (1, 0), (0, 1), (4, 4), *drawn]
 
 
-CASES = list(itertools.product(layouts(), WORLDS, (1, 2, 8)))
+def cut(numels: tuple[int, ...], generator: random.Random) -> list[list[int]] | None:
+    """Random sections of these parameters, in any order, some without elements; None: one."""
+    if generator.random() < 0.3:
+        return None
+    params = list(range(len(numels)))
+    generator.shuffle(params)
+    sections: list[list[int]] = [[]]
+    for param in params:
+        if generator.random() < 0.4:
+            sections.append([])
+        sections[-1].append(param)
+    return [sorted(section) for section in sections]
+
+
+def tables(seed: int = 3) -> list[FragmentTable]:
+    """Layouts in one section and in several, for several worlds."""
+    generator = random.Random(seed)
+    return [
+        FragmentTable.build(numels, world, alignment, cut(numels, generator))
+        for numels, world, alignment in itertools.product(layouts(), (*WORLDS, 37), (1, 2, 8))
+    ]
+
+
+TABLES = tables()
 
 
 def flat_owner_map(table: FragmentTable) -> dict[tuple[int, int], tuple[int, int]]:
@@ -41,58 +66,75 @@ def flat_owner_map(table: FragmentTable) -> dict[tuple[int, int], tuple[int, int
 
 def test_every_element_lies_in_exactly_one_place():
     # Kills: a fragment that is cut short at a shard's end, starts one off, or is listed twice.
-    for numels, world, alignment in CASES:
-        table = FragmentTable.build(numels, world, alignment)
+    for table in TABLES:
         owners = flat_owner_map(table)
-        elements = [(param, i) for param, numel in enumerate(numels) for i in range(numel)]
-        assert sorted(owners.values()) == elements, (numels, world, alignment)
+        elements = [(param, i) for param, numel in enumerate(table.numels) for i in range(numel)]
+        assert sorted(owners.values()) == elements, table
 
 
-def test_places_follow_the_flat_order_and_padding_is_last():
-    # Kills: padding between parameters or shards (as per-parameter padding would make), and a wrong
-    # order of parameters.
-    for numels, world, alignment in CASES:
-        table = FragmentTable.build(numels, world, alignment)
+def test_places_follow_the_order_of_a_section_and_padding_is_last():
+    # Kills: padding between parameters or shards (as per-parameter padding would make), a wrong
+    # order of parameters, and parts that a section's reduce-scatter would not deliver.
+    for table in TABLES:
         owners = flat_owner_map(table)
-        places = (
-            [divmod(position, table.shard_numel) for position in range(table.numel)]
-            if table.numel
-            else []
-        )
-        assert [owners[place] for place in places] == sorted(owners.values())
-        assert (
-            sum(table.shard_padding(shard) for shard in range(world))
-            == table.padded_numel - table.numel
-        )
-        assert table.padded_numel - table.numel < world * alignment
-        for shard in range(world):
+        for section in table.sections:
+            elements = [(param, i) for param in section.params for i in range(table.numels[param])]
+            places = [divmod(position, section.part_numel) for position in range(section.numel)]
+            assert elements == [
+                owners[shard, section.shard_start + place] for shard, place in places
+            ]
+            assert len(elements) == section.numel
+            assert 0 <= section.padded_numel - section.numel < table.num_shards * table.alignment
+        for shard in range(table.num_shards):
             used = sum(fragment.numel for fragment in table.of_shard(shard))
             assert used + table.shard_padding(shard) == table.shard_numel
-            padded_places = range(table.shard_numel - table.shard_padding(shard), table.shard_numel)
-            assert not any((shard, place) in owners for place in padded_places)
 
 
-def test_shards_are_equal_aligned_and_cover_the_range():
-    # Kills: shards of uneven size (collectives need equal ones) and alignment applied to the whole
-    # instead of each shard.
-    for numels, world, alignment in CASES:
-        table = FragmentTable.build(numels, world, alignment)
-        ranges = [table.shard_range(shard) for shard in range(world)]
-        assert ranges[0][0] == 0 and ranges[-1][1] == table.padded_numel
-        assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))
-        assert {end - start for start, end in ranges} == {table.shard_numel}
-        assert table.shard_numel % alignment == 0
+def test_one_section_is_consecutive_ranges():
+    # Kills: another layout than that of upstream's files.
+    table = FragmentTable.build([3, 0, 5, 1], 2, 2)
+    assert table.padded_numel == 12 and table.offsets == (0, 0, 3, 8)
+    assert [tuple(fragment) for fragment in table.of_shard(0)] == [(0, 0, 0, 0, 3), (2, 0, 0, 3, 3)]
+    assert [tuple(fragment) for fragment in table.of_shard(1)] == [(2, 3, 1, 0, 2), (3, 0, 1, 2, 1)]
+    assert [table.shard_padding(shard) for shard in (0, 1)] == [0, 3]
 
 
-def test_both_views_list_the_same_fragments():
+def test_sections_and_their_parts_are_equal_aligned_and_cover_the_range():
+    # Kills: parts of uneven size (collectives need equal ones), alignment applied to the whole
+    # instead of each part, sections that overlap.
+    for table in TABLES:
+        start = shard_start = 0
+        for section in table.sections:
+            assert (section.start, section.shard_start) == (start, shard_start)
+            assert section.part_numel * table.num_shards == section.padded_numel
+            assert section.part_numel % table.alignment == 0
+            start, shard_start = start + section.padded_numel, shard_start + section.part_numel
+            assert section.part_start(table.num_shards - 1) + section.part_numel == start
+        assert (start, shard_start) == (table.padded_numel, table.shard_numel)
+
+
+def test_offsets_are_where_parameters_lie_in_the_flat_range():
+    # Kills: offsets that ignore the padding of sections before, or the order of sections.
+    for table in TABLES:
+        owners = flat_owner_map(table)
+        for param, numel in enumerate(table.numels):
+            for i in range(numel):
+                section = table.section_of(param)
+                shard, place = divmod(table.offsets[param] + i - section.start, section.part_numel)
+                assert owners[shard, section.shard_start + place] == (param, i)
+
+
+def test_all_views_list_the_same_fragments():
     # Kills: a per-shard view that drops or reorders fragments, so that norm and gather would
-    # disagree with reduction.
-    for numels, world, alignment in CASES:
-        table = FragmentTable.build(numels, world, alignment)
-        by_param = [fragment for param in range(len(numels)) for fragment in table.of_param(param)]
-        by_shard = [fragment for shard in range(world) for fragment in table.of_shard(shard)]
+    # disagree with reduction; one parameter's own fragment that is another shard's.
+    for table in TABLES:
+        params, shards = range(len(table.numels)), range(table.num_shards)
+        by_param = [fragment for param in params for fragment in table.of_param(param)]
+        by_shard = [fragment for shard in shards for fragment in table.of_shard(shard)]
+        owned = [table.owned(param, shard) for param in params for shard in shards]
         assert sorted(by_param) == sorted(by_shard)
-        for shard in range(world):
+        assert sorted(by_param) == sorted(fragment for fragment in owned if fragment is not None)
+        for shard in shards:
             starts = [fragment.shard_start for fragment in table.of_shard(shard)]
             assert starts == sorted(starts)
             assert all(
@@ -100,16 +142,47 @@ def test_both_views_list_the_same_fragments():
             )
 
 
-def test_param_at_inverts_the_offsets_and_refuses_padding():
-    # Kills: bisect on the wrong side, which gives a zero-size parameter the element of its
-    # neighbour.
-    for numels, world, _ in CASES:
-        table = FragmentTable.build(numels, world, 2)
-        for param, numel in enumerate(numels):
-            assert all(table.param_at(table.offsets[param] + i) == param for i in range(numel))
-        for outside in (-1, table.numel, table.padded_numel):
-            with pytest.raises(IndexError, match=f"element {outside} "):
-                table.param_at(outside)
+def test_a_range_of_a_parameter_is_cut_as_the_whole_is():
+    # Kills: fragments that start at the parameter's beginning whatever was asked for.
+    generator = random.Random(0)
+    for table in TABLES:
+        for param, numel in enumerate(table.numels):
+            start, end = sorted(generator.choices(range(numel + 1), k=2))
+            places = [
+                (fragment.shard, fragment.shard_start + i - fragment.param_start)
+                for fragment in table.of_param(param)
+                for i in range(fragment.param_start, fragment.param_start + fragment.numel)
+            ]
+            assert [
+                (fragment.shard, place)
+                for fragment in table.of_range(param, start, end)
+                for place in range(fragment.shard_start, fragment.shard_start + fragment.numel)
+            ] == places[start:end]
+
+
+def test_layouts_are_compared_by_places():
+    # Kills: an exchange where both layouts are the same, and none where they differ.
+    one = FragmentTable.build([8, 0, 8], 2, 2)
+    assert one.is_laid_out_as(FragmentTable.build([8, 0, 8], 2, 8, [[0, 2]]))
+    assert one.is_laid_out_as(FragmentTable.build([8, 0, 8], 2, 2, [[1], [0, 1, 2]][1:]))
+    assert not one.is_laid_out_as(FragmentTable.build([8, 0, 8], 2, 2, [[0], [2]]))
+    assert not one.is_laid_out_as(FragmentTable.build([8, 0, 8], 2, 16))
+    assert not one.is_laid_out_as(FragmentTable.build([8, 0, 8], 4, 2))
+
+
+def test_a_table_costs_no_more_with_more_shards():
+    # Kills: lists over all shards on the way to one shard's fragments, which thousands of ranks
+    # would pay for at every start.
+    table = FragmentTable.build([10**6 + 1] * 40, 10**9, 8, [[i, i + 1] for i in range(0, 40, 2)])
+    assert len(table.of_shard(10**5)) == 20 and table.shard_padding(10**8) == 20 * 8
+    assert table.owned(39, 10**5) is None or table.owned(39, 10**5).shard == 10**5
+
+
+@pytest.mark.parametrize("sections", [[[0]], [[0, 1], [1]], [[0, 1], [2, 2]]])
+def test_sections_hold_every_parameter_once(sections):
+    # Kills: a parameter that lies nowhere, or in two places.
+    with pytest.raises(ValueError, match="every parameter with elements once"):
+        FragmentTable.build([1, 2, 3], 2, 1, sections)
 
 
 @pytest.mark.parametrize("numels, world, alignment", [((3, -1), 1, 1), ((3,), 0, 1), ((3,), 1, 0)])

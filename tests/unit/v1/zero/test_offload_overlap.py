@@ -167,15 +167,13 @@ class TestOnStreams(DistributedTest):
         from deepspeed.accelerator.sim_accelerator import simulate
         from deepspeed.verify import check_streams
 
+        # Who owns what, and so the order in which the norm is summed, follows from the buckets.
+        buckets = {"reduce_bucket_size": 200}
         with simulate():
-            plain = trained(config(precision), WHOLE, WHOLE)
+            plain = trained(config(precision, **buckets), WHOLE, WHOLE)
         for schedule, buffers, overlap in runs:
             offload = {"pin_memory": pin, "buffer_count": buffers}
-            zero = {
-                "overlap_comm": overlap,
-                "contiguous_gradients": not overlap,
-                "reduce_bucket_size": 200,
-            }
+            zero = {"overlap_comm": overlap, "contiguous_gradients": not overlap, **buckets}
             settings = config(precision, offload=offload, **zero)
             with simulate(schedule=schedule, backward_streams=2), check_streams():
                 values = trained(settings, PIECE, STAGED)

@@ -1,0 +1,123 @@
+"""Copies between whole parameters and the rows `[N, s]` in which their cuts lie (`parameter_cuts`):
+grouped, so that their number does not grow with the ranks.
+
+Pieces of memory only; nothing here communicates or knows what a parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+
+# Whole parameters start at multiples of this, as kernels like it.
+ALIGNMENT_BYTES = 128
+
+
+class _Filling(NamedTuple):
+    """Where one parameter goes: its full rows, what is left of it, and what stays zero."""
+
+    param: int
+    rows: torch.Tensor | None
+    rest: torch.Tensor | None
+    num_in_rows: int
+
+
+class RowFiller:
+    """Copies whole tensors into rows, padding zeroed.
+
+    Args:
+        table: How they are cut.
+        rows: `[num_shards * shard_numel]`; filled again and again.
+    """
+
+    def __init__(self, table: ParameterCutTable, rows: torch.Tensor) -> None:
+        self._fillings: list[_Filling] = []
+        self._padding: list[torch.Tensor] = []
+        self._columns: list[torch.Tensor] = []
+        matrix = rows.view(table.num_shards, -1)
+        for param, (numel, cut) in enumerate(zip(table.numels, table.cuts, strict=True)):
+            columns = matrix[:, table.cut_starts[param] : table.cut_starts[param] + cut]
+            self._columns.append(columns)
+            full, rest = divmod(numel, cut) if cut else (0, 0)
+            self._fillings.append(
+                _Filling(
+                    param,
+                    columns[:full] if full else None,
+                    columns[full, :rest] if rest else None,
+                    full * cut,
+                )
+            )
+            if rest:
+                self._padding.append(columns[full, rest:])
+            if full + bool(rest) < table.num_shards and cut:
+                self._padding.append(columns[full + bool(rest) :])
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Rows <- `tensors`, one per parameter; None counts as zeros."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        zeros = list(self._padding)
+        for filling, tensor in zip(self._fillings, tensors, strict=True):
+            if tensor is None:
+                zeros.append(self._columns[filling.param])
+                continue
+            flat = tensor.reshape(-1)
+            if filling.rows is not None:
+                targets.append(filling.rows)
+                sources.append(flat[: filling.num_in_rows].view(filling.rows.shape))
+            if filling.rest is not None:
+                targets.append(filling.rest)
+                sources.append(flat[filling.num_in_rows :])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        zeros = [piece for piece in zeros if piece.numel()]
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+
+class WholeViews:
+    """Whole parameters in one piece of memory.
+
+    Args:
+        table: How they are cut.
+        shapes: Of each parameter.
+        memory: At least `numel_of(table)` elements.
+
+    Attributes:
+        params: The parameters, in their shapes.
+    """
+
+    def __init__(
+        self, table: ParameterCutTable, shapes: Sequence[torch.Size], memory: torch.Tensor
+    ) -> None:
+        self._cuts = list(table.cuts)
+        self._num_shards = table.num_shards
+        self.params: list[torch.Tensor] = []
+        self._columns: list[torch.Tensor] = []
+        start = 0
+        for numel, cut, shape in zip(table.numels, table.cuts, shapes, strict=True):
+            padded = cut * table.num_shards
+            self.params.append(memory[start : start + numel].view(shape))
+            self._columns.append(memory[start : start + padded].view(table.num_shards, cut))
+            start += _aligned(padded, memory.element_size())
+
+    @staticmethod
+    def numel_of(table: ParameterCutTable, dtype: torch.dtype) -> int:
+        """Elements of memory that the parameters take."""
+        return sum(_aligned(cut * table.num_shards, dtype.itemsize) for cut in table.cuts)
+
+    @torch.no_grad()
+    def copy_out(self, rows: torch.Tensor) -> None:
+        """Whole parameters <- `rows`, `[num_shards * shard_numel]`."""
+        matrix = rows.view(self._num_shards, -1)
+        torch.split_with_sizes_copy(matrix, self._cuts, dim=1, out=self._columns)
+
+
+def _aligned(numel: int, itemsize: int) -> int:
+    unit = max(1, ALIGNMENT_BYTES // itemsize)
+    return -(-numel // unit) * unit

@@ -1,0 +1,148 @@
+"""Shards of a group on their way from one layout to another: from that in memory to that of files,
+and back.
+
+In files shards are consecutive ranges of all parameters, which is upstream's layout; in memory they
+may be cut section by section (`fragments`). Both are known to every rank, so that each knows what
+it has of whom, and nothing but elements travels. Collective; who calls it when is `state`'s.
+
+[Note: rounds]
+One all-to-all of a whole shard would need two shards more on the device, where a large model leaves
+no room. So it goes by rounds, each with a bounded number of elements of every message. How many
+there are follows from the longest message, on which ranks agree before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.sharding.fragments import FragmentTable, NumEl, ShardRank
+from deepspeed.runtime.sharding.group import ShardedGroup
+
+# Elements that a rank sends, and at most receives, in one round.
+ROUND_NUMEL = 1 << 25
+
+
+class Run(NamedTuple):
+    """`numel` elements at `start` of this rank's shard that `peer` owns in the other layout."""
+
+    peer: ShardRank
+    start: NumEl
+    numel: NumEl
+
+
+def overlaps(mine: FragmentTable, other: FragmentTable, shard: ShardRank) -> list[Run]:
+    """What `shard` of one layout has of every shard of the other.
+
+    Ordered by peer, and for each by parameter and element: read from either side, the runs between
+    two shards hold the same elements in the same order, which is that of the message between them.
+    """
+    found = sorted(
+        (
+            there.shard,
+            there.param,
+            there.param_start,
+            fragment.shard_start + there.param_start - fragment.param_start,
+            there.numel,
+        )
+        for fragment in mine.of_shard(shard)
+        for there in other.of_range(
+            fragment.param, fragment.param_start, fragment.param_start + fragment.numel
+        )
+    )
+    runs: list[Run] = []
+    for peer, _, _, start, numel in found:
+        if runs and runs[-1].peer == peer and runs[-1].start + runs[-1].numel == start:
+            runs[-1] = runs[-1]._replace(numel=runs[-1].numel + numel)
+        else:
+            runs.append(Run(peer, start, numel))
+    return runs
+
+
+def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
+    """`runs` by the round in which they travel: element `i` of a message in round `i // limit`."""
+    rounds: list[list[Run]] = [[] for _ in range(count)]
+    peer, sent = -1, 0
+    for run in runs:
+        sent = sent if run.peer == peer else 0
+        peer, start, end = run.peer, run.start, run.start + run.numel
+        while start < end:
+            number, done = divmod(sent, limit)
+            numel = min(end - start, limit - done)
+            rounds[number].append(Run(peer, start, numel))
+            start += numel
+            sent += numel
+    return rounds
+
+
+class LayoutExchange:
+    """Moves this rank's shard of one group from layout `source` to layout `target`.
+
+    Args:
+        group: The group.
+        source: How the shards are laid out.
+        target: How they are wanted.
+    """
+
+    def __init__(self, group: ShardedGroup, source: FragmentTable, target: FragmentTable) -> None:
+        self._group = group
+        self._target_numel = target.shard_numel
+        self._sent = overlaps(source, target, group.shard_rank)
+        self._received = overlaps(target, source, group.shard_rank)
+
+    @property
+    def longest(self) -> NumEl:
+        """Elements of the longest message that this rank sends."""
+        return max(self._numel_by_peer(self._sent), default=0)
+
+    def _numel_by_peer(self, runs: Iterable[Run]) -> list[NumEl]:
+        numels = [0] * self._group.num_shards
+        for run in runs:
+            numels[run.peer] += run.numel
+        return numels
+
+    @torch.no_grad()
+    def move(self, shard: torch.Tensor, longest: NumEl, device: torch.device) -> torch.Tensor:
+        """This rank's shard in the target layout, on `device`; padding is zero.
+
+        Args:
+            shard: In the source layout, 1-D; padding at its end may be missing.
+            longest: Elements of the longest message of all ranks.
+            device: Where the result is wanted.
+        """
+        limit = max(1, ROUND_NUMEL // self._group.num_shards)
+        count = -(-longest // limit)
+        moved = torch.zeros(self._target_numel, dtype=shard.dtype, device=device)
+        for sent, received in zip(
+            in_rounds(self._sent, limit, count),
+            in_rounds(self._received, limit, count),
+            strict=True,
+        ):
+            start = 0
+            arrived = self._round(shard, sent, received).to(device)
+            for run in received:
+                moved[run.start : run.start + run.numel].copy_(arrived[start : start + run.numel])
+                start += run.numel
+        return moved
+
+    def _round(
+        self, shard: torch.Tensor, sent: Sequence[Run], received: Sequence[Run]
+    ) -> torch.Tensor:
+        """What arrives in one round."""
+        group = self._group
+        pieces = [shard[run.start : run.start + run.numel] for run in sent]
+        message = torch.cat([shard[:0], *pieces]).to(group.flat.device)
+        arrived = message.new_empty(sum(run.numel for run in received))
+        # As bytes: not every backend sends every dtype that an optimizer may keep.
+        size = shard.element_size()
+        dist.all_to_all_single(
+            arrived.view(torch.uint8),
+            message.view(torch.uint8),
+            [numel * size for numel in self._numel_by_peer(received)],
+            [numel * size for numel in self._numel_by_peer(sent)],
+            group=group.process_group,
+        )
+        return arrived

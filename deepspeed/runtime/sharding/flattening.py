@@ -1,0 +1,80 @@
+"""How parameters move into one flat buffer, and masters are made of a part of it, without holding
+on a device what it has no room for.
+
+[Note: memory of construction]
+A flat buffer is one allocation: while parameters are copied into it, it and all that are not copied
+yet lie beside each other, twice the weights at first. Where the device has no room for that, each
+parameter goes to the host first, one after the other, and comes back when the buffer is there: the
+weights and the largest of them are the most that the device holds. It costs two copies over the
+bus, so it is done only when it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+
+# Elements that are made masters at a time where model and masters lie on different devices: torch
+# would convert them on the model's, which has no room for all.
+CONVERTED_NUMEL = 1 << 24
+
+
+@torch.no_grad()
+def flatten(params: Sequence[nn.Parameter], offsets: Sequence[int], numel: int) -> torch.Tensor:
+    """A buffer of `numel` elements in which parameter `i` lies at `offsets[i]`; the parameters are
+    views of it, and padding is zero.
+
+    Args:
+        params: At least one; all of one dtype and device.
+        offsets: Where each starts.
+        numel: Elements of the buffer.
+    """
+    first = params[0]
+    values: Sequence[torch.Tensor] = params
+    if not _has_room(first, numel * first.element_size()):
+        values = [_to_host(param) for param in params]
+    flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    for param, value, start in zip(params, values, offsets, strict=False):
+        view = flat[start : start + value.numel()].view(value.shape)
+        view.copy_(value)
+        param.data = view
+    return flat
+
+
+def _has_room(param: torch.Tensor, nbytes: int) -> bool:
+    accelerator = get_accelerator()
+    # Host memory cannot be relieved by the host's.
+    is_on_device = not accelerator.is_synchronized_device() and accelerator.on_accelerator(param)
+    return not is_on_device or accelerator.available_memory(param.device.index) >= nbytes
+
+
+def _to_host(param: nn.Parameter) -> torch.Tensor:
+    """The value of a parameter, whose own memory is let go."""
+    value = get_accelerator().to_host(param.data)
+    param.data = param.data.new_empty(0)
+    return value
+
+
+@torch.no_grad()
+def make_master(shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """`shard` in `dtype` on `device`; itself if it is that already."""
+    if shard.device == device:
+        return shard.detach().to(dtype)
+    master = torch.empty(shard.shape, dtype=dtype, device=device)
+    write_master(master, shard)
+    return master
+
+
+@torch.no_grad()
+def write_master(master: torch.Tensor, shard: torch.Tensor) -> None:
+    """`master` <- `shard`, both 1-D, whatever their dtypes and devices."""
+    if master.device == shard.device:
+        master.copy_(shard)
+        return
+    for start in range(0, shard.numel(), CONVERTED_NUMEL):
+        piece = slice(start, start + CONVERTED_NUMEL)
+        master[piece].copy_(shard[piece].to(master.device))

@@ -1,0 +1,91 @@
+"""What shards send each other when a group's layout changes, as integers: every element once, both
+ends of a message alike.
+"""
+
+from __future__ import annotations
+
+import random
+
+from deepspeed.runtime.sharding.exchange import Run, in_rounds, overlaps
+from deepspeed.runtime.sharding.fragments import FragmentTable
+
+
+def layouts(seed: int = 5) -> list[tuple[FragmentTable, FragmentTable]]:
+    """The same parameters in one section and in several, for several worlds."""
+    generator = random.Random(seed)
+    found = []
+    for world in (1, 2, 3, 5, 37) * 6:
+        numels = [generator.choice((0, 1, 3, 7, 16, 129)) for _ in range(generator.randrange(1, 9))]
+        params = list(range(len(numels)))
+        generator.shuffle(params)
+        first = generator.randrange(len(params) + 1)
+        sections = [sorted(params[:first]), sorted(params[first:])]
+        found.append(
+            (
+                FragmentTable.build(numels, world, 2),
+                FragmentTable.build(numels, world, 8, sections),
+            )
+        )
+    return found
+
+
+def values(table: FragmentTable) -> list[list[int]]:
+    """Each shard with a number for each element of each parameter; padding is 0."""
+    first = [1 + sum(table.numels[:param]) for param in range(len(table.numels))]
+    shards = [[0] * table.shard_numel for _ in range(table.num_shards)]
+    for shard, content in enumerate(shards):
+        for fragment in table.of_shard(shard):
+            start = first[fragment.param] + fragment.param_start
+            content[fragment.in_shard] = range(start, start + fragment.numel)
+    return shards
+
+
+def moved(source: FragmentTable, target: FragmentTable, limit: int) -> list[list[int]]:
+    """The shards of `target`, from those of `source` by messages of at most `limit` elements."""
+    count, there = source.num_shards, values(source)
+    result = [[0] * target.shard_numel for _ in range(count)]
+    rounds = -(-max(source.shard_numel, 1) // limit)
+    sent = [in_rounds(overlaps(source, target, rank), limit, rounds) for rank in range(count)]
+    received = [in_rounds(overlaps(target, source, rank), limit, rounds) for rank in range(count)]
+    for number in range(rounds):
+        messages = {
+            (rank, peer): [
+                value
+                for run in sent[rank][number]
+                if run.peer == peer
+                for value in there[rank][run.start : run.start + run.numel]
+            ]
+            for rank in range(count)
+            for peer in range(count)
+        }
+        assert all(len(message) <= limit for message in messages.values())
+        for rank in range(count):
+            for run in received[rank][number]:
+                message = messages[run.peer, rank]
+                result[rank][run.start : run.start + run.numel] = message[: run.numel]
+                messages[run.peer, rank] = message[run.numel :]
+        assert not any(messages.values()), "a message is longer than its receiver knows"
+    return result
+
+
+def test_every_element_arrives_at_its_place_in_both_directions():
+    # Kills: an element that is sent twice or not at all, ends of a message that disagree in length
+    # or order, rounds that cut the two ends differently.
+    for files, memory in layouts():
+        for limit in (1, 5, 1000):
+            assert moved(memory, files, limit) == values(files)
+            assert moved(files, memory, limit) == values(memory)
+
+
+def test_neighbours_travel_as_one_run():
+    # Kills: a copy for each parameter where the layouts agree: most of a large model's do.
+    table = FragmentTable.build([4] * 10, 2, 2)
+    assert overlaps(table, table, 1) == [Run(1, 0, 20)]
+
+
+def test_what_a_shard_sends_costs_no_more_with_more_shards():
+    # Kills: a loop over all shards for each fragment.
+    numels = [10**6] * 40
+    files = FragmentTable.build(numels, 10**6, 2)
+    memory = FragmentTable.build(numels, 10**6, 8, [[i, i + 1] for i in range(0, 40, 2)])
+    assert sum(run.numel for run in overlaps(files, memory, 10**5)) == files.shard_numel

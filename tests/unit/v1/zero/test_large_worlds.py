@@ -1,0 +1,126 @@
+"""What one of thousands of ranks issues: models of 7B and 70B parameters without memory, on a
+process group of torch's that only pretends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+WORLDS = (8, 64, 512, 4096)
+
+
+def shapes(blocks: int, width: int, hidden: int, key_value: int) -> list[tuple[int, ...]]:
+    """Of the parameters of a Llama with 32,000 words."""
+    block = [
+        *[(width, width), (key_value, width), (key_value, width), (width, width)],
+        *[(hidden, width), (hidden, width), (width, hidden), (width,), (width,)],
+    ]
+    return [(32000, width), *(shape for _ in range(blocks) for shape in block), (32000, width)]
+
+
+MODELS = {"7B": shapes(32, 4096, 11008, 4096), "70B": shapes(80, 8192, 28672, 1024)}
+
+
+class Issued:
+    """Counts collectives, and carries none out: tensors have no memory."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def run(self, call: Any, proceed: Any) -> Any:
+        """Called for every operation."""
+        self.names[call.name] += 1
+        return self if call.async_op else None
+
+    def wait(self) -> None:
+        """A handle's."""
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[Issued]:
+    """This process is rank 0 of so many."""
+    torch_dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    issued = Issued()
+    add_observer(issued)
+    try:
+        yield issued
+    finally:
+        remove_observer(issued)
+        torch_dist.destroy_process_group()
+
+
+def built(model: list[tuple[int, ...]], stage: int) -> DeepSpeedZeroOptimizer:
+    params = [nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in model]
+    return DeepSpeedZeroOptimizer(
+        torch.optim.SGD(params, lr=0.1),
+        {param: str(index) for index, param in enumerate(params)},
+        partition_grads=stage == 2,
+        # Nothing has a value, so no norm can be looked at.
+        check_grad_overflow=False,
+        clip_grad=0.0,
+    )
+
+
+def step(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """One micro-batch and one update."""
+    for group in optimizer.groups:
+        for param in group.params:
+            param.grad = torch.empty_like(param)
+    # Ranks agree on this in a first backward; there is nobody to agree with.
+    optimizer.readiness.learned = True
+    optimizer.backward_prologue()
+    optimizer.reduce_gradients()
+    optimizer.exit_backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_as_many_collectives_as_buckets(name: str, stage: int) -> None:
+    # Kills: a reduction or a gather per owner, or per piece; splits that are even for some models
+    # and worlds only.
+    counts = []
+    for size in WORLDS:
+        with world_of(size) as issued:
+            optimizer = built(MODELS[name], stage)
+            issued.names.clear()
+            step(optimizer)
+            num_buckets = len(optimizer.plans)
+            assert issued.names.pop("reduce_scatter_tensor") == num_buckets
+            assert issued.names.pop("all_gather_into_tensor") == num_buckets
+            assert not issued.names, issued.names
+            counts.append(num_buckets)
+            (group,) = optimizer.groups
+            assert group.table.padded_numel < 1.001 * group.table.numel
+            optimizer.destroy()
+    # A bucket takes parameters up to 500M elements.
+    total = sum(torch.Size(shape).numel() for shape in MODELS[name])
+    assert len(set(counts)) == 1 and total / 5e8 <= counts[0] <= total / 5e8 * 1.2 + 1, counts
+
+
+def test_building_does_not_grow_with_the_world() -> None:
+    # Kills: fragments, segments or views that are made for every rank: at 4,096 that takes many
+    # times as long as at 8.
+    fastest = {size: float("inf") for size in (8, 4096)}
+    for _ in range(3):
+        for size in fastest:
+            with world_of(size):
+                start = time.perf_counter()
+                optimizer = built(MODELS["7B"], 2)
+                step(optimizer)
+                fastest[size] = min(fastest[size], time.perf_counter() - start)
+                optimizer.destroy()
+    assert fastest[4096] < 2 * fastest[8], fastest
