@@ -183,10 +183,13 @@ def reset() -> None:
 def _boundary(what: str) -> Iterator[None]:
     """The edges of a checkpointed function's forward or recomputation, where the settings may ask
     to wait and to measure.
+
+    It waits for the current stream, which all that is computed here is on or has joined. The whole
+    device would include receives that a pipeline has posted, for which it may wait for ever.
     """
     chosen = settings.current()
     if chosen.synchronize:
-        get_accelerator().synchronize()
+        get_accelerator().current_stream().synchronize()
     # A timer of its own: checkpointed functions nest.
     timer = (
         SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}")
@@ -202,7 +205,7 @@ def _boundary(what: str) -> Iterator[None]:
             timer.stop()
             logger.info(f"{timer.name_}: {timer.elapsed():.3f} ms")
         if chosen.synchronize:
-            get_accelerator().synchronize()
+            get_accelerator().current_stream().synchronize()
 
 
 class CheckpointFunction(torch.autograd.Function):

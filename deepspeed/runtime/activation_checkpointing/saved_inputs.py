@@ -6,10 +6,11 @@ needs the input, also over several backwards of one graph, and whether or not re
 reentrant.
 
 [Note: order of copies]
-A copy to the host runs on a side stream, behind the stream that made the tensor; `CommContext`
-keeps the tensor until it is done. The copy back runs on the stream of backward, behind that side
-stream. A block of a long buffer remembers the event of its last use, on whatever stream that was;
-its next user waits for it.
+A copy to the host runs on a side stream, behind the stream that made the tensor. `CommContext`
+keeps the tensor until the copy after the next is about to be issued; that stream then waits for the
+copy, so that a host that runs ahead holds two inputs and not all of them. The copy back runs on the
+stream of backward, behind that side stream. A block of a long buffer remembers the event of its
+last use, on whatever stream that was; its next user waits for it.
 """
 
 from __future__ import annotations
@@ -237,7 +238,8 @@ class InputStore:
             if self._parts
             else flat
         )
-        copies.wait_for([copies.current_stream()])
+        producer = copies.current_stream()
+        copies.wait_for([producer])
         with copies.on_reduction_stream():
             block = (
                 self._buffers.take(source, source.numel(), on_host=True)
@@ -252,7 +254,7 @@ class InputStore:
                 block.used()
         # The input may be dropped, and its memory reused on its own stream, before the copy has
         # read it.
-        copies.keep_alive([source, content])
+        copies.keep_alive([source, content], [producer])
         return content, block
 
     def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
