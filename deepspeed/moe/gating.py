@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 JITTER = "Jitter"
 RSAMPLE = "RSample"
@@ -274,7 +275,10 @@ def _mask_of(
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
     """[S, E]: how many earlier tokens the mask gives to the same expert."""
-    return mask.cumsum(dim=0) - 1
+    if get_accelerator().is_synchronized_device():
+        return mask.cumsum(dim=0) - 1
+    # Over contiguous rows: a device scans a column of a few experts' width element by element.
+    return mask.t().contiguous().cumsum(dim=1).t() - 1
 
 
 def _best(score: torch.Tensor, mask: torch.Tensor, capacity: Capacity) -> torch.Tensor:

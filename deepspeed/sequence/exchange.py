@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -107,20 +108,59 @@ def _pack(
     nothing is permuted before.
     """
     outgoing = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    sizes = list(zip(*(cut.scatter_sizes for cut in cuts), strict=True))
+    around = [
+        tensor.numel() // tensor.shape[cut.scatter]
+        for tensor, cut in zip(tensors, cuts, strict=True)
+    ]
+    sent = [sum(size * numel for size, numel in zip(of, around, strict=True)) for of in sizes]
+    if get_accelerator().is_synchronized_device():
+        _pack_by_rank(outgoing, tensors, cuts, world)
+    else:
+        _pack_by_run(outgoing, tensors, cuts, sizes)
+    return outgoing, sent
+
+
+def _pack_by_rank(
+    outgoing: torch.Tensor, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
+) -> None:
+    """One copy per tensor and rank: the host copies fewer dimensions faster."""
     parts = [
         tensor.split(cut.scatter_sizes, dim=cut.scatter)
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
-    sent = []
     end = 0
     for destination in range(world):
-        start = end
         for pieces in parts:
             piece = pieces[destination]
             outgoing[end : end + piece.numel()].view(piece.shape).copy_(piece)
             end += piece.numel()
-        sent.append(end - start)
-    return outgoing, sent
+
+
+def _pack_by_run(
+    outgoing: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[Cut],
+    sizes: Sequence[tuple[int, ...]],
+) -> None:
+    """One copy per tensor and run of neighbouring ranks with equal sizes: as many with two ranks as
+    with a hundred.
+    """
+    begin, starts = 0, [0] * len(cuts)
+    for piece_sizes, alike in groupby(sizes):
+        run = len(list(alike))
+        pieces = [
+            tensor.narrow(cut.scatter, start, run * size)
+            .unflatten(cut.scatter, (run, size))
+            .movedim(cut.scatter, 0)
+            for tensor, cut, start, size in zip(tensors, cuts, starts, piece_sizes, strict=True)
+        ]
+        numels = [piece.numel() // run for piece in pieces]
+        rows = outgoing[begin : begin + run * sum(numels)].view(run, -1)
+        for piece, target in zip(pieces, rows.split(numels, dim=1), strict=True):
+            target.view(piece.shape).copy_(piece)
+        begin += run * sum(numels)
+        starts = [start + run * size for start, size in zip(starts, piece_sizes, strict=True)]
 
 
 def _arriving_shapes(shape: Sequence[int], cut: Cut, rank: int) -> list[tuple[int, ...]]:

@@ -343,6 +343,7 @@ class DistributedAttention(nn.Module):
         self.scatter_idx = scatter_idx
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
+        self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def layer_sync(self, layer: Any) -> None:
         """Let the current stream wait for `layer.done_event`, which a layer that computes on a
@@ -390,12 +391,18 @@ class DistributedAttention(nn.Module):
         context = self.local_attn(query, key, value, *args, **kwargs)
         return self._to_positions(context, plan)
 
+    def _order(self, heads: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        # Made once: the host waits while numbers of its own are copied to a device.
+        if (heads, device) not in self._orders:
+            self._orders[heads, device] = torch.tensor(heads, device=device)
+        return self._orders[heads, device]
+
     def _to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: HeadPlan
     ) -> tuple[torch.Tensor, ...]:
         if plan.key_order is not None:
             # Differentiable: gradients of a repeated head add up.
-            order = torch.tensor(plan.key_order, device=key.device)
+            order = self._order(plan.key_order, key.device)
             key, value = (
                 key.index_select(self.scatter_idx, order),
                 value.index_select(self.scatter_idx, order),
