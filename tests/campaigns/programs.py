@@ -64,6 +64,13 @@ CAMPAIGNS = (
         choice="case",
     ),
     trials(
+        "families",
+        "ds_verify on families of transformers, with several seeds (an hour)",
+        "unit.verify.families",
+        rounds=5,
+        choice="family",
+    ),
+    trials(
         "zombies",
         "random failing or interrupted launches, and how many left no process",
         "unit.launcher.zombies",

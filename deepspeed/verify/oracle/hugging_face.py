@@ -27,7 +27,7 @@ MAX_PARAMETERS = 500_000_000
 def build_model(
     spec: str, seed: int, rows: int
 ) -> tuple[nn.Module, Callable[[int, int, int], dict[str, torch.Tensor]]]:
-    """A causal language model and random token batches for it.
+    """A language model and random token batches for it.
 
     Args:
         spec: What stands behind `hf:`.
@@ -55,11 +55,10 @@ def build_model(
             setattr(config, key, 0.0)
     config.use_cache = False
     try:
-        module = transformers.AutoModelForCausalLM.from_config(config)
+        module = _model_class(transformers, config).from_config(config)
     except ValueError as error:
         raise UsageError(
-            f"--model hf:{spec}: {type(config).__name__} is not a causal language model's; give a "
-            "function"
+            f"--model hf:{spec}: {type(config).__name__} is not a language model's; give a function"
         ) from error
     size = sum(param.numel() for param in module.parameters())
     if size > MAX_PARAMETERS:
@@ -68,6 +67,18 @@ def build_model(
             f"hf:{name}?n_layer=4&n_embd=64"
         )
     return module, _random_tokens(config, seed, rows, sequence)
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """The language model that a configuration is for: from a sequence to another, of masked tokens,
+    or of the next token.
+    """
+    if config.is_encoder_decoder:
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+        return transformers.AutoModelForSeq2SeqLM
+    masked = transformers.AutoModelForMaskedLM
+    return masked if type(config) in masked._model_mapping else transformers.AutoModelForCausalLM
 
 
 def _value(text: str) -> Any:

@@ -18,6 +18,7 @@ from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.workload import Shape
+from deepspeed.verify.sizes import piece_numel
 
 LEFT_OUT = (
     "verify",
@@ -35,6 +36,9 @@ SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no grad
 GUARD_STEPS = 2
 SIM_STEPS = 2
 SIM_BUCKETS = 4
+# Timers and other periodic work of the defaults begin after a few batches.
+AS_CONFIGURED = "as configured"
+AS_CONFIGURED_STEPS = 4
 ONE_CUT = "a global batch of one sample per rank has one cut only"
 SCALE_POWER = 8
 
@@ -48,7 +52,7 @@ class RunKind(str, Enum):
     COMPILED = "compiled"  # gradients of the compiled model
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
-    SIM = "sim"  # parameters equal to those of SGD, while the stream checker watches
+    SIM = "sim"  # the same as SGD or USER, on the simulated device under the stream checker
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Run:
         steps: Optimizer steps.
         schedule: Which simulated schedule, for SIM.
         backend: torch.compile backend, for COMPILED.
+        piece_numel: Most elements of a piece, for SIM; see `deepspeed.verify.sizes`. 0: sizes and
+            streams are the configuration's and autograd's own.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Run:
     steps: int
     schedule: int = 0
     backend: str = ""
+    piece_numel: int = 0
 
     @property
     def has_user_optimizer(self) -> bool:
@@ -182,6 +189,15 @@ def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in copy.deepcopy(config).items()
         if key not in ("optimizer", "scheduler")
     }
+    changed = with_low_scale(changed)
+    # SGD is not one of the host optimizers that offloading insists on; what it does here is the
+    # same.
+    return {**changed, "zero_force_ds_cpu_optimizer": False}
+
+
+def with_low_scale(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with a dynamic loss scale of fp16 at which a short run steps."""
+    changed = copy.deepcopy(config)
     fp16 = changed.get("fp16") or {}
     if fp16.get("enabled") and not fp16.get("loss_scale"):
         # A dynamic scale begins where gradients overflow, and a short run would skip all its steps.
@@ -192,9 +208,7 @@ def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
                 int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER
             ),
         }
-    # SGD is not one of the host optimizers that offloading insists on; what it does here is the
-    # same.
-    return {**changed, "zero_force_ds_cpu_optimizer": False}
+    return changed
 
 
 def quiet(config: dict[str, Any]) -> dict[str, Any]:
@@ -204,18 +218,40 @@ def quiet(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
 
 
-def in_several_buckets(config: dict[str, Any], numel: int) -> dict[str, Any]:
+def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dict[str, Any]:
     """The configuration with buckets that a small model fills several of: one bucket alone is never
     beside another.
+
+    Args:
+        config: The configuration.
+        numel: Trainable elements of the model.
+        gathers: Cut gathers too: one of all parameters is another path.
     """
     changed = copy.deepcopy(config)
     zero = dict(changed.get("zero_optimization") or {})
-    size = zero.get("reduce_bucket_size")
     enough = max(1, numel // SIM_BUCKETS)
-    zero["reduce_bucket_size"] = (
-        min(int(size), enough) if isinstance(size, (int, float)) else enough
-    )
+    for key in ("reduce_bucket_size", *(("allgather_bucket_size",) if gathers else ())):
+        size = zero.get(key)
+        zero[key] = min(int(size), enough) if isinstance(size, (int, float)) else enough
     return {**changed, "zero_optimization": zero}
+
+
+def simulated_run(
+    configs: list[dict[str, Any]], shape: Shape, numel: int, steps: int, schedule: int
+) -> Run:
+    """The run of one schedule on the simulated device. Schedules take turns with the
+    configurations, and with gathers in pieces and whole.
+    """
+    config = configs[schedule % len(configs)]
+    return Run(
+        f"schedule {schedule}",
+        RunKind.SIM,
+        in_several_buckets(config, numel, gathers=schedule // 2 % 2 == 0),
+        shape,
+        min(steps, SIM_STEPS),
+        schedule=schedule,
+        piece_numel=piece_numel(numel, shape.world),
+    )
 
 
 def shape_of(config: dict[str, Any], world: int) -> Shape:
@@ -288,16 +324,10 @@ def make_plan(
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
-    for schedule in range(schedules):
-        bucketed = in_several_buckets(sgd, numel)
+    configs = [sgd] if config.get("optimizer") is None else [sgd, with_low_scale(base)]
+    runs += [simulated_run(configs, shape, numel, steps, schedule) for schedule in range(schedules)]
+    if schedules:
         runs.append(
-            Run(
-                f"schedule {schedule}",
-                RunKind.SIM,
-                bucketed,
-                shape,
-                min(steps, SIM_STEPS),
-                schedule=schedule,
-            )
+            Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, min(steps, AS_CONFIGURED_STEPS))
         )
     return Plan(model, data, seed, steps, shape, runs, no_split or ("" if splits else ONE_CUT))

@@ -41,14 +41,17 @@ def plan_of(
     kinds: tuple[RunKind, ...],
     steps: int = 3,
     schedules: int = 0,
+    numel: int = 400,
 ) -> Plan:
-    model, shape = f"{MODELS}:{function}", shape_of(config, 2)
+    """A plan for a function of `MODELS`, or for a model of transformers (`hf:...`)."""
+    model = function if function.startswith("hf:") else f"{MODELS}:{function}"
+    shape = shape_of(config, 2)
     plan = make_plan(
         config,
         model,
         None,
         shape,
-        numel=400,
+        numel=numel,
         steps=steps,
         schedules=schedules,
         backend="aot_eager",

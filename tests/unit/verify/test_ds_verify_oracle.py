@@ -86,8 +86,8 @@ class TestFaults(DistributedTest):
         """Kills: a reference that takes its divisor from the system."""
         right = ReduceRule.factors
 
-        def twice(self: ReduceRule, divisor: float = 1.0) -> ReduceFactors:
-            factors = right(self, divisor)
+        def twice(self: ReduceRule, *args: Any, **kwargs: Any) -> ReduceFactors:
+            factors = right(self, *args, **kwargs)
             return ReduceFactors(factors.pre, factors.post / 2)
 
         monkeypatch.setattr(ReduceRule, "factors", twice)

@@ -1,0 +1,78 @@
+"""Families of transformers under `ds_verify`, small: which of them pass, with several seeds.
+
+The suite runs a few (`test_families`); `make campaign NAME=families` runs all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deepspeed.verify.oracle.cli import Settings, verify
+from deepspeed.verify.oracle.verdicts import Verdict
+
+CONFIG = Path(__file__).parents[3] / "examples" / "ds_config.json"
+_DENSE = "num_hidden_layers=2&hidden_size=64&intermediate_size=96&num_attention_heads=4"
+_EXPERTS = f"{_DENSE}&num_key_value_heads=2&vocab_size=256"
+
+# What each family brings: rotary and grouped attention, learned positions and tied embeddings,
+# experts with and without a shared one, recurrence, two stacks, masked tokens.
+FAMILIES: dict[str, str] = {
+    "llama": f"hf:llama?{_DENSE}&num_key_value_heads=2&vocab_size=256",
+    "qwen2": f"hf:qwen2?{_DENSE}&num_key_value_heads=2&vocab_size=256",
+    "gpt2": "hf:gpt2?n_layer=2&n_embd=64&n_head=4&vocab_size=256",
+    "phi": f"hf:phi?{_DENSE}&vocab_size=256",
+    "gpt_neox": f"hf:gpt_neox?{_DENSE}&vocab_size=256",
+    "mixtral": f"hf:mixtral?{_EXPERTS}&num_local_experts=4",
+    "qwen2_moe": f"hf:qwen2_moe?{_EXPERTS}&num_experts=4&num_experts_per_tok=2"
+    "&moe_intermediate_size=48&shared_expert_intermediate_size=64",
+    "olmoe": f"hf:olmoe?{_EXPERTS}&num_experts=4&num_experts_per_tok=2",
+    "mamba": "hf:mamba?num_hidden_layers=2&hidden_size=64&state_size=8&vocab_size=256&sequence=16",
+    "t5": "hf:t5?num_layers=2&d_model=64&d_kv=16&d_ff=96&num_heads=4&vocab_size=256",
+    "bart": "hf:bart?d_model=64&encoder_layers=2&decoder_layers=2&encoder_attention_heads=4"
+    "&decoder_attention_heads=4&encoder_ffn_dim=96&decoder_ffn_dim=96&vocab_size=256"
+    "&max_position_embeddings=64",
+    "bert": f"hf:bert?{_DENSE}&vocab_size=256",
+}
+
+
+def example_config() -> dict[str, Any]:
+    """The configuration of the examples."""
+    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
+    return config
+
+
+def check(family: str, seed: int) -> bool:
+    """Run `ds_verify` and print what failed."""
+    began = time.monotonic()
+    report = verify(Settings(example_config(), FAMILIES[family], steps=2, schedules=2, seed=seed))
+    verdict = "PASS" if report.passed else "FAIL"
+    print(f"{family:10} seed {seed}  {verdict}  {time.monotonic() - began:5.0f} s", flush=True)
+    for row in report.rows:
+        if row.verdict is Verdict.FAIL:
+            print(f"    {row.check} {row.family}: {row.detail}", flush=True)
+    return report.passed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Every family with each seed; returns how many failed, as an exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="seeds per family")
+    parser.add_argument("--seed", type=int, help="the first of them")
+    parser.add_argument("--family", choices=FAMILIES, help="only this one")
+    arguments = parser.parse_args(argv)
+    first = random.randrange(10**6) if arguments.seed is None else arguments.seed
+    chosen = [arguments.family] if arguments.family else list(FAMILIES)
+    seeds = range(first, first + arguments.rounds)
+    passed = [check(family, seed) for family in chosen for seed in seeds]
+    print(f"{sum(passed)} of {len(passed)} passed (seeds {seeds.start} to {seeds.stop - 1})")
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
