@@ -57,6 +57,7 @@ _NAMES = {
     "is_compile_supported": "deepspeed.runtime.compiler",
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",
+    "zero": "deepspeed.runtime",
 }
 __getattr__ = lazy_attributes(__name__, _NAMES, _SUBMODULES)
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 LATER = {
-    "zero": "ZeRO-3",
     "tp_model_init": "tensor parallelism",
     "set_tensor_model_parallel_rank": "tensor parallelism",
-    "set_z3_leaf_modules": "ZeRO-3",
-    "unset_z3_leaf_modules": "ZeRO-3",
-    "get_z3_leaf_modules": "ZeRO-3",
 }
 OUT_OF_SCOPE = (
     "InferenceEngine",

@@ -26,8 +26,16 @@ from pydantic_core import PydanticUndefined
 from deepspeed.runtime.config_models import base
 from deepspeed.runtime.config_models.base import nested_model
 from deepspeed.runtime.config_models.reader import CPU_SWITCHES, PIN_MEMORY_SWITCH, RENAMED
-from deepspeed.runtime.config_models.refusals import INERT, REFUSALS, Refusal, Scope
+from deepspeed.runtime.config_models.refusals import (
+    AT_STAGE_3,
+    INERT,
+    REFUSALS,
+    Inert,
+    Refusal,
+    Scope,
+)
 from deepspeed.runtime.config_models.training import TrainingConfig
+from deepspeed.runtime.config_models.zero import STAGE_3
 
 PAGE = Path(__file__).parent / "config-reference.md"
 
@@ -159,9 +167,14 @@ def all_rows(model: type[BaseModel], keys: str = "", path: str = "") -> Iterator
             yield from all_rows(inner, row.keys, row.path)
 
 
+def inert_keys() -> list[Inert]:
+    """Return the keys that have no effect at any stage."""
+    return [inert for inert in INERT if inert.without != STAGE_3]
+
+
 def not_honoured() -> set[str]:
     """Return the paths of keys, and of whole blocks, that nothing can be reached by."""
-    paths = {inert.path for inert in INERT}
+    paths = {inert.path for inert in inert_keys()}
     for refusal in REFUSALS:
         if refusal.scope is Scope.KEY:
             paths.add(refusal.path)
@@ -211,6 +224,10 @@ def refused() -> Iterator[str]:
     yield "| key | refused |\n|---|---|"
     for each in of[Scope.VALUE]:
         yield f"| `{each.path}` | {each.remedy} |"
+    yield "\n### Refused at stage 3\n"
+    yield "| key | instead |\n|---|---|"
+    for each in AT_STAGE_3:
+        yield f"| `{rows[each.path].keys}` | {each.remedy} |"
     yield "\n### Refused keys\n"
     yield "| key | type | default | meaning | instead |\n|---|---|---|---|---|"
     for each in of[Scope.KEY]:
@@ -222,7 +239,7 @@ def refused() -> Iterator[str]:
         yield f"| `{rows[each.path].keys}` | {others} | {each.remedy} |"
     yield "\n### Keys without effect\n"
     yield "| key | type | default | meaning | needs |\n|---|---|---|---|---|"
-    for inert in INERT:
+    for inert in inert_keys():
         yield f"| `{rows[inert.path].keys}` | {cells(inert.path, rows)} | {inert.without} |"
 
 

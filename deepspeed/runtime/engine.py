@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.device_choice import select_device
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.comm.parallel_map import make_mesh
 from deepspeed.monitor.monitor import MonitorMaster
@@ -25,6 +26,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import configure_f
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
+from deepspeed.runtime.compiler import blocks_of
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
@@ -50,8 +52,12 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.step_observers import observers_of
 from deepspeed.runtime.utils import tensors_in
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
 class DeepSpeedEngine(EngineSettings, nn.Module):
@@ -83,7 +89,6 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to
             step it themselves.
         global_steps: Optimizer steps, skipped ones included.
-        skipped_steps: Steps skipped because the gradient was not finite.
         global_samples: Samples seen.
         monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value,
             step)])`.
@@ -118,11 +123,13 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         self._checkpoint = EngineCheckpoint(self)
         # Raises without its packages: before the model is touched.
         self.monitor = MonitorMaster(self._config.monitor_config)
-        cast_model(model, self._config)
-        if not dont_change_device:
+        shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
+        cast_model(model, self._config, in_place=not shards_model)
+        if not dont_change_device and not shards_model:
             model.to(self.device)
         make_parallel_groups(model, self._config)
         self.model_ranks = ModelRanks.of(model, self.parallel_map)
+        self.parameter_offload = self._shard(model, dont_change_device) if shards_model else None
         broadcast_model(model, self.model_ranks)
         self._sequence_parallel_hooks = sum_sequence_parallel_gradients(
             model, self.model_ranks.tensor_group
@@ -142,6 +149,18 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
 
     # Construction
 
+    def _shard(self, model: nn.Module, dont_change_device: bool) -> DeepSpeedZeRoOffload:
+        # startup: only stage 3 needs it
+        from deepspeed.runtime.zero.model_sharding import shard_model
+
+        return shard_model(
+            model,
+            self._config.tree.zero_optimization,
+            self.model_ranks,
+            self.model_dtype,
+            None if dont_change_device else self.device,
+        )
+
     @staticmethod
     def _check_arguments(model: Any) -> None:
         if not isinstance(model, nn.Module):
@@ -153,11 +172,9 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             mesh_device = make_mesh(self._config.world_size, sequence)
         self.parallel_map = groups.map_of(mpu, mesh_device)
         self._map_in_force = groups.put_in_force(self.parallel_map)
-        self.local_rank = self._local_rank(args)
-        accelerator = get_accelerator()
-        if accelerator.device_name() != "cpu":
-            accelerator.set_device(self.local_rank)
-        self.device = torch.device(accelerator.current_device_name())
+        self.local_rank, told_by = self._local_rank(args)
+        select_device(self.local_rank, told_by)
+        self.device = torch.device(get_accelerator().current_device_name())
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.data_parallel_group = self.parallel_map.data.group
@@ -167,19 +184,20 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             dist.configure(self._config.tree)
 
     @staticmethod
-    def _local_rank(args: Any) -> int:
+    def _local_rank(args: Any) -> tuple[int, str]:
+        """This process's ordinal on its machine, and who said so."""
         for name in ("local_rank", "device_rank"):
             value = getattr(args, name, None)
             if value is not None and value >= 0:
-                return int(value)
-        return dist.get_local_rank()
+                return int(value), f"args.{name}"
+        return dist.get_local_rank(), "LOCAL_RANK"
 
     def _start_counters(self) -> None:
         tree = self._config.tree
         if tree.log_level is not None:
             set_log_level_from_string(tree.log_level)
         self.global_steps = 0
-        self.skipped_steps = 0
+        self._skipped_elsewhere = 0  # by whom else but the step sequence at hand
         self.global_samples = 0
         self.loaded_checkpoint_tag: str | None = None
         self.enable_backward_allreduce = True
@@ -190,13 +208,14 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         # How this accumulation window runs backward; None until it begins.
         self._window_is_plain: bool | None = None
         self._unscaled_plain = False  # a plain backward is running that needed a loss scale
-        self._step_applied = False
+        self._step_taken = False  # or skipped
         self._is_compiled = False
 
     def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
         if client is None and self._config.tree.optimizer is None:
             self.model_ranks.agree_on_num_groups(None, self.device)
             check_needs_no_optimizer(self._config)
+            self.optimizer = self.parameter_offload
             return
         parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
         self.basic_optimizer = make_basic_optimizer(self._config, client, parameters)
@@ -214,6 +233,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             device=self.device,
             backward_started=self._on_parameter_gradient,
             comm_dtype_of=comm_dtype_lookup(self.module, self._config),
+            parameter_offload=self.parameter_offload,
         )
 
     def _announce(self) -> None:
@@ -494,7 +514,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
                 f"zero_optimization.reduce_bucket_size (now {self.zero_reduce_bucket_size()})"
             )
         self._require_optimizer("allreduce_gradients").reduce_gradients()
-        self._reduced_at_boundary = self.tracker.is_boundary
+        self._reduced_at_boundary = self.tracker.is_boundary and not self.inside_no_sync_ctxt
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
@@ -553,7 +573,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             raise RuntimeError(
                 "engine.step() inside no_sync(): leave the block before the boundary's backward"
             )
-        self._step_applied = False
+        self._step_taken = False
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
             self.timers.start_step()
@@ -578,10 +598,10 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             self._check_at_step()
         self._reduced_at_boundary = False
         self._window_is_plain = None
-        self._step_applied = not sequence.overflow
-        if sequence.overflow:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        self._step_taken = True
+        # Only a schedule has to know here whether the step was skipped, which waits for the device;
+        # by now the update and the gathers behind it are queued there.
+        if self.lr_scheduler is not None and not sequence.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -610,8 +630,21 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         )
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the parameters."""
-        return self._step_applied
+        """Whether the last `step()` changed the parameters. Asking may wait for the device."""
+        sequence = self._sequence
+        return self._step_taken and (sequence is None or not sequence.overflow)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because the gradient was not finite. Reading it may wait for the device."""
+        if self._sequence is None:
+            return self._skipped_elsewhere
+        self._sequence.learn_outcome()
+        return self._skipped_elsewhere + self._sequence.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._skipped_elsewhere += value - self.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient since the last step, accumulated and reduced ones too."""
@@ -810,6 +843,11 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
     ) -> None:
         """Compile the model in place with torch.compile.
 
+        Where gradients are reduced, or moved to their place, while backward goes on, its repeated
+        blocks (`runtime.compiler.blocks_of`) are compiled one by one, and what is around them is
+        not: the backward of one graph gives all its gradients at its end, too late for either. A
+        model without such blocks is compiled as a whole.
+
         Args:
             backend: torch.compile backend; None is the accelerator's.
             compile_kwargs: Further arguments of torch.compile.
@@ -821,12 +859,23 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
                 "compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both "
                 "out"
             )
+        if self.parameter_offload is not None:
+            raise NotImplementedError(
+                "compile() with zero_optimization.stage 3 is not supported in this release; leave "
+                "it out, or use stage 1 or 2"
+            )
         if self._is_compiled:
             return
-        self.module.compile(
-            backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {})
-        )
+        blocks = blocks_of(self.module) if self._works_during_backward else []
+        for module in blocks or [self.module]:
+            module.compile(
+                backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {})
+            )
         self._is_compiled = True
+
+    @property
+    def _works_during_backward(self) -> bool:
+        return self._sequence is not None and self._sequence.works_during_backward
 
     @property
     def is_compiled(self) -> bool:
@@ -843,7 +892,11 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         for hook in self._sequence_parallel_hooks:
             hook.remove()
         if self._sequence is not None:
+            self._step_taken, self._skipped_elsewhere = self.was_step_applied(), self.skipped_steps
             self._sequence.destroy()
+        elif self.parameter_offload is not None:
+            self.parameter_offload.destroy()
+        self.parameter_offload = None
         self._sequence = None
         self.optimizer = None
         self.basic_optimizer = None

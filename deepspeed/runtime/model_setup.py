@@ -28,8 +28,13 @@ def model_dtype(config: DeepSpeedConfig) -> torch.dtype:
     return torch.float16 if config.tree.fp16.enabled else torch.float32
 
 
-def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
+def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True) -> None:
     """Cast floating parameters and buffers to the configured dtype, in place.
+
+    Args:
+        model: The model.
+        config: The configuration.
+        in_place: False: only check; who cuts the parameters casts them.
 
     Raises:
         ValueError: If neither fp16 nor bf16 is enabled and a trainable parameter is in half
@@ -37,7 +42,8 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig) -> None:
     """
     dtype = model_dtype(config)
     if dtype != torch.float32:
-        model.to(dtype=dtype)
+        if in_place:
+            model.to(dtype=dtype)
         return
     halves = [
         name

@@ -7,7 +7,6 @@ import importlib
 import pytest
 
 import deepspeed
-import deepspeed.utils
 
 
 @pytest.mark.parametrize("name", ["inference", "compression", "module_inject", "autotuning"])
@@ -17,18 +16,11 @@ def test_packages_out_of_scope_say_so(name: str) -> None:
         importlib.import_module(f"deepspeed.{name}")
 
 
-@pytest.mark.parametrize("name", ["zero", "tp_model_init", "init_inference"])
+@pytest.mark.parametrize("name", ["tp_model_init", "init_inference"])
 def test_names_say_what_they_are(name: str) -> None:
     assert not hasattr(deepspeed, name)
     with pytest.raises(AttributeError, match=f"deepspeed.{name}: "):
         getattr(deepspeed, name)
-
-
-def test_utilities_of_zero_3_are_named() -> None:
-    with pytest.raises(ImportError):
-        from deepspeed.utils import set_z3_leaf_modules  # noqa: F401
-    with pytest.raises(AttributeError, match="ZeRO-3"):
-        deepspeed.utils.set_z3_leaf_modules  # noqa: B018
 
 
 def test_unknown_names_are_plain_attribute_errors() -> None:

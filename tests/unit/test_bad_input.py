@@ -68,7 +68,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"train_micro_batch_size_per_gpu.*auto|auto.*train_micro_batch",
     ),
     "stage 4": (give(**zero(4)), r"zero_optimization\.stage.*4"),
-    "stage 3": (give(**zero(3)), r"zero_optimization\.stage.*3.*later"),
+    "a key that stage 3 has not": (
+        give(zero_optimization={"stage": 3, "round_robin_gradients": True}),
+        r"zero_optimization\.round_robin_gradients.*use false",
+    ),
     "fp16 and bf16": (give(fp16={"enabled": True}, **BF16), r"fp16.*bf16|bf16.*fp16"),
     "missing configuration file": (
         lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config="no/such/file.json"),
@@ -258,5 +261,6 @@ def test_the_others_end_when_a_rank_dies(how: str, stage: str) -> None:
             rank.kill()
             rank.wait()
     assert ranks[0].returncode not in (0, -9)
-    assert out.split() == ["step", "0"]
+    # Some of torch's versions say there when gloo has connected.
+    assert [line for line in out.splitlines() if not line.startswith("[Gloo]")] == ["step 0"]
     assert "Error" in err

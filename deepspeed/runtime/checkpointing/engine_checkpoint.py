@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import together
+from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -22,7 +22,9 @@ from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
 from deepspeed.runtime.checkpointing.saving import Saver
+from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.utils.logging import logger
 
 
 class EngineCheckpoint:
@@ -115,7 +117,8 @@ class EngineCheckpoint:
             for name, param in module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     state.pop(prefix + name, None)
-        return state
+        is_sharded = self._state.parameter_offload is not None and not (keep_vars or prefix)
+        return placeholders(state, module) if is_sharded else state
 
     def load_module_state_dict(
         self,
@@ -125,6 +128,11 @@ class EngineCheckpoint:
     ) -> None:
         """See `DeepSpeedEngine.load_module_state_dict`."""
         module = self._state.module
+        if self._state.parameter_offload is not None:
+            raise CheckpointError(
+                "load_module_state_dict at ZeRO stage 3: a model file has no weights; use "
+                "load_checkpoint, or change parameters inside deepspeed.zero.GatheredParameters"
+            )
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint[keys.MODULE], dst=module)
         else:
@@ -136,11 +144,20 @@ class EngineCheckpoint:
     ) -> bool:
         """See `DeepSpeedEngine.save_16bit_model`."""
 
+        offload = self._state.parameter_offload
+        if offload is not None and not self._gathers_for_saving:
+            logger.warning(
+                "save_16bit_model saved nothing: set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
+            )
+            return False
+        whole = None if offload is None else self.consolidated_state_dict(exclude_frozen_parameters)
+
         def save() -> None:
             if dist.get_rank() == 0:
                 os.makedirs(save_dir, exist_ok=True)
                 temporary = os.path.join(save_dir, file_names.saving(save_filename))
-                write_file(temporary, self._own_weights(exclude_frozen_parameters))
+                write_file(temporary, whole or self._own_weights(exclude_frozen_parameters))
                 os.replace(temporary, os.path.join(save_dir, save_filename))
 
         together(save, self._state.device, f"saving {save_filename}")
@@ -150,7 +167,19 @@ class EngineCheckpoint:
         """The whole state dict on rank 0 (host memory), None elsewhere. Below stage 3 every rank
         has the weights whole.
         """
-        return self._own_weights(exclude_frozen_parameters) if dist.get_rank() == 0 else None
+        offload = self._state.parameter_offload
+        if offload is None:
+            return self._own_weights(exclude_frozen_parameters) if dist.get_rank() == 0 else None
+        if not self._gathers_for_saving:
+            raise ValueError(
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false, so the "
+                "weights may not be gathered on one rank; set it to true"
+            )
+        return consolidated(offload, exclude_frozen_parameters)
+
+    @property
+    def _gathers_for_saving(self) -> bool:
+        return self._state._config.tree.zero_optimization.gather_16bit_weights_on_model_save
 
     def _own_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
         """What the engine, which a client may have derived from, gives as its weights, in storage

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
+
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
@@ -35,6 +37,12 @@ from deepspeed.runtime.checkpointing.host_state import (
 from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles, ReadWeights
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import ReshardedState
+from deepspeed.runtime.checkpointing.sharded_weights import (
+    check_frozen,
+    load_frozen,
+    own_model_file,
+    without_parameters,
+)
 from deepspeed.runtime.checkpointing.storage_nodes import storage_node
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.checkpointing.weight_resharding import (
@@ -43,6 +51,7 @@ from deepspeed.runtime.checkpointing.weight_resharding import (
 )
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.logging import logger
 
 
@@ -131,17 +140,51 @@ class Loader:
             loaded: LoadedFiles = together(
                 lambda: self._read(folder, options), state.device, f"loading {folder}"
             )
-        ModelFiles(state.module).load(
-            loaded.weights, options.load_module_strict, options.custom_load_fn
-        )
-        refresh_masters(state)
+        if state.parameter_offload is not None:
+            self._load_sharded(state.parameter_offload, loaded, options.load_module_only)
+        else:
+            ModelFiles(state.module).load(
+                loaded.weights, options.load_module_strict, options.custom_load_fn
+            )
+            refresh_masters(state)
         if not options.load_module_only:
-            self._restore_training(loaded, options)
+            self._restore_training(self._with_masters_of_all(loaded, options), options)
         state.loaded_checkpoint_tag = named
         client_keys = set(loaded.model) - (keys.MODEL_STATE_KEYS - {keys.DS_VERSION})
         return folder, {key: loaded.model[key] for key in loaded.model if key in client_keys}
 
+    def _load_sharded(
+        self, offload: DeepSpeedZeRoOffload, loaded: LoadedFiles, only_weights: bool
+    ) -> None:
+        """Buffers and frozen parameters; with `only_weights` the others too, which otherwise come
+        with the optimizer's state.
+        """
+        state = self._state
+        buffers = without_parameters(loaded.weights.state or {}, state.module)
+        state.module.load_state_dict(buffers, strict=False)
+        load_frozen(offload, loaded.model.get(keys.FROZEN_PARAM_FRAGMENTS) or {})
+        if only_weights and loaded.optimizer is not None:
+            OptimizerFiles(state, ModelFiles(state.module)).load(loaded.optimizer, False, True)
+
+    def _read_sharded(
+        self, offload: DeepSpeedZeRoOffload, folder: str, options: LoadOptions
+    ) -> LoadedFiles:
+        if options.custom_load_fn is not None or self._state._config.load_universal_checkpoint:
+            raise CheckpointError(
+                "custom_load_fn and checkpoint.load_universal are not supported at ZeRO stage 3"
+            )
+        group, part = offload.group, self._state.parallel_map.model.rank
+        model: dict[str, Any] = read_file(own_model_file(folder, group, part))
+        self._check_manifest_is_there(folder, model)
+        check_frozen(offload, model, options.load_module_strict)
+        files = ModelFiles(self._state.module)
+        optimizer = OptimizerFiles(self._state, files).read(folder, model)
+        host, position = _read_host(folder, host_degrees(self._state.parallel_map))
+        return LoadedFiles(model, ReadWeights(model[keys.MODULE], None), optimizer, host, position)
+
     def _read(self, folder: str, options: LoadOptions) -> LoadedFiles:
+        if self._state.parameter_offload is not None:
+            return self._read_sharded(self._state.parameter_offload, folder, options)
         model = self._read_model_file(folder)
         module = self._state.module
         universal = self._state._config.load_universal_checkpoint
@@ -177,6 +220,17 @@ class Loader:
                 raise
             return None  # masters are rounded up from the weights
 
+    def _with_masters_of_all(self, loaded: LoadedFiles, options: LoadOptions) -> LoadedFiles:
+        """`loaded` without optimizer state if some rank can do without and found none: loading it
+        takes all ranks.
+        """
+        if options.load_optimizer_states or dist.get_world_size() == 1:
+            return loaded  # who found none has raised
+        found = int(loaded.optimizer is not None)
+        everywhere = torch.tensor([found], dtype=torch.int32, device=self._state.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return loaded if everywhere.item() else loaded._replace(optimizer=None)
+
     def _read_model_file(self, folder: str) -> dict[str, Any]:
         """This rank's, or with other pipeline stages that of the first: what they have in common is
         the same.
@@ -187,8 +241,8 @@ class Loader:
         )
         if os.path.isfile(os.path.join(folder, file_names.stage3_model_file(0, 0))):
             raise CheckpointError(
-                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards; stages 0, 1 "
-                "and 2 can be loaded. Make its weights whole with zero_to_fp32 and load those into "
+                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards and is loaded "
+                "by stage 3 only. Make its weights whole with zero_to_fp32 and load those into "
                 "the model"
             )
         lead = os.path.join(folder, file_names.model_file(0))

@@ -16,6 +16,7 @@ from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.utils.tensor_fragment import logical_shape, own_shard
 
 
 def model_state(
@@ -76,8 +77,12 @@ def _frozen_state(module: nn.Module, listed: bool, exclude: bool) -> dict[str, A
         if not param.requires_grad and not exclude
     ]
     return {
-        keys.FROZEN_PARAM_SHAPES: OrderedDict((name, param.shape) for name, param in frozen),
-        keys.FROZEN_PARAM_FRAGMENTS: OrderedDict((name, param.detach()) for name, param in frozen),
+        keys.FROZEN_PARAM_SHAPES: OrderedDict(
+            (name, logical_shape(param)) for name, param in frozen
+        ),
+        keys.FROZEN_PARAM_FRAGMENTS: OrderedDict(
+            (name, own_shard(param)) for name, param in frozen
+        ),
     }
 
 

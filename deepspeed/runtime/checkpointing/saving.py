@@ -85,11 +85,12 @@ class Saver:
         info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
         job = self._job(engine, info, describe_whole(state, tag, client_state, save_latest))
         copy = engine.copy if isinstance(engine, DecoupledCheckpointEngine) else None
+        model = ModelFiles(state.module)
+        optimizer = OptimizerFiles(state, model)
+        optimizer.collect()
 
         def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
-            model = ModelFiles(state.module)
-            optimizer = OptimizerFiles(state, model)
 
             def fill(put: Put) -> None:
                 self._put_files(
@@ -171,10 +172,10 @@ class Saver:
         files.put(put, node, weights, exclude_frozen_parameters)
         # One of those that hold the same part of the model: with sequence parallelism more than the
         # data-parallel ranks.
-        if node.is_first(state.parallel_map.replicas.ranks):
+        if optimizer.layout.has_weights or node.is_first(state.parallel_map.replicas.ranks):
             content = model_state(state, files, optimizer, weights, exclude_frozen_parameters)
             put(
-                file_names.model_file(state.parallel_map.model.rank),
+                optimizer.model_file,
                 {**content, **client_state},
             )
         for name, content in optimizer.own_files(node).items():

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
 class TrainingState(Protocol):
@@ -30,6 +32,7 @@ class TrainingState(Protocol):
         skipped_steps: Steps skipped because the gradient was not finite.
         global_samples: Samples seen.
         loaded_checkpoint_tag: Set by loading.
+        parameter_offload: Gathers the model's parameters (stage 3).
     """
 
     _config: DeepSpeedConfig
@@ -43,6 +46,7 @@ class TrainingState(Protocol):
     skipped_steps: int
     global_samples: int
     loaded_checkpoint_tag: str | None
+    parameter_offload: DeepSpeedZeRoOffload | None
 
     @property
     def module(self) -> nn.Module:
@@ -64,4 +68,11 @@ class TrainingState(Protocol):
 
 def state_layout(state: TrainingState) -> StateLayout:
     """How the optimizer's state lies in files; without an optimizer, as state that is whole."""
-    return StateLayout() if state._sequence is None else state._sequence.state_layout
+    if state._sequence is not None:
+        return state._sequence.state_layout
+    if state.parameter_offload is not None:
+        raise CheckpointError(
+            "zero_optimization.stage 3 without an optimizer keeps no state that could be saved or "
+            "loaded; save its weights with save_16bit_model"
+        )
+    return StateLayout()

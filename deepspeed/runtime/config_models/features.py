@@ -39,7 +39,9 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
     cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
     profile: Bool = option(False, "Time each checkpoint.")
-    synchronize_checkpoint_boundary: Bool = option(False, "Wait for the device at each checkpoint.")
+    synchronize_checkpoint_boundary: Bool = option(
+        False, "Wait for the current stream at each checkpoint."
+    )
 
 
 class AioConfig(DeepSpeedConfigModel):

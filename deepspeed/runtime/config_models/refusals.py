@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from deepspeed.runtime.config_models.base import needs, nested_model
 from deepspeed.runtime.config_models.training import TrainingConfig
+from deepspeed.runtime.config_models.zero import STAGE_3
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -56,6 +57,10 @@ def _on(value: Any) -> bool:
     return bool(value)
 
 
+def _off(value: Any) -> bool:
+    return not value
+
+
 def _given(value: Any) -> bool:
     return True
 
@@ -76,15 +81,9 @@ def _enabled_somewhere(value: Any) -> bool:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "zero_optimization.stage",
-        lambda v: v == ZeroStageEnum.weights,
-        f"ZeRO-3 {LATER}; use stage 0, 1 or 2",
-        Scope.VALUE,
-    ),
-    Refusal(
         "zero_optimization.offload_param.device",
         lambda v: v != OffloadDeviceEnum.none,
-        f'parameter offload needs ZeRO-3, which {LATER}; use "none"',
+        f'parameter offload {LATER}; use "none"',
         Scope.FEATURE,
     ),
     Refusal(
@@ -108,22 +107,22 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.zero_hpz_partition_size",
         _above_one,
-        f"hpZ needs ZeRO-3, which {LATER}; use 1",
+        f"hpZ {LATER}; use 1",
     ),
     Refusal(
         "zero_optimization.zero_quantized_weights",
         _on,
-        f"it needs ZeRO-3, which {LATER}; use false",
+        f"it {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights",
         _on,
-        f"it needs ZeRO-3, which {LATER}; use false",
+        f"it {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_gradients",
         _on,
-        f"it needs ZeRO-3, which {LATER}; use false",
+        f"it {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zeropp_loco_param",
@@ -133,7 +132,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.mics_shard_size",
         lambda v: v > 0,
-        f"MiCS needs ZeRO-3, which {LATER}; use -1",
+        f"MiCS {LATER}; use -1",
     ),
     Refusal(
         "optimizer.type",
@@ -253,6 +252,48 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("sparse_attention", _on, f"sparse attention {OUT}; remove the block"),
 )
 
+AT_STAGE_3: tuple[Refusal, ...] = (
+    Refusal(
+        "zero_optimization.num_optimizer_instances",
+        _above_one,
+        f"hybrid sharding at stage 3 {LATER}; use 1, or stage 1 or 2",
+    ),
+    Refusal(
+        "zero_optimization.round_robin_gradients",
+        _on,
+        "stage 3 divides every parameter over all ranks already; use false",
+    ),
+    Refusal("zero_optimization.elastic_checkpoint", _on, f"at stage 3 it {LATER}; use false"),
+    Refusal(
+        "zero_optimization.load_from_fp32_weights",
+        _off,
+        "files of stage 3 have no other weights; use true",
+    ),
+    Refusal(
+        "zero_optimization.module_granularity_threshold",
+        _on,
+        "blocks are gathered as one already; use 0, and zero_optimization.leaf_module for others",
+    ),
+    Refusal(
+        "zero_optimization.use_all_reduce_for_fetch_params",
+        _on,
+        "it moves twice the bytes; use false",
+    ),
+    Refusal(
+        "zero_optimization.allgather_sequential",
+        _on,
+        "use false, and stage3_prefetch_bucket_size 0 for one gather at a time",
+    ),
+    Refusal("zero_optimization.override_module_apply", _off, f"it {LATER}; use true"),
+    Refusal(
+        "zero_optimization.enable_sanity_checks",
+        _on,
+        'use false, and "verify": {"streams": true} to check',
+    ),
+    Refusal("checkpoint.load_universal", _on, f"at stage 3 it {LATER}; use false"),
+)
+"""What only stage 3 does not honour."""
+
 
 def _inert_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Inert]:
     for name, field in model.model_fields.items():
@@ -278,7 +319,8 @@ def value_at(tree: BaseModel, path: str) -> Any:
 
 def refusals_of(tree: TrainingConfig) -> Iterator[str]:
     """Yield one line per refused value: key, value, remedy."""
-    for refusal in REFUSALS:
+    at_stage_3 = AT_STAGE_3 if tree.zero_optimization.stage == ZeroStageEnum.weights else ()
+    for refusal in (*REFUSALS, *at_stage_3):
         value = value_at(tree, refusal.path)
         if value is not None and refusal.when(value):
             shown = getattr(value, "value", value)
@@ -289,7 +331,10 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
     """Yield ``key=value (has no effect without ...)`` for each key that was changed from its
     default in vain.
     """
+    has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     for inert in INERT:
+        if has_stage_3 and inert.without == STAGE_3:
+            continue
         block_path, _, name = inert.path.rpartition(".")
         for key, value in _changed(value_at(tree, block_path)):
             if key == name:

@@ -171,7 +171,10 @@ class TrainingConfig(DeepSpeedConfigModel):
         False, "Divide gradients before the reduction instead of after it."
     )
     gradient_predivide_factor: Float = option(
-        1.0, "With prescale_gradients: the part divided before.", gt=0
+        1.0,
+        "The part divided before the reduction, without prescale_gradients. Not given, fp16 takes "
+        "a power of two near the root of the number of ranks.",
+        gt=0,
     )
     gradient_allreduce_op: Literal["mean", "sum"] = option(
         "mean", "Average or add gradients over ranks."

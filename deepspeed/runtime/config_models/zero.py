@@ -23,9 +23,12 @@ from deepspeed.runtime.config_models.base import (
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-# What this release lacks (`option(needs=...)`).
+# What a configuration, or this release, may lack (`option(needs=...)`).
 STAGE_3 = "ZeRO stage 3"
 NVME_OFFLOAD = "NVMe offload"
+SUB_GROUPS = "updates in parts"
+TRACE = "an order of modules that matters"
+MICS = "MiCS"
 
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -88,7 +91,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """Modules whose parameters ZeRO-3 fetches together."""
+    """Modules whose parameters ZeRO-3 gathers together."""
 
     classes: list[Text] = option(DEFAULT_LEAF_MODULE_CLASSES, "Class paths of leaf modules.")
     names: list[Text] = option(DEFAULT_LEAF_MODULE_NAMES, "Names of leaf modules.")
@@ -136,7 +139,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     allgather_partitions: Bool = option(
         True, "Gather updated parameters by all-gather; otherwise by broadcasts."
     )
-    allgather_bucket_size: Size = option(int(5e8), "Elements gathered by one collective.", ge=0)
+    allgather_bucket_size: Size = option(
+        int(5e8), "Elements gathered by one collective on the CPU; devices gather in place.", ge=0
+    )
     overlap_comm: Bool | None = option(
         None, "Overlap reduction with backward; null: only at stage 3."
     )
@@ -153,63 +158,63 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         None, "Optimizer off the device."
     )
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
-    sub_group_size: Size = option(int(1e9), "Elements updated at a time.", ge=0, needs=STAGE_3)
+    sub_group_size: Size = option(int(1e9), "Elements updated at a time.", ge=0, needs=SUB_GROUPS)
     prefetch_bucket_size: Size = option(
         int(5e7),
-        "Elements fetched ahead.",
+        "Elements gathered ahead (stage 3); 0: none.",
         ge=0,
         alias="stage3_prefetch_bucket_size",
         needs=STAGE_3,
     )
     param_persistence_threshold: Size = option(
         int(1e5),
-        "Parameters smaller than this stay whole.",
+        "Parameters of up to so many elements stay whole between steps (stage 3).",
         ge=0,
         alias="stage3_param_persistence_threshold",
         needs=STAGE_3,
     )
     model_persistence_threshold: Size = option(
         sys.maxsize,
-        "Elements that may stay whole.",
+        "Elements that may stay whole together (stage 3).",
         ge=0,
         alias="stage3_model_persistence_threshold",
         needs=STAGE_3,
     )
     max_live_parameters: Size = option(
         int(1e9),
-        "Elements whole at a time.",
+        "Elements whole at a time, but for what is in use (stage 3).",
         ge=0,
         alias="stage3_max_live_parameters",
         needs=STAGE_3,
     )
     max_reuse_distance: Size = option(
         int(1e9),
-        "Keep a parameter used again within so many elements.",
+        "Keep a parameter whole that is used again within so many elements (stage 3).",
         ge=0,
         alias="stage3_max_reuse_distance",
         needs=STAGE_3,
     )
     gather_16bit_weights_on_model_save: Bool = option(
         False,
-        "Gather weights for saving.",
+        "Let weights be gathered on one rank for export (stage 3).",
         alias="stage3_gather_16bit_weights_on_model_save",
         needs=STAGE_3,
     )
     module_granularity_threshold: Size = option(
         0,
-        "Fetch small modules together.",
+        "Gather small modules together (stage 3).",
         alias="stage3_module_granularity_threshold",
         needs=STAGE_3,
     )
     use_all_reduce_for_fetch_params: Bool = option(
         False,
-        "Fetch parameters by all-reduce.",
+        "Gather parameters by all-reduce (stage 3).",
         alias="stage3_use_all_reduce_for_fetch_params",
         needs=STAGE_3,
     )
     allgather_sequential: Bool = option(
         False,
-        "Gather parameters one after another.",
+        "Gather parameters one after another (stage 3).",
         alias="stage3_allgather_sequential",
         needs=STAGE_3,
     )
@@ -233,29 +238,31 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     mics_shard_size: Int = option(-1, "Ranks of a MiCS shard (stage 3); -1: off.")
     mics_hierarchical_params_gather: Bool = option(
-        False, "Gather MiCS shards in two levels.", needs=STAGE_3
+        False, "Gather MiCS shards in two levels.", needs=MICS
     )
     memory_efficient_linear: Bool = option(
-        True, "Linear layers that do not keep weights for backward.", needs=STAGE_3
+        True,
+        "Linear layers that do not keep weights for backward.",
+        needs="gathered weights that backward keeps",
     )
     pipeline_loading_checkpoint: Bool = option(
-        False, "Overlap loading a checkpoint with initialization.", needs=STAGE_3
+        False, "Overlap loading a checkpoint with initialization.", needs=NVME_OFFLOAD
     )
     override_module_apply: Bool = option(
-        True, "Gather parameters inside Module.apply.", needs=STAGE_3
+        True, "Gather parameters inside Module.apply (stage 3).", needs=STAGE_3
     )
     log_trace_cache_warnings: Bool = option(
-        False, "Warn when the order of modules changes.", needs=STAGE_3
+        False, "Warn when the order of modules changes.", needs=TRACE
     )
     enable_sanity_checks: Bool = option(
-        False, "Check the bookkeeping of fetched parameters.", needs=STAGE_3
+        False, "Check the bookkeeping of gathered parameters (stage 3).", needs=STAGE_3
     )
     save_muon_momentum_buffer_in_memory: Bool = option(
-        False, "Keep Muon momentum on the device.", needs=STAGE_3
+        False, "Keep Muon momentum on the device.", needs="Muon on shards"
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = option(
         DeepSpeedZeroLeafModuleConfig,
-        "Modules whose parameters are fetched together.",
+        "Modules whose parameters are gathered together (stage 3).",
         needs=STAGE_3,
     )
     num_optimizer_instances: Int = option(

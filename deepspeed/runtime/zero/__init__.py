@@ -2,4 +2,27 @@
 
 from deepspeed._lazy import lazy_attributes
 
-__getattr__ = lazy_attributes(__name__, {}, ("config", "offload_config", "stage_1_and_2"))
+_PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "DeepSpeedTensorOverride": _PARAMETERS,
+        "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
+        "GatheredParameters": _PARAMETERS,
+        "Init": _PARAMETERS,
+        "ZeroParamStatus": _PARAMETERS,
+        "ZeroParamType": _PARAMETERS,
+        "register_external_parameter": _PARAMETERS,
+        "unregister_external_parameter": _PARAMETERS,
+    },
+    (
+        "config",
+        "offload_config",
+        "parameter_offload",
+        "partition_parameters",
+        "partitioned_param_coordinator",
+        "stage3",
+        "stage_1_and_2",
+    ),
+)

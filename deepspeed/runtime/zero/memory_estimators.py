@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.comm.operation_log import print_rank_0
-from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.sink import HOST_CHUNK
-from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT
+from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT, in_memory
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
 
@@ -38,6 +38,7 @@ class _Settings:
     overlap_comm: bool
     accumulates: bool
     on_host: bool
+    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class ModelStates:
         buffers: Bucket buffers, which stay from step to step.
         reduction: Most that gradients, and what is received of other ranks, take beside them during
             a backward.
-        gathering: Most that gathering the updated parameters takes beside the flat buffer.
         building: Most at construction beside the flat buffer: the model's own parameters, which
             move into it.
         offload: Whether masters, grads and moments lie on the host.
@@ -66,7 +66,6 @@ class ModelStates:
     frozen: int
     buffers: int
     reduction: int
-    gathering: int
     building: int
     offload: bool
 
@@ -83,7 +82,7 @@ class ModelStates:
         resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
         return max(
             self.params + self.frozen + self.building,
-            resident + max(self.reduction, self.gathering),
+            resident + self.reduction,
         )
 
     @property
@@ -102,13 +101,11 @@ def plan_model_states(
     moments: int = ADAM_MOMENTS,
     frozen_numel: int = 0,
     reduce_bucket_size: int = BUCKET_NUMEL,
-    allgather_bucket_size: int = BUCKET_NUMEL,
     overlap_comm: bool = False,
     gradient_accumulation_steps: int = 1,
     on_host: bool = False,
-    rank: int = 0,
 ) -> ModelStates:
-    """The plan of one rank. Ranks differ in the slices of buckets that they receive only.
+    """The plan of one rank, the same for all. Updated parameters are gathered in place.
 
     Args:
         numels: Elements of each trainable parameter, in model order; they form one optimizer group.
@@ -119,28 +116,33 @@ def plan_model_states(
         moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
         frozen_numel: Elements of parameters that are not trained.
         reduce_bucket_size: `zero_optimization.reduce_bucket_size`.
-        allgather_bucket_size: `zero_optimization.allgather_bucket_size`.
         overlap_comm: `zero_optimization.overlap_comm`.
         gradient_accumulation_steps: Micro-batches per step.
         on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices
             pairwise.
-        rank: Whose plan, of 0 .. num_ranks - 1.
 
     Raises:
         ValueError: For another stage.
     """
     if stage not in (1, 2):
         raise ValueError(
-            f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2"
+            f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2, or "
+            "replicated_estimates.plan_whole_gradients for stage 0"
         )
-    table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
-    plans = plan_buckets([table], [range(len(numels))], reduce_bucket_size)
-    settings = _Settings(stage, model_bytes, overlap_comm, gradient_accumulation_steps > 1, on_host)
-    # Model and masters in one precision on one device share their memory.
-    aliased = model_bytes == FP32_BYTES and not offload
+    model_order = range(len(numels))
+    buckets = fill_buckets(numels, model_order, reduce_bucket_size)
+    sections = buckets[::-1] if num_ranks > 1 else None
+    is_one_piece = len(buckets) < 2 or num_ranks == 1
+    file_table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
+    table = in_memory(file_table, sections)
+    plans = plan_buckets([table], [buckets], [0], [model_order])
+    settings = _Settings(
+        stage, model_bytes, overlap_comm, gradient_accumulation_steps > 1, on_host, num_ranks
+    )
+    # Model and masters in one precision on one device share their memory, if the shard is one piece
+    # of the flat buffer.
+    aliased = model_bytes == FP32_BYTES and not offload and is_one_piece
     shard = table.shard_numel * FP32_BYTES
-    # Gathered at once, into the flat buffer.
-    whole = num_ranks == 1 or table.padded_numel <= allgather_bucket_size
     params = table.padded_numel * model_bytes
     return ModelStates(
         params=params,
@@ -148,20 +150,20 @@ def plan_model_states(
         grads=shard,
         moments=moments * shard,
         frozen=frozen_numel * model_bytes,
-        buffers=model_bytes * _buffers_numel(plans, overlap_comm),
-        reduction=_reduction_bytes(table, plans, settings, rank),
-        # The host exchanges slices where they lie.
-        gathering=0 if whole or on_host else allgather_bucket_size * model_bytes,
+        buffers=model_bytes * _buffers_numel(plans, settings),
+        reduction=_reduction_bytes(table, plans, settings),
         building=table.numel * model_bytes,
         offload=offload,
     )
 
 
-def _buffers_numel(plans: Sequence[BucketPlan], overlap: bool) -> int:
+def _buffers_numel(plans: Sequence[BucketPlan], settings: _Settings) -> int:
     """Elements of all bucket buffers; they are made in the first backward, and each fits the
     largest bucket.
     """
-    return min(MAX_IN_FLIGHT if overlap else 1, len(plans)) * max(
+    # The last bucket of a micro-batch is on its way when the next one sends its first.
+    sent = len(plans) * (2 if settings.stage == 2 and settings.accumulates else 1)
+    return min(MAX_IN_FLIGHT if settings.overlap_comm else 1, sent) * max(
         (plan.numel for plan in plans), default=0
     )
 
@@ -172,16 +174,14 @@ class _Backward:
 
     Args:
         settings: How it goes.
-        rank: Whose.
 
     Attributes:
         live: Elements of gradients that are there.
         peak: Most bytes so far.
     """
 
-    def __init__(self, settings: _Settings, rank: int) -> None:
+    def __init__(self, settings: _Settings) -> None:
         self._settings = settings
-        self._rank = rank
         self._in_flight: deque[BucketPlan] = deque()
         self.live = 0
         self.peak = 0
@@ -192,15 +192,13 @@ class _Backward:
         self.peak = max(self.peak, self._settings.model_bytes * self.live + received + extra)
 
     def send(self, plan: BucketPlan) -> None:
-        """A bucket is reduced; its gradients are dropped when it was copied together, or when the
-        device says so.
-        """
+        """A bucket is reduced; its gradients are dropped when it was copied together."""
         self.land(MAX_IN_FLIGHT - 1)
         self._in_flight.append(plan)
         self.note()
         if not self._settings.overlap_comm:
             self.land(0)
-        self.live -= plan.numel
+        self.live -= plan.used
 
     def land(self, limit: int) -> None:
         """Add what was received, oldest first; see `gradients.sink`. The host widens chunks of it
@@ -209,35 +207,29 @@ class _Backward:
         while len(self._in_flight) > limit:
             settings, plan = self._settings, self._in_flight[0]
             converts = settings.on_host and settings.model_bytes != FP32_BYTES
-            widened = max(
-                (min(segment.numel, HOST_CHUNK) for segment in plan.segments[self._rank]), default=0
-            )
-            self.note(FP32_BYTES * widened * len(plan.splits) if converts else 0)
+            widened = max((min(segment.numel, HOST_CHUNK) for segment in plan.segments), default=0)
+            self.note(FP32_BYTES * widened * settings.num_ranks if converts else 0)
             self._in_flight.popleft()
 
     def _received_bytes(self, plan: BucketPlan) -> int:
         """What this rank's slice of a bucket is received into; see
         `comm.shard_ops.reduce_to_owners`.
         """
-        settings, others = self._settings, len(plan.splits) - 1
+        settings, others = self._settings, self._settings.num_ranks - 1
         if settings.on_host:
-            return settings.model_bytes * others * plan.splits[self._rank]
-        # Kept until the device has passed: memory that another stream still reads.
-        kept = plan.numel if settings.overlap_comm else 0
-        received = plan.splits[self._rank] if others and len(set(plan.splits)) == 1 else 0
-        return settings.model_bytes * (kept + received)
+            return settings.model_bytes * others * plan.own_numel
+        received = plan.own_numel if others else 0
+        return settings.model_bytes * received
 
 
-def _reduction_bytes(
-    table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings, rank: int
-) -> int:
+def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings) -> int:
     """Most bytes beside the bucket buffers at one time of a step's backwards.
 
     Stage 1 keeps the gradients of earlier micro-batches, to which a new one is added as soon as it
     is there, and reduces the sums in the last backward. Stage 2 reduces in each, and what the first
     has on its way lands in the second.
     """
-    backward = _Backward(settings, rank)
+    backward = _Backward(settings)
     if settings.stage == 1 and settings.accumulates:
         backward.live = table.numel
         backward.note(settings.model_bytes * max(table.numels, default=0))

@@ -24,14 +24,21 @@ ACCELERATOR_IMPORT = "from deepspeed.accelerator import get_accelerator\n"
 BF16 = "deepspeed/runtime/bf16_optimizer.py"
 ENGINE = "deepspeed/runtime/engine.py"
 SEQUENCE = "deepspeed/runtime/optimizers/step_sequence.py"
+OUTCOME = "deepspeed/runtime/optimizers/step_outcome.py"
+STREAMS = "deepspeed/runtime/streams.py"
 SINK = "deepspeed/runtime/gradients/sink.py"
 READINESS = "deepspeed/runtime/gradients/readiness.py"
+REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
+STATE = "deepspeed/runtime/sharding/state.py"
 
 FIX1 = "tests/unit/v1/zero/test_fix1_ipg_bucket_streams.py"
 FIX2 = "tests/unit/v1/zero/test_fix2_hook_stream.py"
 FIX3 = "tests/unit/v1/zero/test_fix3_grad_norm_one_collective.py"
 FIX4 = "tests/unit/v1/bf16/test_fix4_boundary_microbatch.py"
+LARGE_SUMS = "tests/unit/v1/fp16/test_large_sums.py"
 SCALING = "tests/unit/v1/fp16/test_dynamic_scaling.py"
+WAITS = "tests/unit/v1/device/test_host_waits.py"
+LAYOUT = "tests/unit/v1/zero/test_layout.py"
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,10 @@ UNDO_FIXES = (
             (REMAINING_STREAMS, ""),
             (WAIT_COMMENT, ""),
             (WAIT, "        self.comm_context.wait_for({self.comm_context.current_stream()})\n"),
+            (
+                "        producers = bucket.copy_streams or {self.comm_context.current_stream()}\n",
+                "        producers = {self.comm_context.current_stream()}\n",
+            ),
         ),
         FIX1,
     ),
@@ -257,9 +268,11 @@ FAULTS = (
         SEQUENCE,
         (
             (
-                "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n"
-                "        return float(self.loss_scaler.loss_scale)\n",
+                "        return float(self._scaler.loss_scale)\n",
+                "        after = type(self._scaler).__new__(type(self._scaler))\n"
+                "        after.__dict__.update(self._scaler.__dict__)\n"
+                "        after.update_scale(False)\n"
+                "        return float(after.loss_scale)\n",
             ),
         ),
         SCALING,
@@ -270,8 +283,8 @@ FAULTS = (
         SEQUENCE,
         (
             (
-                "        if self.overflow:\n            self._report_skip(scale)\n        else:\n",
-                "        if True:\n",
+                "        elif not self.overflow:\n",
+                "        else:\n",
             ),
         ),
         SCALING,
@@ -282,6 +295,27 @@ FAULTS = (
         SINK,
         (("first = bucket not in self._written", "first = False"),),
         "tests/unit/runtime/gradients/test_sink.py",
+    ),
+    Fault(
+        "fp16 is summed before it is divided",
+        REDUCE_RULE,
+        (("if travels_in == torch.float16 else 1.0", "if False else 1.0"),),
+        LARGE_SUMS,
+        "test_the_mean_is_used",
+    ),
+    Fault(
+        "a given predivide factor is overruled",
+        REDUCE_RULE,
+        (("        if factor is None:\n", "        if True:\n"),),
+        LARGE_SUMS,
+        "test_the_users_factor_is_used",
+    ),
+    Fault(
+        "a receive is posted too early",
+        "deepspeed/runtime/pipe/stage_channels.py",
+        (("            and self._coming[0][1] <= self._issued\n", ""),),
+        "tests/unit/v1/device/test_pipelines.py",
+        "posts_what_depends_on_nothing_to_come",
     ),
     Fault(
         "buckets leave as they are ready",
@@ -296,10 +330,77 @@ FAULTS = (
         "tests/unit/runtime/gradients/test_readiness.py",
     ),
     Fault(
+        "a bucket's padding is what was there before",
+        ZERO,
+        (
+            (
+                "                buffer.tensor[plan.used : plan.numel].zero_()\n",
+                "                pass\n",
+            ),
+        ),
+        LAYOUT,
+        "padding and True",
+    ),
+    Fault(
+        "state is saved as it lies in memory",
+        STATE,
+        (
+            (
+                "        return shard if exchange is None else "
+                "exchange.move(shard, self._longest[index], device)\n",
+                "        if exchange is None or self._to_files:\n"
+                "            return shard\n"
+                "        return exchange.move(shard, self._longest[index], device)\n",
+            ),
+        ),
+        LAYOUT,
+        "one_bucket and fp32",
+    ),
+    Fault(
         "a late gradient is forgotten",
         READINESS,
         (("            self.late.add(slot)\n", ""),),
         "tests/unit/runtime/gradients/test_readiness.py",
+    ),
+    Fault(
+        "the host looks at the norm before the update",
+        SEQUENCE,
+        (
+            (
+                "            self._late_norms.rotate()\n",
+                "            self._late_norms.rotate()\n            self.learn_outcome()\n",
+            ),
+        ),
+        WAITS,
+        "test_of_a_step",
+    ),
+    Fault(
+        "the optimizer does not hear that the step is skipped",
+        OUTCOME,
+        (("optimizer.found_inf = self.found_inf", "optimizer.found_inf = None"),),
+        WAITS,
+        "test_training",
+    ),
+    Fault(
+        "the host copy of one norm is used for two steps",
+        SEQUENCE,
+        (("            self._late_norms.rotate()\n", ""),),
+        WAITS,
+        "nobody_asked",
+    ),
+    Fault(
+        "the host reads a norm that is still on its way",
+        STREAMS,
+        (("        self._copied.synchronize()\n", ""),),
+        "tests/unit/runtime/optimizers/test_step_outcome.py",
+        "late",
+    ),
+    Fault(
+        "a skipped step of fused SGD makes its momentum",
+        OUTCOME,
+        (('        group["momentum"] and optimizer', "        False and optimizer"),),
+        "tests/unit/runtime/optimizers/test_step_outcome.py",
+        "momentum",
     ),
 )
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.config import (
 from deepspeed.runtime.config_models.base import nested_model
 from deepspeed.runtime.config_models.getters import GETTERS
 from deepspeed.runtime.config_models.reader import all_paths, known_fields, read_block
-from deepspeed.runtime.config_models.refusals import INERT, REFUSALS, value_at
+from deepspeed.runtime.config_models.refusals import AT_STAGE_3, INERT, REFUSALS, value_at
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
@@ -385,7 +385,6 @@ def test_old_and_new_name_together_are_refused():
 
 ON = {"enabled": True}
 REFUSED_EXAMPLES = [
-    ("zero_optimization.stage", 3),
     ("zero_optimization.offload_param", {"device": "cpu"}),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}),
     ("zero_optimization.offload_optimizer", {"super_offload": True}),
@@ -434,10 +433,38 @@ REFUSED_EXAMPLES = [
     ("weight_quantization", {"quantized_initialization": {"num_bits": 8}}),
     ("sparse_attention", {"mode": "fixed"}),
 ]
+REFUSED_AT_STAGE_3 = {
+    "num_optimizer_instances": 2,
+    "round_robin_gradients": True,
+    "elastic_checkpoint": True,
+    "load_from_fp32_weights": False,
+    "stage3_module_granularity_threshold": 10,
+    "stage3_use_all_reduce_for_fetch_params": True,
+    "stage3_allgather_sequential": True,
+    "override_module_apply": False,
+    "enable_sanity_checks": True,
+    "checkpoint.load_universal": True,
+}
 
 
 def test_each_refusal_has_an_example():
     assert len(REFUSED_EXAMPLES) == len(REFUSALS)
+    assert len(REFUSED_AT_STAGE_3) == len(AT_STAGE_3)
+
+
+@pytest.mark.parametrize("key", REFUSED_AT_STAGE_3)
+def test_what_stage_3_does_not_honour_is_refused_there_by_name(key, monkeypatch):
+    value = REFUSED_AT_STAGE_3[key]
+    zero, others = {key: value}, {}
+    if key == "checkpoint.load_universal":
+        zero, others = {}, {"checkpoint": {"load_universal": value}}
+    remedy = AT_STAGE_3[list(REFUSED_AT_STAGE_3).index(key)].remedy
+    text = error(zero_optimization={"stage": 3, **zero}, **others)
+    assert text.count("\n") == 0
+    assert key.removeprefix("stage3_") in text and remedy in text
+    elsewhere = {"train_batch_size": 8, "zero_optimization": {"stage": 2, **zero}, **others}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    DeepSpeedConfig(elsewhere)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
@@ -451,7 +478,12 @@ def test_what_is_not_there_yet_is_refused_by_name(number):
 
 def test_all_refusals_are_listed_at_once():
     text = error(
-        sparse_gradients=True, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}
+        sparse_gradients=True,
+        zero_optimization={
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "round_robin_gradients": True,
+        },
     )
     assert text.count("\n") == 2
 

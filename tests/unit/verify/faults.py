@@ -19,6 +19,7 @@ from unit.mutation.table import (
     EPILOGUE_REDUCES_FIRST,
     READINESS,
     RECORD_AND_COMMENT,
+    REDUCE_RULE,
     SEQUENCE,
     SINK,
     WAIT,
@@ -26,18 +27,22 @@ from unit.mutation.table import (
 )
 from unit.verify.mutation_form import Mutation
 from unit.verify.pipe_faults import PIPELINE
+from unit.verify.zero3_faults import ZERO3
 
 STREAMS = "deepspeed/runtime/streams.py"
 SHARD_OPS = "deepspeed/comm/shard_ops.py"
 REPLICATED = "deepspeed/runtime/gradients/replicated.py"
-REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
+REPLICATED_REDUCTION = "deepspeed/runtime/optimizers/replicated_reduction.py"
 PUBLISHER = "deepspeed/runtime/sharding/publisher.py"
 
 
 JOIN = """\
             get_accelerator().current_stream().wait_stream(self.reduction_stream)
-            self._alive.clear()
+            while self._kept:
+                self._let_go()
 """
+RELEASE = "            self.comm_context.release(producers)\n"
+FILL = "            payload = self._fill_buffer(buffer, index, grads)\n"
 PRODUCER_NOT_AWAITED = r"never waits for <.*which wrote.*gradient of(.|\n)*average_tensor"
 FREED_TOO_EARLY = r"(?i)freed(.|\n)*_fill"
 
@@ -103,30 +108,44 @@ CHECKER = (
         PRODUCER_NOT_AWAITED,
     ),
     Mutation(
-        "gradients are not kept alive",
+        "producers do not wait for the copy",
         ZERO,
-        (("        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n", ""),),
+        ((RELEASE, ""),),
         "streams: stage 2",
         FREED_TOO_EARLY,
     ),
     Mutation(
-        "only the bucket is kept alive",
+        "a gradient is written again while it is copied",
         ZERO,
-        (("keep_alive([*bucket.grads, buffer.tensor])", "keep_alive([buffer.tensor])"),),
+        ((RELEASE, ""),),
+        "streams: static gradients",
+        r"race: <default stream> never waits for <reduction stream>, which read(.|\n)*_fill",
+    ),
+    Mutation(
+        "one of several producers waits for the copy",
+        ZERO,
+        ((RELEASE, RELEASE.replace("producers", "list(producers)[:1]")),),
         "streams: stage 1",
         FREED_TOO_EARLY,
     ),
     Mutation(
-        "let go before the event has passed",
-        STREAMS,
-        (("while self._alive and self._alive[0][1].query():", "while self._alive:"),),
-        "streams: stage 2",
+        "producers wait for what came before the copy",
+        ZERO,
+        ((RELEASE, ""), (FILL, RELEASE + FILL)),
+        "streams: stage 2, no overlap",
         FREED_TOO_EARLY,
+    ),
+    Mutation(
+        "an input is dropped before its producer waits",
+        STREAMS,
+        (("            stream.wait_event(oldest.event)\n", "            pass\n"),),
+        "streams: checkpoints on the host",
+        r"(?i)freed(.|\n)*_kept_on_host",
     ),
     Mutation(
         "the step does not wait for the reduction",
         STREAMS,
-        ((JOIN, "            self._alive.clear()\n"),),
+        ((JOIN, "".join(JOIN.splitlines(keepends=True)[1:])),),
         "streams: stage 2",
         r"gradient shard of group(.|\n)*local_squared_norm",
     ),
@@ -161,7 +180,7 @@ CHECKER = (
     Mutation(
         "an all-reduced accumulator is not awaited",
         REPLICATED,
-        (("        if work is not None:\n            work.wait()\n", ""),),
+        (("    if flight.work is not None:\n        flight.work.wait()\n", ""),),
         "streams: BF16_Optimizer",
         r"never waits for <nccl stream.*group(.|\n)*all_reduce_flat",
     ),
@@ -178,6 +197,32 @@ CHECKER = (
         (("        event.synchronize()\n", ""),),
         "streams: stage 2, offload",
         r"the host never waits(.|\n)*_accumulate",
+    ),
+    Mutation(
+        "a staging buffer is written while its copy is on its way",
+        STREAMS,
+        (("                event.synchronize()\n", "                pass\n"),),
+        "streams: stage 1, bf16, Adam on the host",
+        r"the host never waits(.|\n)*(_run|_rule|_deliver)",
+    ),
+    Mutation(
+        "stage 0 sends a bucket without waiting for its producers",
+        REPLICATED_REDUCTION,
+        (
+            (
+                "        streams.wait_for(self._producers[bucket])\n",
+                "",
+            ),
+        ),
+        "streams: stage 0, overlapped",
+        r"never waits for <backward stream.*which wrote(.|\n)*_send",
+    ),
+    Mutation(
+        "stage 0 does not wait for its buckets",
+        REPLICATED_REDUCTION,
+        (("            self._streams.join()\n", ""),),
+        "streams: stage 0, overlapped",
+        r"never waits for <(reduction|nccl) stream",
     ),
 )
 LEDGER = (
@@ -207,12 +252,11 @@ LEDGER = (
         ZERO,
         (
             (
-                "            if self.contiguous_gradients:\n"
-                "                reduction.buffer.last_read = read\n",
-                "            self.sink.add(reduction.index, group, segments, pieces, "
-                "reduction.factors.post)\n"
-                "            if self.contiguous_gradients:\n"
-                "                reduction.buffer.last_read = read\n",
+                "        if self.contiguous_gradients:\n"
+                "            reduction.buffer.last_read = read\n",
+                "        self._take_in(reduction, reduction.pending.wait())\n"
+                "        if self.contiguous_gradients:\n"
+                "            reduction.buffer.last_read = read\n",
             ),
         ),
         "ledger: stage 1",
@@ -287,9 +331,8 @@ LEDGER = (
         ZERO,
         (
             (
-                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n",
-                "        self.comm_context.keep_alive([*bucket.grads, buffer.tensor])\n"
-                "        self._free_buffers.append(buffer)\n",
+                "        self.comm_context.issued()\n",
+                "        self.comm_context.issued()\n        self._free_buffers.append(buffer)\n",
             ),
         ),
         "ledger: stage 2",
@@ -341,9 +384,11 @@ ORACLE = (
         SEQUENCE,
         (
             (
-                "        return float(self.loss_scaler.update_scale(self.overflow))\n",
-                "        self.loss_scaler.update_scale(self.overflow)\n"
-                "        return float(self.loss_scaler.loss_scale)\n",
+                "        return float(self._scaler.loss_scale)\n",
+                "        after = type(self._scaler).__new__(type(self._scaler))\n"
+                "        after.__dict__.update(self._scaler.__dict__)\n"
+                "        after.update_scale(False)\n"
+                "        return float(after.loss_scale)\n",
             ),
         ),
         "oracle: fp16",
@@ -364,4 +409,4 @@ ORACLE = (
         r"weight is off",
     ),
 )
-MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE, *PIPELINE)
+MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE, *PIPELINE, *ZERO3)

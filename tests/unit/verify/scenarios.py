@@ -19,12 +19,13 @@ import torch
 
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
-from unit.verify import pipe_scenarios
+from unit.verify import pipe_scenarios, zero3_scenarios
 
 STEPS = 3
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
+SMALL_PIECE = 40
 # Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter
 # moves, and to its own size.
 TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-11)}
@@ -70,6 +71,11 @@ def immediate(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "bf16": {"enabled": True, "immediate_grad_update": True}}
 
 
+def on_host_adam(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with Adam, which rounds on the host what is sent to the device."""
+    return {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+
+
 def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.Tensor]:
     """Train for a few steps; returns the fp32 parameters by name, whole, on every rank.
 
@@ -85,7 +91,9 @@ def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.
     deepspeed.init_distributed(dist_backend="gloo")
     model = make_model()
     with _side_stream() if side_stream else nullcontext():
-        optimizer = torch.optim.SGD(parameter_groups(model), lr=reference.LEARNING_RATE)
+        optimizer = None
+        if "optimizer" not in config:
+            optimizer = torch.optim.SGD(parameter_groups(model), lr=reference.LEARNING_RATE)
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for step in range(STEPS):
             for micro in range(config["gradient_accumulation_steps"]):
@@ -127,8 +135,9 @@ def _masters(engine: Any) -> dict[str, torch.Tensor]:
 def simulated(backward_streams: int = 2) -> Iterator[None]:
     """Everything within runs on the simulated device."""
     from deepspeed.accelerator.sim_accelerator import simulate
+    from deepspeed.verify import lowered_sizes
 
-    with simulate(seed=0, backward_streams=backward_streams):
+    with lowered_sizes(SMALL_PIECE), simulate(seed=0, backward_streams=backward_streams):
         yield
 
 
@@ -138,6 +147,51 @@ def checker(config: dict[str, Any], side_stream: bool = False) -> list[str]:
 
     with simulated(), check_streams(raises=False) as found:
         train(config, side_stream)
+    return [str(finding) for finding in found.findings]
+
+
+def checkpoints_on_host() -> list[str]:
+    """What the stream checker finds when inputs of checkpointed functions are copied to the host,
+    in a forward that goes over two streams.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.verify import check_streams
+
+    with simulated(), check_streams(raises=False) as found:
+        accelerator = get_accelerator()
+        deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+        main, side = accelerator.current_stream(), accelerator.Stream()
+        x = torch.ones(100, requires_grad=True)
+        for layer in range(8):
+            stream, other = (main, side) if layer % 4 < 2 else (side, main)
+            stream.wait_stream(other)
+            with accelerator.stream(stream):
+                x = deepspeed.checkpointing.checkpoint(torch.sin, x)
+        main.wait_stream(side)
+        x.sum().backward()
+        accelerator.synchronize()
+        deepspeed.checkpointing.reset()
+    return [str(finding) for finding in found.findings]
+
+
+def static_gradients() -> list[str]:
+    """What the stream checker finds when each backward writes its gradients where the one before
+    did, as replayed graphs do.
+    """
+    import deepspeed
+    from deepspeed.accelerator.sim.static_memory import StaticGradients
+    from deepspeed.verify import check_streams
+
+    config = {**config_of(stage=2, overlap_comm=True), "optimizer": {"type": "SGD"}}
+    with simulated(backward_streams=0), check_streams(raises=False) as found:
+        deepspeed.init_distributed(dist_backend="gloo")
+        layers = [StaticGradients(torch.nn.Linear(16, 16)) for _ in range(3)]
+        engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(*layers), config=config)
+        for _ in range(STEPS * ACCUMULATION):
+            engine.backward(engine(torch.ones(ROWS, 16)).square().mean())
+            engine.step()
+        engine.destroy()
     return [str(finding) for finding in found.findings]
 
 
@@ -243,6 +297,9 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 1, bf16, offload": partial(
         checker, config_of("bf16", stage=1, offload_optimizer=_OFFLOAD)
     ),
+    "streams: stage 1, bf16, Adam on the host": partial(
+        checker, on_host_adam(config_of("bf16", stage=1, offload_optimizer=_OFFLOAD))
+    ),
     "streams: BF16_Optimizer, offload": partial(
         checker, config_of("bf16+fp32", stage=1, offload_optimizer=_OFFLOAD)
     ),
@@ -255,6 +312,9 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     ),
     "streams: stage 1, bf16": partial(checker, config_of("bf16", stage=1, overlap_comm=True)),
     "streams: stage 0": partial(checker, config_of(stage=0)),
+    "streams: checkpoints on the host": checkpoints_on_host,
+    "streams: stage 0, overlapped": partial(checker, config_of(stage=0, overlap_comm=True)),
+    "streams: static gradients": static_gradients,
     "ledger: stage 1": partial(ledger, config_of(stage=1, overlap_comm=True, verify=_LEDGER)),
     "ledger: stage 1, no overlap": partial(
         ledger, config_of(stage=1, overlap_comm=False, verify=_LEDGER)
@@ -265,6 +325,9 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     ),
     "ledger: BF16_Optimizer": partial(ledger, config_of("bf16+fp32", stage=1, verify=_LEDGER)),
     "ledger: stage 0": partial(ledger, config_of(stage=0, verify=_LEDGER)),
+    "ledger: stage 0, overlapped": partial(
+        ledger, config_of(stage=0, overlap_comm=True, verify=_LEDGER)
+    ),
     "ledger: stage 0, no accumulation": partial(
         ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)
     ),
@@ -289,6 +352,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
         oracle, config_of(stage=2, overlap_comm=True), "fp32", True
     ),
     **pipe_scenarios.SCENARIOS,
+    **zero3_scenarios.SCENARIOS,
 }
 
 

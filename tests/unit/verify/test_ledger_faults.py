@@ -261,8 +261,8 @@ class TestWrongGroup(DistributedTest):
         original = ReplicatedOptimizer.__init__
 
         def init(self: ReplicatedOptimizer, *args: Any, **kwargs: Any) -> None:
+            kwargs["dp_process_group"] = pairs[dist.get_rank() // 2]
             original(self, *args, **kwargs)
-            self.dp_process_group = pairs[dist.get_rank() // 2]
 
         case = Case(0, "fp32", 3, False, False, True, False, "huge", 4)
         error = error_of(lambda patch: patch.setattr(ReplicatedOptimizer, "__init__", init), case)

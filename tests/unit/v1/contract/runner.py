@@ -168,8 +168,11 @@ class CaseRun(Checks):
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
         self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
         self.engine, _, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=self._optimizer(groups), config=config_of(case)
+            model=self.model, optimizer=self._optimizer(groups), config=self._config()
         )
+
+    def _config(self) -> dict[str, Any]:
+        return config_of(self.case)
 
     def _optimizer(self, groups: list[Any]) -> torch.optim.Optimizer:
         if self.case.optimizer == "adamw":
@@ -246,10 +249,14 @@ class CaseRun(Checks):
             if not torch.equal(self.model.get_parameter(name), before):
                 self.fail(step, f"frozen {name} changed")
         for index, group in enumerate(getattr(self.engine.optimizer, "groups", ())):
-            padding = group.table.shard_padding(group.shard_rank)
-            tails = {"parameters": group.flat[group.table.numel :]}
-            if padding:
-                tails |= {"masters": group.master[-padding:], "gradients": group.grad[-padding:]}
+            own = torch.ones_like(group.master, dtype=torch.bool)
+            for fragment in group.table.of_shard(group.shard_rank):
+                own[fragment.in_shard] = False
+            whole = torch.ones_like(group.flat, dtype=torch.bool)
+            for start, numel in zip(group.table.offsets, group.table.numels, strict=True):
+                whole[start : start + numel] = False
+            tails = {"parameters": group.flat[whole]}
+            tails |= {"masters": group.master[own], "gradients": group.grad[own]}
             for what, tail in tails.items():
                 if tail.count_nonzero():
                     self.fail(

@@ -45,8 +45,8 @@ def divide_twice(patch: pytest.MonkeyPatch) -> None:
     """1/N applied before and after the collective."""
     original = ReduceRule.factors
 
-    def factors(self: ReduceRule, accumulation_divisor: float = 1.0) -> ReduceFactors:
-        pre, post = original(self, accumulation_divisor)
+    def factors(self: ReduceRule, *args: Any, **kwargs: Any) -> ReduceFactors:
+        pre, post = original(self, *args, **kwargs)
         return ReduceFactors(pre / self.world, post)
 
     patch.setattr(ReduceRule, "factors", factors)
@@ -156,16 +156,17 @@ def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     def finish(self: DeepSpeedZeroOptimizer) -> None:
         original(self)
         for group in self.groups:
-            padding = group.table.shard_padding(group.shard_rank)
-            if padding:
-                group.grad[-padding:] = 1.0
+            padding = torch.ones_like(group.grad, dtype=torch.bool)
+            for fragment in group.table.of_shard(group.shard_rank):
+                padding[fragment.in_shard] = False
+            group.grad[padding] = 1.0
 
     patch.setattr(DeepSpeedZeroOptimizer, "finish_gradients", finish)
 
 
 def gather_nothing(patch: pytest.MonkeyPatch) -> None:
     """Ranks keep their own view of the others' shards."""
-    patch.setattr(Publisher, "_gather", lambda self, start, end: None)
+    patch.setattr(Publisher, "_gather", lambda self, gather: None)
 
 
 def send_what_is_ready_only(patch: pytest.MonkeyPatch) -> None:

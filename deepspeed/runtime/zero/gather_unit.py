@@ -1,0 +1,301 @@
+"""`GatherUnit`: parameters that are gathered together, by one collective.
+
+Their shards lie behind one another in one buffer. A gather has two halves, so that the first can be
+issued ahead of time:
+
+    start    gather stream   shards of all ranks -> rows `[N, s]`   (one all-gather)
+    finish   current stream  rows -> whole parameters               (one grouped copy)
+
+[Note: edges of a gather]
+1. shard updated -> gathered: the gather stream waits for the event after the last update;
+2. rows read by an earlier copy-out -> rows filled: the pool's events;
+3. gathered -> copied out: the current stream waits for the event behind the all-gather;
+4. whole memory last read -> written by a later copy-out: the pool's events, of every stream that
+   `fetch` was called on;
+5. copied out -> read: a stream that calls `fetch` later waits for the event behind the copy.
+
+Who needs a unit, and when it goes, is the coordinator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import Stream, get_accelerator
+from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
+from deepspeed.runtime.sharding.cut_rows import WholeViews
+from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.zero_parameter import ShardRecord, ZeroParamStatus, hide, show
+
+
+class GatherResources:
+    """What all units of a model share.
+
+    Args:
+        by_broadcast: One broadcast per rank instead of an all-gather.
+        overlap: Whether the gather stream runs beside the others.
+        owner: Who has the model.
+
+    Attributes:
+        context: The gather stream.
+        rows: Pool of what all-gathers fill.
+        whole: Pool of whole parameters.
+        shards_updated: Event after which shards may be read; None: they may be.
+    """
+
+    def __init__(self, by_broadcast: bool = False, overlap: bool = True, owner: Any = None) -> None:
+        self.owner = owner
+        self.by_broadcast = by_broadcast
+        self.context = CommContext(overlap, "gather stream")
+        self.rows = MemoryPool(self.context.has_streams)
+        self.whole = MemoryPool(self.context.has_streams)
+        self.shards_updated: Any = None
+
+    def mark_updated(self) -> None:
+        """Shards were written by what has been issued on the current stream."""
+        if self.context.has_streams:
+            self.shards_updated = get_accelerator().Event()
+            self.shards_updated.record(get_accelerator().current_stream())
+
+    def let_go(self) -> None:
+        """Let go of all memory behind what has been issued on the current stream: what the gather
+        stream gets of it afterwards is written after that.
+        """
+        if self.context.reduction_stream is not None:
+            self.context.reduction_stream.wait_stream(get_accelerator().current_stream())
+        self.rows.clear()
+        self.whole.clear()
+
+    def destroy(self) -> None:
+        """Wait for outstanding work and let go of all memory."""
+        self.context.destroy()
+        self.rows.clear()
+        self.whole.clear()
+
+
+class GatherUnit:
+    """See module.
+
+    Args:
+        name: For reports.
+        params: Sharded parameters of one dtype, device and group.
+        resources: What units share.
+        persists: Whole between steps, in memory of its own.
+        takes_shards: The parameters' shards lie in the unit's buffer from now on.
+
+    Attributes:
+        index: Its place among the units of a model.
+        coordinator: Who knows who needs it; None for what persists, or is read by hand.
+        table: How the parameters are cut.
+        shard: This rank's shards, `[shard_numel]`.
+        numel: Elements of the parameters.
+        holds: How many running forwards need it.
+        is_kept_for_backward: The running backward needs it.
+        num_read_apart: How many of its parameters somebody has whole in memory of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        resources: GatherResources,
+        persists: bool = False,
+        takes_shards: bool = True,
+    ) -> None:
+        self.name = name
+        self.params = list(params)
+        self.persists = persists
+        self.index = -1
+        self.coordinator: Any = None
+        self.records: list[ShardRecord] = [param._zero3 for param in params]  # type: ignore[attr-defined]  # sharded parameters have one
+        self.group = self.records[0].group
+        self.num_shards = dist.get_world_size(group=self.group)
+        self.rank = dist.get_rank(group=self.group)
+        self.table = ParameterCutTable.cut(
+            tuple(record.numel for record in self.records), self.num_shards
+        )
+        self.numel = self.table.numel
+        self.shard = torch.cat([record.shard for record in self.records])
+        self._whole_numel = WholeViews.numel_of(self.table, self.shard.dtype)
+        self.holds = 0
+        self.is_kept_for_backward = False
+        self.num_read_apart = 0
+        self.resources = resources
+        self._rows: PoolBuffer | None = None
+        self._pending: PendingShards | None = None
+        self._gathered: Any = None  # event behind the all-gather
+        self._copied: Any = None  # event behind the copy-out
+        self._memory: PoolBuffer | None = None
+        self._own_memory: PoolBuffer | None = None  # of what persists
+        self._readers: set[Stream] = set()
+        resources.mark_updated()
+        if takes_shards:
+            self.use_shard(self.shard)
+
+    def use_shard(self, shard: torch.Tensor) -> None:
+        """Let the shards lie in `shard`, which has their values."""
+        self.shard = shard
+        self.resources.mark_updated()
+        for record, start, cut in zip(
+            self.records, self.table.cut_starts, self.table.cuts, strict=False
+        ):
+            record.shard = shard[start : start + cut]
+
+    # State
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its memory holds the parameters."""
+        return self._memory is not None
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether its gather has been started and not finished."""
+        return self._rows is not None
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether all of its parameters are whole elsewhere."""
+        return self.num_read_apart == len(self.params)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the memory that it takes when whole."""
+        return self._whole_numel * self.shard.element_size()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What holds the parameters while they are whole, 1-D."""
+        assert self._memory is not None, f"unit {self.name} is not whole"
+        return self._memory.tensor
+
+    @property
+    def whole_params(self) -> list[torch.Tensor]:
+        """The parameters, while they are whole."""
+        assert self._memory is not None, f"unit {self.name} is not whole"
+        whole: WholeViews = self._memory.views[self]
+        return whole.params
+
+    # Gathering
+
+    @torch.inference_mode(False)  # memory and views are used for training later
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin the gather, on the gather stream if there is one. Idempotent."""
+        if self.is_whole or self.is_on_its_way:
+            return
+        shared = self.resources
+        if shared.shards_updated is not None and shared.context.reduction_stream is not None:
+            shared.context.reduction_stream.wait_event(shared.shards_updated)
+        with shared.context.on_reduction_stream():
+            rows = shared.rows.take(
+                self.table.padded_numel, self.shard.dtype, self.shard.device, self
+            )
+            filled = rows.tensor[: self.table.padded_numel]
+            own = self.table.row(self.rank)
+            filled[own].copy_(self.shard)
+            self._pending = gather_from_owners(
+                filled, self.group, shared.by_broadcast, async_op=True
+            )
+            if shared.context.reduction_stream is not None:
+                # The gather stream waits, not the host; what comes later on it comes after.
+                self._pending.wait()
+                self._gathered = get_accelerator().Event()
+                self._gathered.record(shared.context.reduction_stream)
+        self._rows = rows
+        for record in self.records:
+            if record.status is ZeroParamStatus.NOT_AVAILABLE:
+                record.status = ZeroParamStatus.INFLIGHT
+
+    def fetch(self) -> None:
+        """Have the parameters whole for what is issued from now on on the current stream."""
+        if self._memory is None:
+            self.start()
+            self._finish()
+        if self.resources.context.has_streams:
+            stream = get_accelerator().current_stream()
+            if stream not in self._readers:
+                stream.wait_event(self._copied)
+                self._readers.add(stream)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _finish(self) -> None:
+        shared, rows = self.resources, self._rows
+        assert rows is not None and self._pending is not None, (
+            f"unit {self.name}: finished before it was started"
+        )
+        current = get_accelerator().current_stream() if shared.context.has_streams else None
+        if current is not None:
+            current.wait_event(self._gathered)
+        else:
+            self._pending.wait()
+        memory = self._take_memory()
+        views = memory.views.get(self)
+        if views is None:
+            shapes = [record.shape for record in self.records]
+            views = memory.views[self] = WholeViews(self.table, shapes, memory.tensor)
+        views.copy_out(rows.tensor[: self.table.padded_numel])
+        shared.rows.give_back(rows, () if current is None else (current,))
+        self._rows, self._pending = None, None
+        self._memory = memory
+        if current is not None:
+            self._copied = get_accelerator().Event()
+            self._copied.record(current)
+            self._readers = {current}
+        for param, record, whole in zip(self.params, self.records, views.params, strict=True):
+            if not record.readers:
+                show(param, whole)
+
+    def _take_memory(self) -> PoolBuffer:
+        if not self.persists:
+            return self.resources.whole.take(
+                self._whole_numel, self.shard.dtype, self.shard.device, self
+            )
+        if self._own_memory is None:
+            own = torch.empty(self._whole_numel, dtype=self.shard.dtype, device=self.shard.device)
+            self._own_memory = PoolBuffer(own)
+        return self._own_memory
+
+    def refresh(self) -> None:
+        """Gather anew what persists, into the memory where it is."""
+        self._memory = None
+        self.fetch()
+
+    def release(self) -> None:
+        """Nobody needs the parameters whole any more: give the memory back. Idempotent, and nothing
+        for what persists.
+        """
+        self._abandon()
+        if self._memory is None or self.persists:
+            return
+        for param, record in zip(self.params, self.records, strict=True):
+            if not record.readers:
+                hide(param)
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory back; nobody shows what is in it."""
+        if self._memory is not None and not self.persists:
+            self.resources.whole.give_back(self._memory, self._readers)
+        self._memory = None
+        self._readers = set()
+
+    def _abandon(self) -> None:
+        """Let go of a gather that was started and that nobody came for."""
+        if self._rows is None or self._pending is None:
+            return
+        # The host waits where there are no streams; on others rows are written on one stream alone.
+        self._pending.wait()
+        self.resources.rows.give_back(self._rows)
+        self._rows, self._pending = None, None
+        for record in self.records:
+            if record.status is ZeroParamStatus.INFLIGHT:
+                record.status = ZeroParamStatus.NOT_AVAILABLE

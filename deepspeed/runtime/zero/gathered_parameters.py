@@ -1,0 +1,231 @@
+"""Whole parameters for scripts: `GatheredParameters`, and `all_gather()` / `partition()` of a
+parameter.
+
+They have memory of their own, so that what a script holds is not given to another unit. What a
+running forward has gathered is used as it is.
+
+[Note: edits]
+With `modifier_rank` the values of that rank are everybody's: broadcast, and only when the broadcast
+is over written to the shards and from there to the masters. Without it nothing is written, so a
+change that a script made would be lost; it raises. A change is noticed by the parameter's version
+counter, and in what this rank owns by its elements, because writes through `.data` are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.zero_parameter import (
+    ShardRecord,
+    ZeroParamStatus,
+    hide,
+    install_reads,
+    is_zero_param,
+    show,
+)
+
+
+def _record(param: nn.Parameter) -> ShardRecord:
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # callers have asked is_zero_param
+    return record
+
+
+def _kinds(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that one collective can carry, in an order that is the same on all ranks."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        shard = _record(param).shard
+        kinds.setdefault((shard.dtype, shard.device, _record(param).group), []).append(param)
+    return list(kinds.values())
+
+
+def _zero_params(params: Iterable[Any]) -> list[nn.Parameter]:
+    return [param for param in dict.fromkeys(params) if is_zero_param(param)]
+
+
+@torch.no_grad()
+def hold_whole(params: Iterable[nn.Parameter]) -> None:
+    """Have parameters whole until as many `let_go`. All ranks call it with the same ones."""
+    absent = []
+    for param in _zero_params(params):
+        record = _record(param)
+        if record.readers == 0 and record.status is ZeroParamStatus.AVAILABLE:
+            if record.unit is not None and record.unit.coordinator is not None:
+                record.unit.coordinator.enter([record.unit])
+                record.num_lent += 1
+            continue
+        if record.readers == 0:
+            absent.append(param)
+        record.readers += 1
+    for same in _kinds(absent):
+        # Pools of its own: the memory lives as long as somebody has it.
+        resources = GatherResources()
+        unit = GatherUnit("read by hand", same, resources, takes_shards=False)
+        unit.fetch()
+        resources.let_go()
+        for param, whole in zip(same, unit.whole_params, strict=True):
+            show(param, whole)
+            if _record(param).unit is not None:
+                _record(param).unit.num_read_apart += 1
+
+
+@torch.no_grad()
+def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
+    """The end of `hold_whole`; with `has_been_updated` each rank writes what it owns back."""
+    chosen = _zero_params(params)
+    if has_been_updated:
+        for param in chosen:
+            _keep(param)
+        _tell_units(chosen)
+    for param in chosen:
+        record = _record(param)
+        if record.num_lent and record.unit is not None and record.unit.coordinator is not None:
+            record.num_lent -= 1
+            record.unit.coordinator.leave([record.unit])
+        elif record.readers:
+            record.readers -= 1
+            if record.readers == 0:
+                hide(param)
+                if record.unit is not None:
+                    record.unit.num_read_apart -= 1
+
+
+def _keep(param: nn.Parameter) -> None:
+    """Shard <- this rank's part of the whole parameter."""
+    record = _record(param)
+    own = record.own_part(param.data)
+    record.shard[: own.numel()].copy_(own)
+
+
+def _tell_units(params: Sequence[nn.Parameter]) -> None:
+    """Shards of these parameters were edited: what has copies of them follows."""
+    for param in params:
+        record = _record(param)
+        if record.on_edit is not None:
+            record.on_edit(param)
+
+
+@torch.no_grad()
+def publish(params: Sequence[nn.Parameter], source: int) -> None:
+    """Everybody's values of whole parameters <- those of global rank `source`, and shards too."""
+    for same in _kinds(params):
+        group = _record(same[0]).group
+        flat = torch.cat([param.data.reshape(-1) for param in same])
+        if dist.get_world_size(group=group) > 1 and flat.numel():
+            # Over before anything is written or let go: `flat` is complete on every rank here.
+            dist.broadcast(flat, src=source, group=group)
+        pieces = flat.split([_record(param).numel for param in same])
+        for param, piece in zip(same, pieces, strict=True):
+            param.data.copy_(piece.view(param.shape))
+            _keep(param)
+    _tell_units(params)
+
+
+class _Reads:
+    """`all_gather()` and `partition()` of a parameter."""
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """See `hold_whole`."""
+        hold_whole(params)
+
+    def let_go(self, params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
+        """See `let_go`."""
+        let_go(params, has_been_updated)
+
+
+install_reads(_Reads())
+
+
+class GatheredParameters:
+    """Whole parameters inside a `with` block. All ranks enter it with the same parameters.
+
+    Args:
+        params: A parameter, several, or anything that can be iterated; what is no parameter of
+            stage 3 is left alone, and duplicates count once.
+        modifier_rank: Global rank whose changes become everybody's; None: nobody may change them.
+        fwd_module: Module whose forward the block belongs to. It needs no registration here.
+        enabled: False: the block does nothing.
+
+    Raises:
+        RuntimeError: On entry, if ranks have other parameters; on exit, if a change would be lost.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params) if enabled else []
+        self.params = _zero_params(given) if enabled else []
+        self.src_rank = modifier_rank
+        self._versions: list[int] = []
+        self._written: list[nn.Parameter] = []
+
+    def __enter__(self) -> GatheredParameters:
+        if self.params:
+            self._agree()
+            hold_whole(self.params)
+            self._versions = [param._version for param in self.params]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.params:
+            return
+        try:
+            if self.src_rank is not None:
+                publish(self.params, self.src_rank)
+            elif kind is None:
+                self._refuse_lost_edits()
+        finally:
+            let_go(self.params)
+
+    def _agree(self) -> None:
+        """Ranks with other parameters would gather shards of different ones, or wait for ever."""
+        group = _record(self.params[0]).group
+        if dist.get_world_size(group=group) == 1:
+            return
+        own = hash(tuple(_record(param).id for param in self.params)) % (1 << 62)
+        agreed = torch.tensor([own, -own], device=_record(self.params[0]).shard.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        most, least = agreed.tolist()
+        if most != -least:
+            names = ", ".join(_record(param).label for param in self.params[:4])
+            raise RuntimeError(
+                f"GatheredParameters: ranks entered with different parameters; rank "
+                f"{dist.get_rank()} with {len(self.params)}: {names}"
+            )
+
+    def _refuse_lost_edits(self) -> None:
+        edited = [
+            _record(param).label
+            for param, version in zip(self.params, self._versions, strict=True)
+            if param._version != version or self._differs(param)
+        ]
+        if edited:
+            raise RuntimeError(
+                f"GatheredParameters: {', '.join(edited[:4])} changed inside the block, and the "
+                "change would be lost: give modifier_rank=0 (or the rank whose values count)"
+            )
+
+    @staticmethod
+    def _differs(param: nn.Parameter) -> bool:
+        record = _record(param)
+        own = record.own_part(param.data)
+        # As bytes: NaN is not equal to itself.
+        return not torch.equal(
+            own.contiguous().view(torch.uint8), record.shard[: own.numel()].view(torch.uint8)
+        )

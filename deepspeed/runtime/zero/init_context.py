@@ -1,0 +1,283 @@
+"""`zero.Init`: models whose parameters are cut as they are made.
+
+While it is entered, the parameters that a module made are cut when its constructor returns. The
+constructor itself works on whole parameters, and so does one that reads those of the modules that
+it made: what it reads is gathered, and cut again when it returns. The same code therefore draws
+the same random numbers and gives the same weights as without it; the values are those of rank 0.
+
+Parameters are rounded to `dtype` when they are cut and not when they are made, for the same
+reason. (One that a constructor has cut and another changes, instead of filling it anew, is rounded
+before and after.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.initialization import ensure_distributed
+from deepspeed.runtime.config_models.source import load_config
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
+from deepspeed.runtime.zero.parameter_reads import watch_reads
+from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param
+
+
+class _Construction:
+    """The constructors that run, and what they have read.
+
+    Attributes:
+        running: Modules whose constructors run, innermost last.
+        read: What each of them, or a function that `Module.apply` calls, has had gathered.
+        contexts: The `Init`s that are entered, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.read: list[list[nn.Parameter]] = []
+        self.contexts: list[Init] = []
+
+    def on_read(self, param: nn.Parameter) -> None:
+        """A parameter that has been cut is read as an attribute."""
+        if self.read:
+            hold_whole([param])
+            # Constructors fill what they know: numbers drawn in half precision are others.
+            param.data = param.data.to(param._zero3.made_in)  # type: ignore[attr-defined]  # it has been cut
+            self.read[-1].append(param)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is read inside is whole until the end, and changes to it count."""
+        self.read.append([])
+        try:
+            yield
+        finally:
+            read = self.read.pop()
+            if read:
+                publish(read, dist.get_global_rank(read[0]._zero3.group, 0))  # type: ignore[attr-defined]  # it has been cut
+                let_go(read)
+
+    def construct(
+        self, module: nn.Module, init: Callable[..., None], args: Any, kwargs: Any
+    ) -> None:
+        """Run a constructor and cut what it made."""
+        self.running.append(module)
+        try:
+            with self.reading():
+                init(module, *args, **kwargs)
+        finally:
+            self.running.pop()
+        if self.contexts:
+            self.contexts[-1].cut_own(module)
+
+
+_construction = _Construction()
+
+
+def _with_end(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def constructor(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _construction.running and _construction.running[-1] is self:
+            init(self, *args, **kwargs)  # of a base class, called by that of the class
+        else:
+            _construction.construct(self, init, args, kwargs)
+
+    return constructor
+
+
+def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """`Module.apply`, module by module: what `fn` reads of one is cut again before the next."""
+    for child in self.children():
+        child.apply(fn)
+    with _construction.reading():
+        fn(self)
+    return self
+
+
+class _Patches:
+    """Constructors of all module classes, those defined meanwhile too, and `Module.apply`."""
+
+    def __init__(self) -> None:
+        self._inits: list[tuple[type[nn.Module], Any]] = []
+        self._apply: Any = None
+
+    def put(self) -> None:
+        """Put them in force."""
+        for cls in _subclasses(nn.Module):
+            self._patch(cls)
+
+        def on_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            self._patch(cls)
+
+        nn.Module.__init_subclass__ = classmethod(on_subclass)  # type: ignore[assignment, method-assign]  # it is a class method by nature
+        self._apply, nn.Module.apply = nn.Module.apply, _apply  # type: ignore[assignment, method-assign]  # until `remove`
+
+    def _patch(self, cls: type[nn.Module]) -> None:
+        init = cls.__dict__.get("__init__")
+        if init is not None:
+            self._inits.append((cls, init))
+            cls.__init__ = _with_end(init)  # type: ignore[method-assign]  # until `remove`
+
+    def remove(self) -> None:
+        """Everything as before."""
+        for cls, init in self._inits:
+            cls.__init__ = init  # type: ignore[method-assign]  # what it was
+        self._inits = []
+        del nn.Module.__init_subclass__
+        nn.Module.apply = self._apply  # type: ignore[method-assign]  # what it was
+
+
+_patches = _Patches()
+
+
+def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    seen = {cls}
+    waiting = [cls]
+    while waiting:
+        current = waiting.pop()
+        yield current
+        new = [below for below in current.__subclasses__() if below not in seen]
+        seen.update(new)
+        waiting.extend(new)
+
+
+class Init:
+    """Inside the `with` block, modules keep only this rank's shards of their parameters; see
+    module.
+
+    All ranks make the same modules in it. Blocks may be nested, and the process group is
+    initialized if nobody did. With `module`, that module's parameters are cut at once.
+
+    Args:
+        module: A module that stands already.
+        data_parallel_group: Ranks that share parameters; None: all, or those of `mpu`.
+        mem_efficient_linear: No effect: what autograd saves of gathered weights takes no memory
+            for any module.
+        remote_device: "cpu" keeps shards on the host until an engine has the model; None: on the
+            accelerator.
+        pin_memory: Shards on the host are page-locked.
+        config_dict_or_path, config: Configuration, of which only the precision is read; "auto"
+            counts as not given.
+        enabled: False: the block does nothing.
+        dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
+            are made.
+        mpu: Object that knows the data-parallel group.
+        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
+            param_swapper: Not supported; refused by name.
+        sequence_data_parallel_group: Ranks that share parameters where sequences are split too.
+        tensor_overrides: No effect: only parameters are changed, and only when they are cut.
+
+    Raises:
+        DeepSpeedConfigError: For an argument that is not supported.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.Group = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: dist.Group = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.Group = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        _refuse("zero_param_parallel_group", zero_param_parallel_group)
+        _refuse("zero_quantized_weights", zero_quantized_weights)
+        _refuse("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights)
+        _refuse("param_swapper", param_swapper)
+        if remote_device not in (None, "none", "cpu"):
+            raise DeepSpeedConfigError(
+                f'zero.Init(remote_device={remote_device!r}) is not supported; use "cpu" or None'
+            )
+        ensure_distributed(None)
+        group = sequence_data_parallel_group or data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        self.group = group if group is not None else dist.get_world_group()
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self.dtype = dtype if dtype is not None else _configured_dtype(source)
+        self.device = torch.device(
+            "cpu" if remote_device == "cpu" else get_accelerator().current_device_name()
+        )
+        self.pin_memory = pin_memory and self.device.type == "cpu"
+        if module is not None:
+            for below in module.modules():
+                self.cut_own(below)
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            if not _construction.contexts:
+                _patches.put()
+            _construction.contexts.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.enabled:
+            _construction.contexts.pop()
+            if not _construction.contexts:
+                _patches.remove()
+
+    def cut_own(self, module: nn.Module) -> None:
+        """Cut the parameters that are a module's own."""
+        own = [
+            param
+            for param in dict.values(module._parameters)
+            if param is not None and not is_zero_param(param) and not is_lazy(param)
+        ]
+        if own:
+            cut_parameters(own, self.group, self.dtype, self.device, self.pin_memory)
+            for param in own:
+                record = param._zero3  # type: ignore[attr-defined]  # it has just been cut
+                record.on_read = _construction.on_read
+                record.is_read_by_iteration = True
+        if any(is_zero_param(param) for param in dict.values(module._parameters)):
+            watch_reads(module)
+
+
+def _refuse(name: str, value: Any) -> None:
+    if value is not None and value is not False:
+        raise DeepSpeedConfigError(f"zero.Init({name}={value!r}) is not supported; leave it out")
+
+
+def _configured_dtype(source: Any) -> torch.dtype | None:
+    """The precision that a configuration trains in. Nothing else is read: the rest may still be
+    "auto".
+    """
+    if source is None:
+        return None
+    config = source if isinstance(source, Mapping) else load_config(source)
+
+    def is_enabled(*names: str) -> bool:
+        blocks = (config.get(name) for name in names)
+        return any(isinstance(block, Mapping) and block.get("enabled") is True for block in blocks)
+
+    if is_enabled("bf16", "bfloat16"):
+        return torch.bfloat16
+    return torch.float16 if is_enabled("fp16") else torch.float32

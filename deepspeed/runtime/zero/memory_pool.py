@@ -1,0 +1,103 @@
+"""Memory of gathered parameters, used again and again instead of allocated anew.
+
+A buffer goes back as soon as the last reader of its content has been issued, with an event of every
+stream that read it; who takes it next lets its own stream wait for them. The host waits for
+nothing, and the number of buffers is that of the units that are whole at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import Stream, get_accelerator
+
+
+class PoolBuffer:
+    """A piece of the pool's memory.
+
+    Attributes:
+        tensor: 1-D.
+        owner: Who has it now, for whoever finds a tensor in it.
+        views: What owners made of it; making views takes longer than copying small parameters.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.owner: Any = None
+        self.views: dict[Any, Any] = {}
+        self._last_reads: list[Any] = []
+
+    def read_on(self, streams: Iterable[Stream]) -> None:
+        """Its content was read by what has been issued on `streams`."""
+        for stream in streams:
+            event = get_accelerator().Event()
+            event.record(stream)
+            self._last_reads.append(event)
+
+    def wait_for_reads(self, stream: Stream) -> None:
+        """Let `stream`, which is about to write, wait for all reads."""
+        for event in self._last_reads:
+            stream.wait_event(event)
+        self._last_reads = []
+
+
+class MemoryPool:
+    """Buffers of one kind.
+
+    Args:
+        has_streams: Whether the device orders work by streams.
+
+    Attributes:
+        by_pointer: Every buffer, by the address of its storage.
+    """
+
+    def __init__(self, has_streams: bool) -> None:
+        self._has_streams = has_streams
+        self._free: list[PoolBuffer] = []
+        self.by_pointer: dict[int, PoolBuffer] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any) -> PoolBuffer:
+        """A buffer of at least `numel` elements that what is issued now on the current stream may
+        write to.
+        """
+        fitting = [
+            buffer
+            for buffer in self._free
+            if buffer.tensor.dtype == dtype
+            and buffer.tensor.device == device
+            and buffer.tensor.numel() >= numel
+        ]
+        if fitting:
+            # The smallest, of those one that has this owner's views, and then the one just given
+            # back, which caches still have.
+            buffer = min(
+                reversed(fitting), key=lambda free: (free.tensor.numel(), owner not in free.views)
+            )
+            self._free.remove(buffer)
+            if self._has_streams:
+                buffer.wait_for_reads(get_accelerator().current_stream())
+        else:
+            buffer = PoolBuffer(torch.empty(numel, dtype=dtype, device=device))
+            self.by_pointer[buffer.tensor.untyped_storage().data_ptr()] = buffer
+        buffer.owner = owner
+        return buffer
+
+    def give_back(self, buffer: PoolBuffer, streams: Iterable[Stream] = ()) -> None:
+        """Nothing reads `buffer` after what has been issued on `streams`."""
+        if self._has_streams:
+            buffer.read_on(streams)
+        buffer.owner = None
+        self._free.append(buffer)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self.by_pointer.values())
+
+    def clear(self) -> None:
+        """Let go of all buffers."""
+        self._free = []
+        self.by_pointer = {}

@@ -1,0 +1,111 @@
+"""Stage 3 takes a model: cuts what is not cut yet, and makes what gathers it.
+
+A model that was built plainly stands on the host and is rounded, cut and moved parameter by
+parameter, so that no device ever holds more than its shards and one whole parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
+from deepspeed.runtime.zero.zero_parameter import ShardRecord, cut_parameters, hide, is_zero_param
+from deepspeed.utils.z3_leaf_module import (
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
+
+
+def shard_model(
+    model: nn.Module,
+    zero: DeepSpeedZeroConfig,
+    ranks: ModelRanks,
+    dtype: torch.dtype,
+    device: torch.device | None,
+) -> DeepSpeedZeRoOffload:
+    """Shard a model for training or evaluation. All ranks call it.
+
+    Args:
+        model: The module; parameters may be cut already (`zero.Init`).
+        zero: The configuration's block.
+        ranks: Which ranks hold what.
+        dtype: The model's precision.
+        device: Where shards and buffers go; None: they stay where they are.
+
+    Raises:
+        DeepSpeedConfigError: For a model whose parts are on other ranks, or experts.
+    """
+    _refuse_parts(ranks)
+    _take_from_other_engines(model)
+    leaves = zero.leaf_module
+    set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    for module in model.modules():
+        own = [param for param in dict.values(module._parameters) if param is not None]
+        cut_parameters(own, ranks.replicas, dtype, device)
+        for param in own:
+            _move_shard(param, dtype, device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                wanted = dtype if buffer.is_floating_point() and dtype != torch.float32 else None
+                module._buffers[name] = buffer.to(device=device, dtype=wanted)
+    names = {param: name for name, param in model.named_parameters()}
+    return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names)
+
+
+def settings_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
+    """What the configuration says of when parameters are whole."""
+    return GatherSettings(
+        param_persistence=zero.param_persistence_threshold,
+        model_persistence=zero.model_persistence_threshold,
+        prefetch=zero.prefetch_bucket_size,
+        max_live=zero.max_live_parameters,
+        max_reuse=zero.max_reuse_distance,
+        by_broadcast=not zero.allgather_partitions,
+        overlap=bool(zero.overlap_comm),
+    )
+
+
+def _refuse_parts(ranks: ModelRanks) -> None:
+    what = None
+    if ranks.has_parts:
+        what = "a model whose stages or slices are on other ranks (pipeline, tensor parallelism)"
+    elif ranks.experts:
+        what = f"experts (groups {sorted(ranks.experts)}), which are on fewer ranks"
+    if what is not None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage: 3 with {what} is not supported; use stage 1 or 2"
+        )
+
+
+def _take_from_other_engines(model: nn.Module) -> None:
+    """An engine without an optimizer that has the model lets go of it.
+
+    Raises:
+        DeepSpeedConfigError: It has an optimizer, whose masters would not follow.
+    """
+    units = (param._zero3.unit for param in model.parameters() if is_zero_param(param))  # type: ignore[attr-defined]  # just asked
+    for owner in {unit.resources.owner for unit in units if unit is not None}:
+        if owner.has_optimizer:
+            raise DeepSpeedConfigError(
+                "zero_optimization.stage: 3: another engine trains this model; call its destroy() "
+                "first"
+            )
+        owner.detach()
+
+
+def _move_shard(param: nn.Parameter, dtype: torch.dtype, device: torch.device | None) -> None:
+    """Shard -> the model's precision and device, where `zero.Init` has left it elsewhere."""
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # it has been cut
+    wanted = dtype if record.shard.is_floating_point() else record.shard.dtype
+    moved = record.shard.to(device=device, dtype=wanted)
+    if moved is not record.shard:
+        record.shard = moved
+        hide(param)
+    record.is_read_by_iteration = False

@@ -1,0 +1,391 @@
+"""`DeepSpeedZeRoOffload`: has the parameters of a model whole where its modules run, and only
+there.
+
+Forward: hooks on the module of every unit. Backward: what autograd saves of gathered memory is not
+saved but noted as a place in it; unpacking the note gathers the unit again, whichever order
+backward takes. That memory can therefore be used for other units in between. Parameters that are
+read elsewhere in a running forward or backward are gathered by `parameter_reads`.
+
+[Note: when a unit goes in backward]
+The gradient of a module's inputs is complete when all of its nodes have run: autograd runs of the
+nodes that are ready those that were made last, and the module's were made after its inputs. Of an
+input that is a leaf, the gradient arrives ahead of nodes that wait, so a module with such inputs
+only is done when all of them are. A module without inputs that require a gradient is done when
+backward is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.memory_pool import PoolBuffer
+from deepspeed.runtime.zero.parameter_reads import unwatch_reads, watch_reads
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    in_backward,
+)
+from deepspeed.runtime.zero.units import UnitPlan, choose_persistent, is_called, plan_units
+from deepspeed.runtime.zero.zero_parameter import (
+    ShardedParameter,
+    become_plain,
+    hide,
+    is_zero_param,
+)
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+
+@dataclass(frozen=True)
+class GatherSettings:
+    """The keys of stage 3 that say what is whole when; in elements.
+
+    Attributes:
+        param_persistence: Parameters up to this size stay whole between steps,
+        model_persistence: until they are so many together.
+        prefetch: Gathered ahead.
+        max_live: Whole at a time, but for what is in use.
+        max_reuse: Kept whole if used again within this distance.
+        by_broadcast: Gather by one broadcast per rank.
+        overlap: Gather beside the model's work.
+    """
+
+    param_persistence: int = 100_000
+    model_persistence: int = 1 << 62
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+    by_broadcast: bool = False
+    overlap: bool = True
+
+
+class Frame(NamedTuple):
+    """A forward that runs: its module, and what it needs whole."""
+
+    module: nn.Module
+    units: list[GatherUnit]
+
+
+class SavedPlace(NamedTuple):
+    """A tensor that autograd saved, as a place in the memory of a unit."""
+
+    unit: GatherUnit
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class DeepSpeedZeRoOffload:
+    """See module. Without an optimizer it is also what `deepspeed.initialize` returns as one.
+
+    Args:
+        module: The model; its parameters have been cut.
+        group: Ranks that share them.
+        settings: When parameters are whole.
+        param_names: Name of each parameter.
+
+    Attributes:
+        has_optimizer: An optimizer has copies of the shards.
+        units: All units that do not persist, by the order of their modules.
+        persistent_units: Those that do, one for each kind of parameter.
+        param_coordinator: Who needs which unit.
+        forward_hooks, backward_hooks: Handles, which clients remove and empty around generation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.Group,
+        settings: GatherSettings,
+        param_names: Mapping[nn.Parameter, str],
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.has_optimizer = False
+        self.resources = GatherResources(settings.by_broadcast, settings.overlap, owner=self)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        for param, name in param_names.items():
+            param._zero3.name = name  # type: ignore[attr-defined]  # it has been cut
+        plans = plan_units(module, z3_leaf_module)
+        self._make_units(plans, settings)
+        self.param_coordinator = PartitionedParameterCoordinator(
+            self.units, settings.prefetch, settings.max_live, settings.max_reuse
+        )
+        self._uses = {plan.module: self._units_of(plan) for plan in plans}
+        self._frames: list[Frame] = []
+        self._saving: Any = None
+        self.resources.mark_updated()
+        self.gather_persistent()
+        self._register_deepspeed_module(module)
+
+    # Units
+
+    def _make_units(self, plans: Sequence[UnitPlan], settings: GatherSettings) -> None:
+        params = [param for plan in plans for param in plan.own]
+        persistent = choose_persistent(
+            params,
+            lambda param: param._zero3.numel,  # type: ignore[attr-defined]  # it has been cut
+            settings.param_persistence,
+            settings.model_persistence,
+        )
+        self.units: list[GatherUnit] = []
+        for plan in plans:
+            own = [param for param in plan.own if param not in persistent]
+            self.units.extend(self._by_kind(plan.name, own, persists=False))
+        together = [param for param in params if param in persistent]
+        self.persistent_units = list(self._by_kind("persistent", together, persists=True))
+        for unit in (*self.units, *self.persistent_units):
+            for record in unit.records:
+                record.unit, record.persists = unit, unit.persists
+                record.on_read = self._on_read
+
+    def _by_kind(
+        self, name: str, params: Sequence[nn.Parameter], persists: bool
+    ) -> Iterator[GatherUnit]:
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for param in params:
+            record = param._zero3  # type: ignore[attr-defined]  # it has been cut
+            kinds.setdefault((record.shard.dtype, record.shard.device), []).append(param)
+        for same in kinds.values():
+            yield GatherUnit(name, same, self.resources, persists)
+
+    @staticmethod
+    def _units_of(plan: UnitPlan) -> tuple[GatherUnit, ...]:
+        found = (param._zero3.unit for param in plan.params)  # type: ignore[attr-defined]  # it has been cut
+        return tuple(unit for unit in dict.fromkeys(found) if unit and not unit.persists)
+
+    # Hooks
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Watch the modules of `module`; done at construction, and by clients that have removed the
+        hooks.
+        """
+        for below in module.modules():
+            watch_reads(below)
+            below.ds_external_parameters = partial(external_parameters, below)  # type: ignore[assignment]  # upstream's name, called without arguments
+            if (below is self.module or self._uses.get(below)) and is_called(below):
+                self.forward_hooks += [
+                    below.register_forward_pre_hook(
+                        self._before_forward, with_kwargs=True, prepend=True
+                    ),
+                    below.register_forward_hook(self._after_forward, always_call=True),
+                ]
+        self._give_gradients_a_shape()
+
+    def _give_gradients_a_shape(self) -> None:
+        """Autograd asks a parameter for its shape when it hands it its gradient; a unit may be gone
+        by then (an embedding reads nothing in backward).
+        """
+
+        def shape_of(param: nn.Parameter) -> Any:
+            def on_gradient(grad: torch.Tensor) -> None:
+                if type(param) is ShardedParameter:
+                    self._shaped.append(param)
+                    record = param._zero3
+                    with torch._C.DisableTorchFunctionSubclass():
+                        param.data = grad.new_zeros(1).expand(record.shape)
+
+            return on_gradient
+
+        self._shaped: list[nn.Parameter] = []
+        for unit in self.units:
+            self.backward_hooks += [
+                param.register_hook(shape_of(param)) for param in unit.params if param.requires_grad
+            ]
+
+    # Forward
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        outermost = not self._frames and not in_backward()
+        if outermost:
+            self.param_coordinator.begin_pass()
+            self._start_saving()
+        frame = Frame(module, [*self._uses.get(module, ()), *self._external(module)])
+        self._frames.append(frame)
+        self.param_coordinator.enter(frame.units)
+        if torch.is_grad_enabled():
+            self._watch_inputs(frame, args, kwargs)
+
+    @staticmethod
+    def _external(module: nn.Module) -> list[GatherUnit]:
+        """What a client registered with the module."""
+        external = (param for _, param in external_parameters(module))
+        units = (param._zero3.unit for param in external if is_zero_param(param))
+        return [unit for unit in dict.fromkeys(units) if unit is not None and not unit.persists]
+
+    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if not self._frames or self._frames[-1].module is not module:
+            return  # it failed before its frame was there
+        frame = self._frames.pop()
+        if self._frames:
+            self._hand_up(frame, self._frames[-1], outputs)
+        self.param_coordinator.leave(frame.units)
+        if not self._frames and self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+
+    def _hand_up(self, frame: Frame, above: Frame, outputs: Any) -> None:
+        """Who returns a parameter, or a view of one, lends it to its caller."""
+        for tensor in _tensors(outputs):
+            buffer = self._buffer_of(tensor)
+            if buffer is not None and buffer.owner in frame.units:
+                frame.units.remove(buffer.owner)
+                above.units.append(buffer.owner)
+
+    def _buffer_of(self, tensor: torch.Tensor) -> PoolBuffer | None:
+        """The gathered memory that a tensor lies in."""
+        if tensor.layout is not torch.strided:
+            return None
+        buffer = self.resources.whole.by_pointer.get(tensor.untyped_storage().data_ptr())
+        return None if buffer is None or buffer.owner is None else buffer
+
+    def _on_read(self, param: nn.Parameter) -> None:
+        """A module's attribute is read, and is sharded."""
+        unit = param._zero3.unit  # type: ignore[attr-defined]  # it has been cut
+        if unit is None or unit.persists:
+            return
+        if self._frames:
+            self._frames[-1].units.append(unit)
+            self.param_coordinator.enter([unit])
+        elif in_backward():
+            self.param_coordinator.use_in_backward(unit)
+
+    # Backward
+
+    def _start_saving(self) -> None:
+        if torch.is_grad_enabled():
+            self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        buffer = self._buffer_of(tensor)
+        if buffer is None:
+            # Without its node, which would keep itself alive by it; the version is checked in
+            # `_unpack`, because autograd does not check what is packed.
+            saved = tensor.detach() if tensor.grad_fn is not None else tensor
+            return saved, tensor._version
+        if tensor.dtype != buffer.tensor.dtype:
+            return tensor.clone(), 0
+        return SavedPlace(
+            buffer.owner, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is not SavedPlace:
+            tensor, version = saved
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at "
+                    f"version {tensor._version}, expected version {version}"
+                )
+            whole: torch.Tensor = tensor
+            return whole
+        self.param_coordinator.use_in_backward(saved.unit, from_memory=True)
+        return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _watch_inputs(self, frame: Frame, args: Any, kwargs: Any) -> None:
+        if not frame.units:
+            return
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        made = [tensor for tensor in inputs if tensor.grad_fn is not None]
+        missing = 1 if made else len(inputs)
+
+        def on_gradient(grad: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing <= 0:
+                self.param_coordinator.done_in_backward(frame.units)
+
+        for tensor in made or inputs:
+            tensor.register_hook(on_gradient)
+
+    def end_backward(self) -> None:
+        """The whole backward is over: what it needed goes."""
+        self.param_coordinator.end_backward()
+        self._drop_shapes()
+
+    def _drop_shapes(self) -> None:
+        for param in self._shaped:
+            if type(param) is ShardedParameter:
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.data = _placeholder_of(param)
+        self._shaped = []
+
+    # Shards
+
+    def shard_changed(self, param: nn.Parameter) -> None:
+        """A script has changed a shard: a gather that was begun ahead has the old one."""
+        unit = param._zero3.unit  # type: ignore[attr-defined]  # it has been cut
+        if unit is not None:
+            self.param_coordinator.drop_ahead(unit)
+        self.resources.mark_updated()
+
+    def before_update(self) -> None:
+        """Shards are about to change."""
+        self.param_coordinator.release_all()
+        self._drop_shapes()
+
+    def after_update(self) -> None:
+        """Shards have changed: gather what persists."""
+        self.resources.mark_updated()
+        self.gather_persistent()
+
+    def gather_persistent(self) -> None:
+        """What persists <- the shards of all ranks, together."""
+        for unit in self.persistent_units:
+            unit.refresh()
+
+    def destroy(self) -> None:
+        """Give the model plain, whole parameters back. All ranks call it."""
+        self._remove_hooks()
+        self.before_update()
+        for unit in (*self.units, *self.persistent_units):
+            unit.fetch()
+            for param in unit.params:
+                become_plain(param, param.data.clone())
+            unit.forget()
+        for module in self.module.modules():
+            unwatch_reads(module)
+            module.__dict__.pop("ds_external_parameters", None)
+        self.resources.destroy()
+
+    def detach(self) -> None:
+        """Let go of the model: another engine takes its shards. All ranks call it."""
+        self._remove_hooks()
+        self.before_update()
+        for unit in self.persistent_units:
+            unit.forget()
+            for param in unit.params:
+                hide(param)
+        self.resources.destroy()
+
+    def _remove_hooks(self) -> None:
+        for handle in (*self.forward_hooks, *self.backward_hooks):
+            handle.remove()
+        self.forward_hooks, self.backward_hooks = [], []
+
+
+def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
+    """What was registered with `register_external_parameter`: number and parameter."""
+    external: dict[int, Any] = module.__dict__.get("_external_params", {})
+    return list(external.items())
+
+
+def _placeholder_of(param: nn.Parameter) -> torch.Tensor:
+    shard = param._zero3.shard  # type: ignore[attr-defined]  # it has been cut
+    return shard.new_empty(0)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,83 @@
+"""Upstream's path of `zero.Init`, `GatheredParameters` and what a parameter of stage 3 is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.gathered_parameters import GatheredParameters
+from deepspeed.runtime.zero.init_context import Init
+from deepspeed.runtime.zero.zero_parameter import (
+    ZeroParamStatus,
+    ZeroParamType,
+    is_zero_param,
+)
+
+__all__ = [
+    "DeepSpeedTensorOverride",
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "get_accelerator",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+# A client compares functions with it, and exchanges the wrapper below for its own. Nothing here
+# changes how tensors are made, so neither is ever called.
+_orig_torch_arange = torch.arange
+
+
+class DeepSpeedTensorOverride(Enum):
+    """What upstream changes of tensors that are made inside `Init`."""
+
+    dtype = 1
+    device = 2
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor],
+    target_fp_dtype: torch.dtype,
+    target_device: torch.device | None = None,
+) -> Callable[..., torch.Tensor]:
+    """`fn`: tensors are made as the code says; parameters are rounded and moved when they are
+    cut.
+    """
+    return fn
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that a module's forward uses another module's parameter.
+
+    It is gathered with the module from the next forward on. Without it, reading the parameter as an
+    attribute inside a forward gathers it too.
+
+    Raises:
+        RuntimeError: If it is not a module or not a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(
+            f"register_external_parameter({type(module).__name__}, {type(parameter).__name__}): "
+            "expected a module and a parameter"
+        )
+    external: dict[int, nn.Parameter] = module.__dict__.setdefault("_external_params", {})
+    external[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The end of `register_external_parameter`.
+
+    Raises:
+        RuntimeError: If it was not registered.
+    """
+    external: dict[int, Any] = module.__dict__.get("_external_params", {})
+    if external.pop(id(parameter), None) is None:
+        raise RuntimeError("unregister_external_parameter: the parameter is not registered")

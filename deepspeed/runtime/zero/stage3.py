@@ -1,0 +1,440 @@
+"""ZeRO stage 3: parameters sharded too.
+
+What is whole when is `parameter_offload`'s; here is the optimizer. It is stage 2 with another
+layout: every parameter is cut by itself (`sharding.parameter_cuts`), so a bucket is a unit, whose
+gradients are copied together into rows `[N, s]` and reduced by one even reduce-scatter, of which a
+rank gets its row. When the masters are updated they are rounded into this rank's shards, and nobody
+gathers anything but what persists: that is done by the next forward.
+
+[Note: shards of units and of groups]
+The model-precision shard of an optimizer group is one buffer, that of a gather unit too. Where a
+unit's parameters follow one another in one group the unit's shard is a view of the group's, and an
+update is there at once. Otherwise (frozen parameters beside trainable ones, groups with and without
+weight decay) it is a copy, which follows each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARTITION_COUNT,
+    ZERO_STAGE,
+)
+from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
+from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.gradients.readiness import ReadinessTracker
+from deepspeed.runtime.optimizers.state_layout import StateLayout
+from deepspeed.runtime.sharding.cut_group import CutGroup
+from deepspeed.runtime.sharding.cut_rows import RowFiller
+from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.sharding.publisher import Gather, Publisher
+from deepspeed.runtime.sharding.state import load_in_place
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    BucketBuffer,
+    DeepSpeedZeroOptimizer,
+    IPGBucket,
+    Reduction,
+)
+from deepspeed.runtime.zero.zero_parameter import ShardRecord, ZeroParamStatus
+
+
+class ShardPart(NamedTuple):
+    """What of a bucket's row belongs to one optimizer group.
+
+    Attributes:
+        group: Number of the group.
+        start: First element in the row.
+        numel: Elements.
+        segments: Where they lie in the group's shard.
+    """
+
+    group: int
+    start: int
+    numel: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class UnitBucket:
+    """The trainable parameters of a unit that travel in one dtype.
+
+    Attributes:
+        table: How they are cut; the payload is its rows.
+        params: Group and index of each.
+        parts: What of a row belongs to whom.
+        kind: The dtype.
+    """
+
+    table: ParameterCutTable
+    params: tuple[tuple[int, int], ...]
+    parts: tuple[ShardPart, ...]
+    kind: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the payload."""
+        return self.table.padded_numel
+
+    @property
+    def used(self) -> int:
+        """The same: whoever fills the payload fills the padding."""
+        return self.numel
+
+    @property
+    def group(self) -> int:
+        """A group whose ranks are those of all."""
+        return self.params[0][0]
+
+
+class ShardWriter(Publisher):
+    """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
+
+    def __init__(self, group: CutGroup) -> None:
+        super().__init__(group, group.table.padded_numel, by_broadcast=True)
+
+    def _plan(self, bucket_size: int) -> Iterator[Gather]:
+        sections = self._group.table.sections
+        if sections:
+            yield Gather(sections[0], 0, self._group.table.shard_numel)
+
+    def _gather(self, gather: Gather) -> None:
+        """Who needs the parameters gathers them."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
+    """See module.
+
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        parameter_offload: Gathers the model's parameters.
+        kwargs: See `DeepSpeedZeroOptimizer`.
+    """
+
+    groups: list[CutGroup]  # type: ignore[assignment]  # of this stage
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        *,
+        parameter_offload: DeepSpeedZeRoOffload,
+        **kwargs: Any,
+    ) -> None:
+        self.parameter_offload = parameter_offload
+        parameter_offload.has_optimizer = True
+        super().__init__(init_optimizer, param_names, partition_grads=True, **kwargs)
+        self._copied = [copy for unit in self._all_units() for copy in self._place_shard(unit)]
+        for unit in self._all_units():
+            for record in unit.records:
+                record.on_edit = self._on_edit
+
+    def _all_units(self) -> Iterator[GatherUnit]:
+        yield from self.parameter_offload.units
+        yield from self.parameter_offload.persistent_units
+
+    # Layout
+
+    def _tables(
+        self,
+        params: Sequence[nn.Parameter],
+        positions: Sequence[int],
+        num_shards: int,
+        alignment: int,
+    ) -> tuple[ParameterCutTable, ParameterCutTable]:
+        """See base class: in files as in memory."""
+        table = ParameterCutTable.cut([_record(param).numel for param in params], num_shards)
+        return table, table
+
+    def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> CutGroup:
+        """See base class."""
+        return CutGroup(params, [_record(param).shard for param in params], **layout)
+
+    def _place_shard(self, unit: GatherUnit) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Let a unit's shard be a view of a group's; otherwise the pieces (to, from) by which it
+        follows. See [Note: shards of units and of groups].
+        """
+        links = [getattr(param, "_hp_mapping", None) for param in unit.params]
+        first = links[0]
+        if first is not None and all(
+            link is not None and link[1:] == (first.group, first.param_index + step)
+            for step, link in enumerate(links)
+        ):
+            group = self.groups[first.group]
+            start = group.table.cut_starts[first.param_index]
+            unit.use_shard(group.flat[start : start + unit.table.shard_numel])
+            return []
+        return [
+            (
+                record.shard,
+                self.groups[link.group].cut_of(link.param_index, self.groups[link.group].flat),
+            )
+            for record, link in zip(unit.records, links, strict=True)
+            if link is not None
+        ]
+
+    def _make_buckets(self, held: frozenset[nn.Parameter] = frozenset()) -> None:
+        """See base class: one bucket for each unit, in the order in which backward completes them;
+        what persists is used everywhere, so it comes last.
+        """
+        units = [*reversed(self.parameter_offload.units), *self.parameter_offload.persistent_units]
+        found = [bucket for unit in units for bucket in self._buckets_of(unit)]
+        found.sort(key=lambda bucket: any(self._param(at) in held for at in bucket.params))
+        self.plans = found  # type: ignore[assignment]  # of this stage
+        self.ipg_buckets = [
+            IPGBucket(params=[self._param(at) for at in bucket.params], index=index)
+            for index, bucket in enumerate(found)
+        ]
+        self._slots = [
+            (index, param)
+            for index, bucket in enumerate(self.ipg_buckets)
+            for param in bucket.params
+        ]
+        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(found))
+        self._free_buffers = []
+        self._fillers: dict[tuple[BucketBuffer, int], RowFiller] = {}
+        self.readiness.held = frozenset(
+            slot for slot, (_, param) in enumerate(self._slots) if param in held
+        )
+
+    def _param(self, at: tuple[int, int]) -> nn.Parameter:
+        return self.groups[at[0]].params[at[1]]
+
+    def _buckets_of(self, unit: GatherUnit) -> Iterator[UnitBucket]:
+        kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for param in unit.params:
+            link = getattr(param, "_hp_mapping", None)
+            if link is not None and _record(param).numel:
+                kind = self.get_param_comm_dtype(param)
+                kinds.setdefault(kind, []).append((link.group, link.param_index))
+        for kind, at in kinds.items():
+            for chunk in self._chunks(sorted(at), whole=not unit.persists):
+                numels = tuple(self.groups[group].table.numels[index] for group, index in chunk)
+                table = ParameterCutTable.cut(numels, self.num_shards)
+                yield UnitBucket(table, tuple(chunk), self._parts(chunk, table), kind)
+
+    def _chunks(
+        self, params: list[tuple[int, int]], whole: bool
+    ) -> Iterator[list[tuple[int, int]]]:
+        """What persists may be many parameters: `reduce_bucket_size` elements at a time."""
+        chunk: list[tuple[int, int]] = []
+        numel = 0
+        for group, index in params:
+            added = self.groups[group].table.numels[index]
+            if chunk and not whole and numel + added > self.reduce_bucket_size:
+                yield chunk
+                chunk, numel = [], 0
+            chunk.append((group, index))
+            numel += added
+        yield chunk
+
+    def _parts(
+        self, params: Sequence[tuple[int, int]], table: ParameterCutTable
+    ) -> tuple[ShardPart, ...]:
+        parts: list[ShardPart] = []
+        for number, (group, index) in enumerate(params):
+            theirs: Any = self.groups[group].table
+            start, at, numel = (
+                table.cut_starts[number],
+                theirs.cut_starts[index],
+                table.cuts[number],
+            )
+            if parts and parts[-1].group == group:
+                last = parts[-1]
+                segments = _with(last.segments, Segment(start, at, numel))
+                parts[-1] = ShardPart(group, last.start, last.numel + numel, segments)
+            else:
+                parts.append(ShardPart(group, start, numel, (Segment(start, at, numel),)))
+        return tuple(parts)
+
+    # Reduction
+
+    def _fill_buffer(
+        self, buffer: BucketBuffer, index: int, grads: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """See base class: into rows."""
+        bucket: Any = self.plans[index]
+        payload = buffer.tensor[: bucket.numel]
+        key = (buffer, index)
+        if key not in self._fillers:
+            self._fillers[key] = RowFiller(bucket.table, payload)
+        self._fillers[key].fill(grads)
+        return payload
+
+    def _named_views(
+        self, buffer: BucketBuffer, index: int, names: list[str]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """See base class: rows hold the gradients of all of them."""
+        return [(", ".join(names), buffer.tensor)]
+
+    def _start_reduction(self, plan: Any, payload: torch.Tensor) -> PendingShards:
+        """See base class."""
+        group = self.groups[plan.group]
+        if self.reduce_scatter:
+            return reduce_to_owners(payload, group.process_group, async_op=True)
+        works = (
+            []
+            if group.num_shards == 1
+            else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
+        )
+        own = plan.table.row(group.shard_rank)
+        return PendingShards(works, [payload[own]], keep=payload)
+
+    def _take_in(self, reduction: Reduction, pieces: list[torch.Tensor]) -> Any:
+        """See base class: the row's parts go to the groups that own them."""
+        bucket: Any = self.plans[reduction.index]
+        read = None
+        for number, part in enumerate(bucket.parts):
+            own = [piece[part.start : part.start + part.numel] for piece in pieces]
+            # A bucket's parts are written for the first time independently of one another.
+            key = reduction.index + number * len(self.plans)
+            read = self.sink.add(
+                key, self.groups[part.group], part.segments, own, reduction.factors.post
+            )
+        return read
+
+    def exit_backward(self) -> None:
+        """See base class; what backward needed whole goes."""
+        super().exit_backward()
+        self.parameter_offload.end_backward()
+
+    # Update
+
+    def _publish(self, delivered: bool) -> None:
+        """See base class: into the shards."""
+        self.parameter_offload.before_update()
+        super()._publish(delivered)
+        self._copy_to_units()
+        self.parameter_offload.after_update()
+
+    def _publishers(self) -> list[Publisher]:
+        """See base class."""
+        if len(self._made_publishers) != len(self.groups):
+            self._made_publishers = [ShardWriter(group) for group in self.groups]
+        return self._made_publishers
+
+    @torch.no_grad()
+    def _copy_to_units(self) -> None:
+        if self._copied:
+            torch._foreach_copy_([to for to, _ in self._copied], [own for _, own in self._copied])
+
+    def refresh_fp32_params(self) -> None:
+        """See base class; the shards of units are what was loaded or edited."""
+        with torch.no_grad():
+            for shard, own in self._copied:
+                own.copy_(shard)
+        super().refresh_fp32_params()
+
+    @torch.no_grad()
+    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """See base class: into the shard, and into what is whole."""
+        record = _record(param)
+        if record.status is ZeroParamStatus.AVAILABLE:
+            param.data.copy_(value)
+        own = record.own_part(value)
+        record.shard[: own.numel()].copy_(own)
+        self._follow_shard(param)
+
+    def _follow_shard(self, param: nn.Parameter) -> torch.Tensor:
+        """The group's shard <- that of the unit, which was edited; returns the group's cut."""
+        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
+        group = self.groups[link.group]
+        cut = group.cut_of(link.param_index, group.flat)
+        cut.copy_(_record(param).shard)
+        self.parameter_offload.shard_changed(param)
+        return cut
+
+    @torch.no_grad()
+    def _on_edit(self, param: nn.Parameter) -> None:
+        """A script has changed a shard: the master follows."""
+        if hasattr(param, "_hp_mapping"):
+            link = param._hp_mapping
+            group = self.groups[link.group]
+            group.cut_of(link.param_index, group.master).copy_(self._follow_shard(param))
+        else:
+            self.parameter_offload.shard_changed(param)
+
+    # State
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        return replace(super().state_layout, has_weights=True)
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """The owned master shard of each group."""
+        return self.single_partition_of_fp32_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in upstream's layout."""
+        return {
+            ZERO_STAGE: ZeroStageEnum.weights,
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            PARTITION_COUNT: self.num_shards,
+            OPTIMIZER_STATE_DICT: self.optimizer.state_dict(),
+            FP32_FLAT_GROUPS: [group.master.detach() for group in self.groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """See base class; the loss scaler too, and the weights, which are the masters rounded."""
+        self.loss_scaler = state_dict[LOSS_SCALER]
+        self.overflow = bool(state_dict["overflow"])
+        if load_optimizer_states:
+            load_in_place(self.optimizer, state_dict[OPTIMIZER_STATE_DICT])
+        for group, master in zip(self.groups, self._saved_masters(state_dict), strict=True):
+            group.master.copy_(master)
+        self.update_lp_params()
+
+    def _saved_masters(self, saved: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The master of each group. Upstream cuts large groups into several buffers."""
+        flat = torch.cat([buffer.reshape(-1) for buffer in saved[FP32_FLAT_GROUPS]])
+        return list(flat.split([group.table.shard_numel for group in self.groups]))
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class."""
+        numel = sum(buffer.numel() for buffer in saved.get(FP32_FLAT_GROUPS, ()))
+        return (
+            saved.get(ZERO_STAGE) == ZeroStageEnum.weights
+            and saved[PARTITION_COUNT] == self.num_shards
+            and numel == sum(group.table.shard_numel for group in self.groups)
+        )
+
+    def destroy(self) -> None:
+        """See base class; the model gets plain parameters back. All ranks call it."""
+        self.parameter_offload.destroy()
+        super().destroy()
+
+
+def _record(param: nn.Parameter) -> ShardRecord:
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # stage 3 has cut it
+    return record
+
+
+def _with(segments: tuple[Segment, ...], added: Segment) -> tuple[Segment, ...]:
+    """`segments` and one more, joined with the last where both sides are contiguous."""
+    last = segments[-1]
+    if last.shard_start + last.numel == added.shard_start:
+        return (*segments[:-1], last._replace(numel=last.numel + added.numel))
+    return (*segments, added)

@@ -1,0 +1,383 @@
+"""What a parameter is at stage 3: a shard on every rank, and whole only while somebody needs it.
+
+`cut_parameters` turns parameters into that, in place, so that modules and optimizers keep the
+objects that they hold. While a parameter is sharded its shape is `(0,)`, and computing with it
+raises by name; its logical shape is `ds_shape`.
+
+Who makes parameters whole, and when, is not known here: see `gather_unit` for the collective,
+`parameter_offload` for training and `gathered_parameters` for scripts. `[Note: who needs it]` is
+there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sharding.cut_rows import RowFiller
+from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+
+_ids = itertools.count()
+_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+# What may be asked of a sharded parameter: what it is and where, and to travel as it is.
+_ALLOWED = frozenset(
+    {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "__reduce_ex__"}
+    | {"numel", "nelement", "size", "dim", "ndimension", "element_size", "stride", "type"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "get_device", "data_ptr", "is_shared"}
+    | {"storage", "untyped_storage", "_typed_storage", "requires_grad_", "retain_grad"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "has_names", "is_same_size"}
+    | {"detach", "to", "cpu", "cuda", "half", "float", "bfloat16", "clone", "contiguous", "equal"}
+    | {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "__dlpack__"}
+)
+
+
+class ZeroParamStatus(Enum):
+    """Where a parameter is."""
+
+    AVAILABLE = 1  # whole on this rank; entered when its gather is complete
+    NOT_AVAILABLE = 2  # a shard on each rank; entered by cutting it, or when nobody needs it whole
+    INFLIGHT = 3  # its gather has begun
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameters that upstream tells apart; here there is one."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ReadsByHand(Protocol):
+    """Makes parameters whole for scripts."""
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """Have parameters whole until as many `let_go`."""
+
+    def let_go(self, params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
+        """The end of `hold`."""
+
+
+_installed: list[ReadsByHand] = []
+
+
+def install_reads(reads: ReadsByHand) -> None:
+    """Let `all_gather()` and `partition()` be done by `reads`, which knows of collectives."""
+    _installed[:] = [reads]
+
+
+def reads_by_hand() -> ReadsByHand:
+    """What was installed; whoever cuts parameters has imported it."""
+    assert _installed, "deepspeed.runtime.zero.gathered_parameters has not been imported"
+    return _installed[0]
+
+
+class ShardRecord:
+    """What is known of one parameter of stage 3.
+
+    Args:
+        shape: Logical shape.
+        shard: This rank's cut, 1-D, padding included.
+        group: Ranks that share it.
+
+    Attributes:
+        id: The same on all ranks, which cut parameters in the same order.
+        made_in: The dtype that it was made in.
+        name: For reports; None until a model says it.
+        status: Where it is.
+        unit: With whom it is gathered in training; None before an engine has it.
+        readers: How many `all_gather()` and `GatheredParameters` have it whole in their memory.
+        persists: It is whole between steps too.
+        num_lent: How many scripts read what a unit has gathered.
+        on_edit: Called when a script has changed the shard.
+        on_read: Called when a module's attribute is read while it is sharded.
+        is_read_by_iteration: Whether going over a module's parameters reads them.
+    """
+
+    def __init__(
+        self, shape: torch.Size, shard: torch.Tensor, group: dist.Group, made_in: torch.dtype
+    ) -> None:
+        self.id = next(_ids)
+        self.shape = shape
+        self.numel = shape.numel()
+        self.shard = shard
+        self.group = group
+        self.made_in = made_in
+        self.name: str | None = None
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+        self.unit: Any = None
+        self.readers = 0
+        self.persists = False
+        self.num_lent = 0
+        self.on_edit: Callable[[nn.Parameter], None] | None = None
+        self.on_read: Callable[[nn.Parameter], None] | None = None
+        self.is_read_by_iteration = False
+        self.active_modules: set[Any] = set()
+
+    @property
+    def label(self) -> str:
+        """How reports call it."""
+        return self.name or f"parameter {self.id} of shape {tuple(self.shape)}"
+
+    @property
+    def table(self) -> ParameterCutTable:
+        """How it is cut."""
+        return ParameterCutTable.cut((self.numel,), dist.get_world_size(group=self.group))
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of a whole parameter, 1-D without padding."""
+        own = self.table.fragment(0, dist.get_rank(group=self.group))
+        return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled as None: a saved parameter is an ordinary one."""
+        return type(None), ()
+
+
+class ZeroParameter(nn.Parameter):
+    """A parameter of stage 3; this class while it is whole. `cut_parameters` makes it."""
+
+    _zero3: ShardRecord
+
+    @property
+    def ds_id(self) -> int:
+        """Number of the parameter."""
+        return self._zero3.id
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Logical shape."""
+        return self._zero3.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """Logical number of elements."""
+        return self._zero3.numel
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's shard, 1-D, with its padding."""
+        return self._zero3.shard
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Where it is."""
+        return self._zero3.status
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether it stays whole between steps."""
+        return self._zero3.persists
+
+    @property
+    def ds_process_group(self) -> dist.Group:
+        """Ranks that share it."""
+        return self._zero3.group
+
+    @property
+    def ds_active_sub_modules(self) -> set[Any]:
+        """Kept for clients that clear it; nothing here reads it."""
+        return self._zero3.active_modules
+
+    @property
+    def ds_param_type(self) -> ZeroParamType:
+        """Always partitioned."""
+        return ZeroParamType.PARTITIONED
+
+    def partition_numel(self) -> int:
+        """Elements of a shard, padding included."""
+        return self._zero3.table.cuts[0]
+
+    def all_gather(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> None:
+        """Make it (or those of `param_list`) whole until `partition()`. All ranks call it."""
+        reads_by_hand().hold([self] if param_list is None else param_list)
+
+    def partition(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+    ) -> None:
+        """The end of `all_gather()`; with `has_been_updated` each rank keeps its own part of what
+        is whole now.
+        """
+        chosen = [self] if param_list is None else param_list
+        reads_by_hand().let_go(chosen, has_been_updated)
+
+    def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
+        """What reports show."""
+        record = self._zero3
+        return {
+            "id": record.label if use_debug_name else record.id,
+            "status": record.status.name,
+            "numel": self.numel(),
+            "ds_numel": record.numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(record.shape),
+            "requires_grad": self.requires_grad,
+            "persist": record.persists,
+            "ds_tensor.shape": tuple(record.shard.shape),
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with a copy of the value.
+
+        Raises:
+            RuntimeError: If it is sharded.
+        """
+        if id(self) not in memo:
+            if self._zero3.status is not ZeroParamStatus.AVAILABLE:
+                raise RuntimeError(_refusal(self._zero3, "deepcopy"))
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+def _refusal(record: ShardRecord, what: str) -> str:
+    return (
+        f"{what}: {record.label} is sharded (ZeRO stage 3), so its elements are not here. Read or "
+        "change it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=...)`; a "
+        "module that uses another module's parameter reads it as an attribute inside its forward"
+    )
+
+
+class ShardedParameter(ZeroParameter):
+    """A parameter of stage 3 while it is sharded: it says what it is, and cannot be computed
+    with.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Raises for everything that would compute with the placeholder, or write to it.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        name = getattr(func, "__name__", str(func))
+        if name not in _ALLOWED:
+            found = (arg for arg in _flat(args) if isinstance(arg, ShardedParameter))
+            sharded = next(found, None)
+            if sharded is not None and sharded._zero3.numel:
+                raise RuntimeError(_refusal(sharded._zero3, name))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _flat(args: Iterable[Any]) -> Iterable[Any]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from _flat(arg)
+        else:
+            yield arg
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether it is a parameter of stage 3."""
+    return isinstance(parameter, ZeroParameter) and hasattr(parameter, "_zero3")
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a sharded parameter shows: no elements."""
+    key = (dtype, device)
+    if key not in _placeholders:
+        with torch.inference_mode(False):
+            _placeholders[key] = torch.empty(0, dtype=dtype, device=device)
+    return _placeholders[key]
+
+
+def show(param: nn.Parameter, whole: torch.Tensor) -> None:
+    """Let a parameter be whole, with its elements in `whole`."""
+    param.__class__ = ZeroParameter
+    param.data = whole
+    param._zero3.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # set by cut_parameters
+
+
+def hide(param: nn.Parameter) -> None:
+    """Let a parameter be sharded: nobody on this rank needs it whole."""
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
+    param.__class__ = ZeroParameter
+    param.data = placeholder(record.shard.dtype, record.shard.device)
+    record.status = ZeroParamStatus.NOT_AVAILABLE
+    param.__class__ = ShardedParameter
+
+
+def become_plain(param: nn.Parameter, whole: torch.Tensor) -> None:
+    """Undo `cut_parameters`: an ordinary parameter with these elements."""
+    param.__class__ = ZeroParameter
+    param.data = whole
+    del param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
+    param.__class__ = nn.Parameter
+
+
+@torch.no_grad()
+def cut_parameters(
+    params: Iterable[nn.Parameter],
+    group: dist.Group,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin: bool = False,
+) -> None:
+    """Cut whole parameters, in place. All ranks of `group` call it; the values are those of its
+    first rank, so ranks that drew other random numbers agree.
+
+    Args:
+        params: Parameters; those that are cut already are left alone.
+        group: Ranks that share them.
+        dtype: What floating-point ones are rounded to; None keeps it.
+        device: Where shards live; None: where the parameter is.
+        pin: Lock their pages, on the host.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for param in dict.fromkeys(params):
+        if is_zero_param(param):
+            continue
+        if param.device.type == "meta":
+            raise ValueError(
+                f"ZeRO stage 3: a parameter of shape {tuple(param.shape)} is on the meta device "
+                "and has no value to be cut; make the model without it (deepspeed.zero.Init keeps "
+                "only shards)"
+            )
+        wanted = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        kinds.setdefault((wanted, device or param.device), []).append(param)
+    for (wanted, where), same in kinds.items():
+        _cut(same, group, wanted, where, pin)
+
+
+def _cut(
+    params: list[nn.Parameter],
+    group: dist.Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    pin: bool,
+) -> None:
+    world, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    table = ParameterCutTable.cut(tuple(param.numel() for param in params), world)
+    rows = torch.empty(table.padded_numel, dtype=dtype, device=device)
+    if rank == 0:
+        RowFiller(table, rows).fill([param.data for param in params])
+    shard = torch.empty(table.shard_numel, dtype=dtype, device=device)
+    shard = get_accelerator().pin_memory(shard) if pin else shard
+    if world == 1:
+        shard.copy_(rows)
+    elif table.shard_numel:
+        pieces = list(rows.view(world, -1).unbind(0)) if rank == 0 else None
+        dist.scatter(shard, pieces, src=dist.get_global_rank(group, 0), group=group)
+    for index, param in enumerate(params):
+        start = table.cut_starts[index]
+        own = shard[start : start + table.cuts[index]]
+        param._zero3 = ShardRecord(param.shape, own, group, param.dtype)  # type: ignore[attr-defined]  # the record is dynamic
+        hide(param)

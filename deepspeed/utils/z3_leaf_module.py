@@ -1,0 +1,124 @@
+"""Marks modules that ZeRO stage 3 gathers as one, with everything below them.
+
+Where ranks may run different children of a module (experts), or a module reads its children's
+parameters itself, the module is to be marked, before `deepspeed.initialize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+_MARK = "_z3_leaf"
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(getattr(model, _MARK, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether a parameter is gathered with a marked module."""
+    return bool(getattr(model, "ds_z3_leaf_module", None))
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take the mark away."""
+    setattr(model, _MARK, flag)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All marked modules in `model`, itself included."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _class_path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _is_of(module: nn.Module, cls: type | str) -> bool:
+    if isinstance(cls, str):
+        return cls in (type(module).__name__, _class_path(module))
+    return isinstance(module, cls)
+
+
+def _mark(
+    model: nn.Module, chosen: Callable[[str, nn.Module], bool], flag: bool, missing: str | None
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if chosen(name, module)]
+    if not found and missing is not None:
+        raise ValueError(f"no module of {type(model).__name__} {missing}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Mark all modules of these classes (or class names).
+
+    Returns:
+        The modules.
+
+    Raises:
+        ValueError: If there is none and `raise_if_not_found`.
+    """
+    missing = f"is of {list(leaf_module_classes)}" if raise_if_not_found else None
+    return _mark(
+        model,
+        lambda _, module: any(_is_of(module, cls) for cls in leaf_module_classes),
+        True,
+        missing,
+    )
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark away from all modules of these classes; see `set_z3_leaf_modules`."""
+    missing = f"is of {list(leaf_module_classes)}" if raise_if_not_found else None
+    return _mark(
+        model,
+        lambda _, module: any(_is_of(module, cls) for cls in leaf_module_classes),
+        False,
+        missing,
+    )
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names.
+
+    Returns:
+        The modules, and the names of which there is none.
+
+    Raises:
+        ValueError: If none is found and `raise_if_not_found`.
+    """
+    missing = f"is named {list(module_names)}" if raise_if_not_found else None
+    found = _mark(model, lambda name, _: name in module_names, flag, missing)
+    known = {name for name, _ in model.named_modules()}
+    return found, [name for name in module_names if name not in known]
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end in one of these; see `set_z3_leaf_modules_by_name`."""
+    suffixes = tuple(module_name_suffixes)
+    missing = f"has a name that ends in {list(suffixes)}" if raise_if_not_found else None
+    found = _mark(model, lambda name, _: name.endswith(suffixes), flag, missing)
+    known = [name for name, _ in model.named_modules()]
+    unknown = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in known)]
+    return found, unknown

@@ -1,0 +1,135 @@
+"""Models and runs of the tests of stage 3."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed import comm as dist
+
+VOCABULARY = 11
+LR = 0.5
+Tensors = dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    """Odd sizes, so that cuts end in padding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return result
+
+
+class Net(nn.Module):
+    """Tied, unused and frozen parameters, and one that is read outside its own module.
+
+    Args:
+        recompute: None, or `use_reentrant` of torch's activation checkpointing of each block.
+    """
+
+    def __init__(self, width: int = 5, depth: int = 3, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Linear(width, 1, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.recompute = recompute
+        for param in self.blocks[0].parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute)
+        x = self.frozen(x) * (1.0 + self.scale.weight)
+        logits: torch.Tensor = self.head(self.blocks[0](x))
+        return logits
+
+
+def make_net(**kwargs: Any) -> Net:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Net(**kwargs)
+
+
+def tokens_of(index: int, rank: int) -> torch.Tensor:
+    """A micro-batch: other data on each rank."""
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(0, VOCABULARY, (4, 6), generator=generator)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Prediction of the next token."""
+    logits = model(tokens)[:, :-1].reshape(-1, VOCABULARY).float()
+    return nn.functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+
+
+def config_of(stage: int, accumulation: int = 2, **zero: Any) -> dict[str, Any]:
+    """No clipping: a factor that differs in the last bit would hide what is bit-equal."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
+    """An engine with SGD, in which an error of a gradient shows in proportion."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, steps: int, accumulation: int = 2, first: int = 0) -> None:
+    """Optimizer steps on this rank's data."""
+    for index in range(first * accumulation, (first + steps) * accumulation):
+        engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
+        engine.step()
+
+
+def trained(stage: int, model: nn.Module | None = None, steps: int = 4, **zero: Any) -> Tensors:
+    """Parameters after training; `destroy` has given them back whole."""
+    model = make_net() if model is None else model
+    engine = engine_of(model, config_of(stage, **zero))
+    train(engine, steps)
+    engine.destroy()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def reference(steps: int = 4, accumulation: int = 2) -> Tensors:
+    """One process that sees the batches of all ranks."""
+    model = make_net()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    world = dist.get_world_size()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro, rank in itertools.product(range(accumulation), range(world)):
+            tokens = tokens_of(step * accumulation + micro, rank)
+            (loss_of(model, tokens) / (accumulation * world)).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def distance(found: Tensors, wanted: Tensors) -> float:
+    """The largest difference of an element."""
+    assert found.keys() == wanted.keys()
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)

@@ -1,0 +1,212 @@
+"""`zero.Init`, `GatheredParameters` and the interface of a sharded parameter."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import (
+    Net,
+    config_of,
+    distance,
+    engine_of,
+    make_net,
+    reference,
+    tokens_of,
+    train,
+)
+
+
+class Composite(nn.Module):
+    """A constructor that goes over its children in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.experts = nn.Parameter(torch.empty(3, 4, 5))
+        self.net.blocks[1].up.weight.data.normal_(0.0, 0.02)
+        with torch.no_grad():
+            self.net.blocks[2].down.bias.fill_(0.25)
+        for name, param in self.net.blocks[2].named_parameters():
+            if name.endswith("up.weight") and param.dim() == 2:
+                nn.init.orthogonal_(param)
+        self.register_buffer("total", self.net.embed.weight.detach().sum())
+        self.apply(self._init_weights)
+        nn.init.uniform_(self.experts)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            module.weight.data.normal_()
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            module.bias.data.uniform_()
+
+
+def built(**kwargs: Any) -> Composite:
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's values count
+    with Init(**kwargs):
+        return Composite()
+
+
+def plain() -> Composite:
+    torch.manual_seed(5)
+    return Composite()
+
+
+class TestInit(DistributedTest):
+    """Models whose parameters are cut as they are made."""
+
+    world_size = [1, 3]
+
+    def test_same_weights_as_without(self) -> None:
+        # Kills: an initialization that a constructor writes to a placeholder, a value of each
+        # rank's own, rounding before the random numbers are drawn.
+        expected = dict(plain().named_parameters())
+        for kwargs in (
+            {},
+            {"dtype": torch.bfloat16},
+            {"config_dict_or_path": {"bf16": {"enabled": True}, "train_batch_size": "auto"}},
+        ):
+            model = built(**kwargs)
+            assert all(param.numel() == 0 for param in model.parameters())
+            dtype = torch.bfloat16 if kwargs else torch.float32
+            with GatheredParameters(model.parameters()):
+                for name, param in model.named_parameters():
+                    assert torch.equal(param, expected[name].to(dtype)), name
+        assert torch.equal(built().total, plain().total) or dist.get_rank() > 0
+
+    def test_forms(self) -> None:
+        # Kills: constructors that stay patched, a block that is off and cuts.
+        with Init(enabled=False):
+            assert nn.Linear(2, 2).weight.numel() == 4
+        with Init(), Init(remote_device="cpu"):
+            inner = nn.Linear(3, 3)
+        assert inner.weight.shape == (0,)
+        assert nn.Linear(2, 2).weight.numel() == 4
+        whole = nn.Linear(5, 4)
+        Init(module=whole)
+        assert whole.weight.ds_shape == (4, 5)
+        assert whole.weight.partition_numel() == -(-20 // dist.get_world_size())
+        for name in ("param_swapper", "zero_quantized_weights", "zero_param_parallel_group"):
+            with pytest.raises(deepspeed.DeepSpeedConfigError, match=name):
+                Init(**{name: object()})
+
+    def test_trains_like_a_plain_model(self) -> None:
+        # Kills: shards of another order, tied weights that are cut twice.
+        torch.manual_seed(0)
+        with Init():
+            model = Net()
+        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+        train(engine, 4)
+        engine.destroy()
+        assert distance({n: p.detach() for n, p in model.named_parameters()}, reference()) < 1e-5
+
+
+class TestInterface(DistributedTest):
+    """What clients ask a parameter, and what it refuses."""
+
+    world_size = 2
+
+    def test_a_sharded_parameter(self) -> None:
+        # Kills: a loss over placeholders that is silently zero, an initialization that is lost.
+        model = built()
+        param: Any = model.experts
+        assert (param.ds_shape, param.ds_numel, param.shape) == ((3, 4, 5), 60, (0,))
+        assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        assert param.ds_tensor.shape == (30,)
+        assert param.requires_grad and param.grad is None and isinstance(param, nn.Parameter)
+        for action in (
+            lambda: param.square().sum(),
+            lambda: nn.init.ones_(param),
+            lambda: param + 1,
+            lambda: copy.deepcopy(param),
+        ):
+            with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
+                action()
+        param.all_gather()
+        assert param.shape == (3, 4, 5) and param.ds_status is ZeroParamStatus.AVAILABLE
+        param.data += 1
+        param.partition(has_been_updated=True)
+        assert param.shape == (0,)
+        with GatheredParameters(param):
+            assert param.min() >= 1
+            copied = copy.deepcopy(model.net.embed) if model.net.embed.weight.numel() else None
+        assert copied is None
+        with GatheredParameters(model.net.embed.parameters()):
+            copied = copy.deepcopy(model.net.embed)
+            again = pickle.loads(pickle.dumps(copied))
+        assert type(again.weight) is nn.Parameter and type(again._parameters) is dict
+
+    def test_gathering(self) -> None:
+        # Kills: duplicates and nesting that free what somebody still reads.
+        model = make_net()
+        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+        weight = model.embed.weight
+        with GatheredParameters([weight, weight, torch.ones(2), nn.Parameter(torch.ones(1))]):
+            with GatheredParameters(p for p in model.parameters()):
+                with torch.no_grad():
+                    engine(tokens_of(0, 0))
+                assert model.blocks[0].up.weight.numel()
+            assert weight.numel() and not model.blocks[0].up.weight.numel()
+        assert not weight.numel()
+        with GatheredParameters([]), GatheredParameters(weight, enabled=False):
+            assert not weight.numel()
+        train(engine, 4)
+        engine.destroy()
+        assert distance({n: p.detach() for n, p in model.named_parameters()}, reference()) < 1e-5
+
+    def test_edits(self) -> None:
+        # Kills: an edit that masters do not see, or that a unit gathered ahead does not have.
+        model = make_net()
+        config = config_of(3, 1, stage3_param_persistence_threshold=10)
+        config["bf16"] = {"enabled": True}
+        engine = engine_of(model, config)
+        train(engine, 2, accumulation=1)
+        chosen = [model.blocks[0].up.weight, model.blocks[0].up.bias, model.frozen.weight]
+        with GatheredParameters(chosen, modifier_rank=1):
+            for param in chosen:
+                param.data.fill_(7.0 if dist.get_rank() == 1 else 3.0)
+        for param in chosen[:2]:
+            assert safe_get_full_fp32_param(param).unique().tolist() == [7.0]
+        with GatheredParameters(chosen):
+            assert all(param.unique().tolist() == [7.0] for param in chosen)
+        safe_set_full_fp32_param(chosen[0], torch.full(chosen[0].ds_shape, 0.5))
+        with GatheredParameters(chosen[0]):
+            assert chosen[0].unique().tolist() == [0.5]
+        for edit in (lambda: chosen[0].data.fill_(9.0), lambda: nn.init.zeros_(chosen[0])):
+            with pytest.raises(RuntimeError, match=r"up\.weight changed inside the block"):
+                with GatheredParameters(chosen):
+                    edit()
+        engine.destroy()
+
+    def test_ranks_with_different_parameters(self) -> None:
+        # Kills: a hang, or shards of two parameters put together.
+        model = built()
+        own = model.net.blocks[dist.get_rank()].up.weight
+        with pytest.raises(RuntimeError, match="different parameters"):
+            with GatheredParameters(own):
+                pass
+
+    def test_no_edit_is_lost(self) -> None:
+        # Kills: memory that is let go before the broadcast has arrived.
+        with Init():
+            params = [nn.Linear(4, 5).weight for _ in range(16)]
+        for turn in range(100):
+            with GatheredParameters(params, modifier_rank=0):
+                if dist.get_rank() == 0:
+                    for number, param in enumerate(params):
+                        param.data.fill_(float(16 * turn + number))
+            with GatheredParameters(params):
+                for number, param in enumerate(params):
+                    assert param.unique().tolist() == [float(16 * turn + number)]
