@@ -84,8 +84,8 @@ def average_over_replicas_only(patch: pytest.MonkeyPatch) -> None:
     """Division by the ranks that hold the same expert, instead of by all that have a loss."""
     original = ReduceRule.factors
 
-    def factors(self: ReduceRule, accumulation_divisor: float = 1.0) -> ReduceFactors:
-        pre, post = original(self, accumulation_divisor)
+    def factors(self: ReduceRule, *args: Any, **kwargs: Any) -> ReduceFactors:
+        pre, post = original(self, *args, **kwargs)
         return ReduceFactors(pre, post * 2)
 
     patch.setattr(ReduceRule, "factors", factors)

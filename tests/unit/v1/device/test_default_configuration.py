@@ -1,0 +1,149 @@
+"""Engines on the simulated device with the default configuration, for as many batches as it takes
+timers and other periodic work to begin: as on the host, and without a race. Pipelines have
+`test_pipelines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm import stream_collectives
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.v1.looping import each
+from unit.v1.moe import runner as experts
+from unit.v1.sequence import model as sequences
+
+BATCHES = 4
+ACCUMULATION = 2
+# Sums in another order, grown by four updates; a lost contribution is a thousand times as much.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
+
+Forward = Callable[[Any, torch.dtype, int], torch.Tensor]
+
+
+class Checkpointed(nn.Module):
+    """Two blocks that are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + deepspeed.checkpointing.checkpoint(block, x)
+        return x.float().square().mean()
+
+
+def _dense() -> tuple[nn.Module, Forward]:
+    def forward(engine: Any, dtype: torch.dtype, turn: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(10 * turn + dist.get_rank())
+        loss: torch.Tensor = engine(torch.randn(3, 6, generator=draw).to(dtype))
+        return loss
+
+    return Checkpointed(), forward
+
+
+def _experts() -> tuple[nn.Module, Forward]:
+    def forward(engine: Any, dtype: torch.dtype, turn: int) -> torch.Tensor:
+        loss: torch.Tensor = engine(*experts.micro_batch(turn, dist.get_rank(), 0, dtype))
+        return loss
+
+    return experts.Net(experts.Case(2, 2, True, 1, "fp32")), forward
+
+
+def _sequence() -> tuple[nn.Module, Forward]:
+    model = sequences.make_model()
+
+    def forward(engine: Any, dtype: torch.dtype, turn: int) -> torch.Tensor:
+        group = groups._get_sequence_parallel_group()
+        if not isinstance(model.attention, DistributedAttention):
+            model.attention = DistributedAttention(model.attention, group)
+            model.attention.scatter_idx, model.attention.gather_idx = 2, 1
+        tokens, labels = sequences.samples(turn, 0, 0)
+        places = torch.arange(tokens.shape[1]).chunk(dist.get_world_size())[dist.get_rank()]
+        logits = engine(tokens[:, places], places).float()
+        return functional.cross_entropy(logits.flatten(0, 1), labels[:, places].flatten())
+
+    return model, forward
+
+
+_CPU = {"device": "cpu", "pin_memory": True}
+ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]]] = {
+    "plain": (_dense, {}),
+    "offload": (_dense, {"zero_optimization": {"offload_optimizer": _CPU}}),
+    "host checkpoints": (_dense, {"activation_checkpointing": {"cpu_checkpointing": True}}),
+    "experts": (_experts, {}),
+    "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
+}
+
+
+def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
+    """What an engine must be told, and nothing else."""
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+        **more,
+        "zero_optimization": {"stage": stage, **more.get("zero_optimization", {})},
+    }
+
+
+def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.Tensor]:
+    """The losses and parameters of a run."""
+    make, more = ENGINES[name]
+    groups.reset()
+    with (
+        simulate() if on_device else nullcontext(),
+        check_streams() if on_device else nullcontext(),
+    ):
+        stream_collectives.install()
+        torch.manual_seed(4)
+        model, forward = make()
+        engine = deepspeed.initialize(model=model, config=config_of(stage, precision, more))[0]
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        if "activation_checkpointing" in more:
+            deepspeed.checkpointing.configure(None, deepspeed_config=engine._config)
+        losses = []
+        for turn in range(BATCHES * ACCUMULATION):
+            loss = forward(engine, dtype, turn)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        kept = [*losses, *(param.detach().float() for param in model.parameters())]
+        found = [value.clone() for value in kept]
+        engine.destroy()
+        deepspeed.checkpointing.reset()
+    return found
+
+
+class TestEngines(DistributedTest):
+    world_size = 2
+    exec_timeout = 120
+
+    @each(name=ENGINES)
+    def test_as_on_the_host(self, name: str) -> None:
+        # Kills: a wait that only long runs or the defaults' sizes need; memory let go too early
+        # where a bucket is never full; an engine that was never run on a device.
+        for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32")):
+            if name == "offload" and stage == 0:
+                continue
+            wanted = train(name, stage, precision, on_device=False)
+            found = train(name, stage, precision, on_device=True)
+            for one, other in zip(found, wanted, strict=True):
+                scale = other.norm() + 1e-2
+                assert (one - other).norm() <= TOLERANCE[precision] * scale, (stage, precision)
