@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], float | None]
+# What is done with a number of steps; its result is the answer.
+Action = Callable[[Step, int], Any]
 # A message of at most so many elements is a norm, a flag or a loss.
 SCALAR_ELEMENTS = 16
 
@@ -35,19 +37,19 @@ def take_stdout() -> TextIO:
     return protocol
 
 
-def start_distributed(with_deepspeed: bool) -> dict[str, Any]:
-    """Initialize gloo; returns what identifies the software."""
+def start_distributed(with_deepspeed: bool, backend: str = "gloo") -> dict[str, Any]:
+    """Initialize `backend`; returns what identifies the software."""
     versions: dict[str, Any] = {"torch": torch.__version__}
     if with_deepspeed:
         import deepspeed  # optional: torch's own systems run without it
 
-        deepspeed.init_distributed(dist_backend="gloo")
+        deepspeed.init_distributed(dist_backend=backend)
         return {
             **versions,
             "deepspeed": deepspeed.__version__,
             "path": os.path.dirname(deepspeed.__file__),
         }
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     return versions
 
 
@@ -106,23 +108,35 @@ def count_scalars(step: Step, count: int) -> dict[str, int]:
     return {name: number for name, number in calls.items() if number}
 
 
-ACTIONS: dict[str, Callable[[Step, int], Any]] = {
+ACTIONS: dict[str, Action] = {
     "time": time_steps,
     "profile": profile_steps,
     "count": count_scalars,
 }
 
 
-def serve(protocol: TextIO, versions: Mapping[str, Any], cases: Mapping[str, Step]) -> None:
+def serve(
+    protocol: TextIO,
+    versions: Mapping[str, Any],
+    cases: Mapping[str, Step],
+    more: Mapping[str, Action] | None = None,
+) -> None:
     """Train a step of each case, then serve until stdin ends. A line without a case means the one
     named "".
+
+    Args:
+        protocol: Where answers go.
+        versions: What identifies the software.
+        cases: Steps by name.
+        more: Actions of this worker alone.
     """
+    actions = {**ACTIONS, **(more or {})}
     for step in cases.values():
         step()
     print(json.dumps(versions), file=protocol, flush=True)
     for line in sys.stdin:
         *words, count = line.split()
-        action = words.pop(0) if words and words[0] in ACTIONS else "time"
-        answer = ACTIONS[action](cases["".join(words)], int(count))
+        action = words.pop(0) if words and words[0] in actions else "time"
+        answer = actions[action](cases["".join(words)], int(count))
         print(json.dumps(answer), file=protocol, flush=True)
     dist.destroy_process_group()

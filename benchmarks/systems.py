@@ -41,6 +41,7 @@ class Workload:
         clip: Largest gradient norm; 0 for no clipping.
         wide_products: The GPT multiplies in fp32 though its weights are bf16 (see examples/gpt.py).
         width: Features per position of the GPT.
+        device: Type of the device that it is trained on; its index is the current device.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Workload:
     clip: float
     wide_products: bool
     width: int = 256
+    device: str = "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,13 +81,12 @@ class TinyLayers(nn.Module):
 
 
 def build_model(work: Workload) -> nn.Module:
-    """The model in fp32, with the same weights in every process."""
+    """The model in fp32 on its device, with the same weights in every process."""
     torch.manual_seed(0)
     if work.model == "tiny":
-        return TinyLayers(work.layers)
-    return GPT(
-        GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products)
-    )
+        return TinyLayers(work.layers).to(work.device)
+    size = GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products)
+    return GPT(size).to(work.device)
 
 
 def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
@@ -100,7 +101,7 @@ def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:
 
 def _inputs(work: Workload, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [
-        batch.to(dtype) if batch.is_floating_point() else batch
+        batch.to(work.device, dtype if batch.is_floating_point() else batch.dtype)
         for batch in build_batches(work, rank)
     ]
 
@@ -108,30 +109,36 @@ def _inputs(work: Workload, rank: int, dtype: torch.dtype) -> list[torch.Tensor]
 # torch's own
 
 
-def build_ddp(work: Workload, variant: str) -> Step:
-    """DistributedDataParallel, as its tutorial has it.
+def build_torch(work: Workload, variant: str) -> Step:
+    """torch alone (`torch`) or DistributedDataParallel (`ddp`), as its tutorial has it.
 
-    `ddp`: AdamW with default arguments over the parameters, which in bf16 are bf16 themselves,
-    without master weights. `ddp-fused`: AdamW(fused=True). `ddp-autocast`: fp32 parameters, forward
-    under bf16 autocast.
+    AdamW with default arguments over the parameters, which in bf16 are bf16 themselves, without
+    master weights. `-fused`: AdamW(fused=True). `-autocast`: fp32 parameters, forward under bf16
+    autocast.
     """
-    autocast = variant == "ddp-autocast"
+    name, *options = variant.split("-")
+    autocast = "autocast" in options
     dtype = torch.float32 if autocast else work.dtype
-    model = nn.parallel.DistributedDataParallel(build_model(work).to(dtype))
-    fused = True if variant == "ddp-fused" else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    model = build_model(work).to(dtype)
+    if name == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = _adamw(model, options)
     batches = _inputs(work, dist.get_rank(), dtype)
 
     def forward(batch: torch.Tensor) -> torch.Tensor:
         context: AbstractContextManager[Any] = (
-            torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+            torch.autocast(work.device, dtype=torch.bfloat16) if autocast else nullcontext()
         )
         with context:
-            return model(batch)
+            loss: torch.Tensor = model(batch)
+            return loss
+
+    def no_sync() -> AbstractContextManager[Any]:
+        return model.no_sync() if name == "ddp" else nullcontext()
 
     def step() -> None:
         for batch in batches[:-1]:
-            with model.no_sync():
+            with no_sync():
                 (forward(batch) / len(batches)).backward()
         (forward(batches[-1]) / len(batches)).backward()
         if work.clip:
@@ -142,22 +149,27 @@ def build_ddp(work: Workload, variant: str) -> Step:
     return step
 
 
+def _adamw(model: nn.Module, options: Iterable[str]) -> torch.optim.Optimizer:
+    fused = True if "fused" in options else None
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+
+
 def build_fsdp2(work: Workload, variant: str) -> Step:
     """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters
-    under a bf16 policy.
+    under a bf16 policy. `-fused` as in `build_torch`.
     """
     # optional: only this system needs them
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = build_model(work)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(work.device, (dist.get_world_size(),))
     narrow = work.dtype if work.dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     for block in model.blocks if isinstance(model, GPT) else ():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = _adamw(model, variant.split("-"))
     batches = _inputs(work, dist.get_rank(), work.dtype)
 
     def step() -> None:
@@ -259,17 +271,20 @@ def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
     Raises:
         ValueError: For an unknown name.
     """
-    if variant in ("ddp", "ddp-fused", "ddp-autocast"):
-        return build_ddp(work, variant)
-    if variant == "fsdp2":
+    name, *options = variant.split("-")
+    if name in ("torch", "ddp") and {"fused", "autocast"}.issuperset(options):
+        return build_torch(work, variant)
+    if name == "fsdp2" and {"fused"}.issuperset(options):
         return build_fsdp2(work, variant)
-    if variant.startswith("zero"):
+    if name.startswith("zero"):
         return build_deepspeed(work, variant, torch_adam)
     raise ValueError(f"system {variant!r} is unknown; use one of {', '.join(known_systems())}")
 
 
 def known_systems() -> Iterable[str]:
-    """Names that `build_step` takes (and `-offload`, `-overlap`, `-torch` forms of the zero
-    ones).
+    """Names that `build_step` takes, without their options.
+
+    These are `-fused` and `-autocast` of torch's own, `-offload`, `-overlap` and `-torch` of the
+    zero ones.
     """
-    return ("ddp", "ddp-fused", "ddp-autocast", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc")
+    return ("torch", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc")

@@ -37,15 +37,26 @@ class Ranks:
         command: Interpreter, worker script (a file of this folder) and its options.
         num_ranks: How many processes.
         stderr: Where the processes' messages go.
+        accelerator: `DS_ACCELERATOR` of the processes.
 
     Attributes:
         rounds: For each round and step, seconds of the slowest rank.
         cpu_rounds: The same of mean processor seconds per rank.
         versions: What the worker says of its software.
+        num_ranks: How many processes there are.
     """
 
-    def __init__(self, name: str, command: Sequence[str], num_ranks: int, stderr: IO[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        num_ranks: int,
+        stderr: IO[str],
+        accelerator: str = "cpu",
+    ) -> None:
         self.name = name
+        self.num_ranks = num_ranks
+        self._accelerator = accelerator
         self.rounds: Rounds = []
         self.cpu_rounds: Rounds = []
         self.versions: dict[str, Any] = {}
@@ -99,7 +110,7 @@ class Ranks:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
             OMP_NUM_THREADS="1",
-            DS_ACCELERATOR="cpu",
+            DS_ACCELERATOR=self._accelerator,
         )
         return environment
 

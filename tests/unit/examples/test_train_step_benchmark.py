@@ -60,6 +60,6 @@ def test_a_system_that_fails_is_named_and_leaves_no_process(tmp_path: Path) -> N
         pair.close()
     assert all(process.returncode is not None for process in pair._processes)
     assert (
-        "system 'nonsense' is unknown; use one of ddp, ddp-fused"
+        "system 'nonsense' is unknown; use one of torch, ddp, fsdp2"
         in (tmp_path / "stderr").read_text()
     )
