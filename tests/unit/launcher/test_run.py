@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from unit.common import TORCH
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 90
@@ -131,7 +132,8 @@ def test_first_failing_rank_gives_code_and_last_words(launcher: Launcher) -> Non
     assert code == 13
     head, _, last_words = err.partition("what rank 1 last wrote to stderr:\n")
     assert "failed first, with exit code 13" in head
-    assert "then ended with signal SIGTERM" in head
+    # torch 2.9's agent does not tell how the processes ended that it ended itself, 2.13's does.
+    assert "then ended with signal SIGTERM" in head or TORCH < (2, 10)
     assert last_words.startswith("Traceback (most recent call last):")
     assert "KeyError: 'inner'" in last_words
     assert last_words.endswith("ValueError: boom\n")
