@@ -14,22 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import stage_1_and_2 as zero
 from deepspeed.runtime.zero.memory_estimators import plan_model_states
 from unit.common import TORCH, DistributedTest
+from unit.wide_model import Wide
 
 MIB = 2**20
+LAYERS = 4
 TENSORS = (torch.Tensor, nn.Parameter)
-
-
-class Wide(nn.Module):
-    """Four layers with much state and next to no activations."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().sum()
 
 
 class Allocations:
@@ -80,7 +69,7 @@ def measured(width: int, steps: int = 3, **zero_keys: Any) -> int:
         "zero_optimization": zero_keys,
     }
     before = live_bytes()
-    engine, *_ = deepspeed.initialize(model=Wide(width).bfloat16(), config=config)
+    engine, *_ = deepspeed.initialize(model=Wide(LAYERS, width).bfloat16(), config=config)
     # Construction is left out: a broadcast's buffer may be let go by the backend's thread, which
     # the profiler does not see.
     peaks = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
@@ -15,6 +14,7 @@ from deepspeed.runtime.zero.memory_estimators import plan_model_states
 from deepspeed.runtime.zero.replicated_estimates import plan_whole_gradients
 from unit.common import DistributedTest
 from unit.v1.looping import each
+from unit.wide_model import Wide
 
 LAYERS = 24
 WIDTH = 256
@@ -23,19 +23,6 @@ TOLERANCE = 0.02
 MOMENTS = {"AdamW": 2, "SGD": 0}
 # A few layers share a bucket, or all do.
 BUCKETS = (3 * WIDTH * WIDTH, 10**9)
-
-
-class Wide(nn.Module):
-    """Much state, next to no activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().sum()
 
 
 def peak_of(precision: str, optimizer: str, accumulate_in: str | None = None, **zero: Any) -> int:
@@ -55,7 +42,7 @@ def peak_of(precision: str, optimizer: str, accumulate_in: str | None = None, **
     gc.collect()
     with simulate() as device:
         before = device.memory_allocated()
-        engine, *_ = deepspeed.initialize(model=Wide(), config=config)
+        engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=config)
         device.reset_peak_memory_stats()
         for _ in range(6):
             engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))

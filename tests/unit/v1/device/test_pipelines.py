@@ -123,16 +123,21 @@ def train_waiting(schedule: str, stage: int) -> list[float]:
     return found
 
 
-class TestTwoStages(DistributedTest):
-    world_size = 2
+class TestSchedules(DistributedTest):
+    world_size = [2, 4]
     exec_timeout = 100
 
     @each(schedule=CHUNKS)
-    def test_schedules(self, schedule: str) -> None:
+    def test(self, schedule: str) -> None:
         # Kills: a host that waits for the whole device while a receive is posted.
         losses, waits = train(schedule)
         assert losses == pytest.approx(expected(), rel=1e-5)
         assert not waits
+
+
+class TestTwoStages(DistributedTest):
+    world_size = 2
+    exec_timeout = 100
 
     @each(
         keys=[
@@ -166,14 +171,3 @@ class TestTwoStages(DistributedTest):
             channels = [channel for channel in engine.channels if channel.src != channel.dst]
             assert len(channels) == 6 and len({channel._group for channel in channels}) == 4
             engine.destroy()
-
-
-class TestFourStages(DistributedTest):
-    world_size = 4
-    exec_timeout = 100
-
-    @each(schedule=CHUNKS)
-    def test_schedules(self, schedule: str) -> None:
-        losses, waits = train(schedule)
-        assert losses == pytest.approx(expected(), rel=1e-5)
-        assert not waits

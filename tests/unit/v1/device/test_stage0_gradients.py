@@ -19,23 +19,11 @@ from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.wide_model import Wide
 
 LR = 0.125
 LAYERS = 32
 WIDTH = 128
-
-
-class Wide(nn.Module):
-    """Much state, next to no activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().sum()
 
 
 class Net(nn.Module):
@@ -83,7 +71,7 @@ class TestMemory(DistributedTest):
         # second copy of them in the masters' dtype (20).
         gc.collect()
         with simulate() as device:
-            engine, *_ = deepspeed.initialize(model=Wide(), config=settings(precision))
+            engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=settings(precision))
             numel = sum(param.numel() for param in engine.module.parameters())
             device.reset_peak_memory_stats()
             before = device.memory_allocated()
