@@ -67,25 +67,22 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: If there is none and `raise_if_not_found`.
     """
-    missing = f"is of {list(leaf_module_classes)}" if raise_if_not_found else None
-    return _mark(
-        model,
-        lambda _, module: any(_is_of(module, cls) for cls in leaf_module_classes),
-        True,
-        missing,
-    )
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take the mark away from all modules of these classes; see `set_z3_leaf_modules`."""
-    missing = f"is of {list(leaf_module_classes)}" if raise_if_not_found else None
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _mark_classes(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    missing = f"is of {list(classes)}" if raise_if_not_found else None
     return _mark(
-        model,
-        lambda _, module: any(_is_of(module, cls) for cls in leaf_module_classes),
-        False,
-        missing,
+        model, lambda _, module: any(_is_of(module, cls) for cls in classes), flag, missing
     )
 
 
