@@ -4,12 +4,13 @@ anything: ``engine.compile`` does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
+
+from deepspeed.runtime.zero.units import is_called, repeated_types
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -40,8 +41,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     gives all of its gradients at its end.
     """
     blocks: list[nn.Module] = []
+    repeated = repeated_types(model, _has_forward_and_children)
     for child in model.children():
-        repeated = _repeated_types(model)
         if type(child) in repeated:
             blocks.append(child)
         else:
@@ -49,12 +50,5 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _repeated_types(container: nn.Module) -> set[type[nn.Module]]:
-    if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        return set()
-    counts = Counter(
-        type(child)
-        for child in container.children()
-        if type(child).forward is not nn.Module.forward and next(child.children(), None) is not None
-    )
-    return {kind for kind, count in counts.items() if count > 1}
+def _has_forward_and_children(module: nn.Module) -> bool:
+    return is_called(module) and next(module.children(), None) is not None

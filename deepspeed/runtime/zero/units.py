@@ -87,7 +87,7 @@ def _visit(
         seen.update(module.modules())
         return
     plan.params.extend(param for param in _own(module) if param is not None)
-    repeated = _repeated(module)
+    repeated = repeated_types(module, _has_any)
     for child_name, child in module._modules.items():
         if child is not None:
             full = f"{name}.{child_name}" if name else child_name
@@ -104,16 +104,18 @@ def _has_own(module: nn.Module) -> bool:
     return any(param is not None for param in _own(module))
 
 
-def _repeated(module: nn.Module) -> set[type[nn.Module]]:
-    """Types of which a container has several children with parameters."""
-    if not isinstance(module, _CONTAINERS):
+def _has_any(module: nn.Module) -> bool:
+    return any(_has_own(below) for below in module.modules())
+
+
+def repeated_types(
+    container: nn.Module, counts: Callable[[nn.Module], bool]
+) -> set[type[nn.Module]]:
+    """Types of which a list, a dict or a sequence has several children that count."""
+    if not isinstance(container, _CONTAINERS):
         return set()
-    counts = Counter(
-        type(child)
-        for child in module._modules.values()
-        if child is not None and any(_has_own(below) for below in child.modules())
-    )
-    return {kind for kind, count in counts.items() if count > 1}
+    found = Counter(type(child) for child in container.children() if counts(child))
+    return {kind for kind, count in found.items() if count > 1}
 
 
 def choose_persistent(
