@@ -230,6 +230,19 @@ def test_host_reads_see_the_current_stream(sim: Sim_Accelerator, tmp_path: Path)
     assert torch.arange(4)[torch.tensor([True, False, True, False])].tolist() == [0, 2]
 
 
+def test_a_kernel_that_looks_at_its_arguments_runs_in_its_place(sim: Sim_Accelerator) -> None:
+    # Kills: running what is queued behind a custom operator while its kernel reads a value.
+    @torch.library.custom_op("deepspeed_test::rows_until", mutates_args=())
+    def rows_until(rows: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        (last,) = end.tolist()
+        result = torch.zeros_like(rows)
+        result[:last] = rows[:last]
+        return result
+
+    found = rows_until(torch.ones(3) + 1.0, torch.tensor([2]))
+    assert (found + 1.0).tolist() == [3.0, 3.0, 1.0]
+
+
 def test_errors_name_the_operator(sim: Sim_Accelerator) -> None:
     # Kills: an error of a queued operator that nobody can place.
     table = torch.randn(4, 2)
