@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 
 
@@ -44,9 +44,7 @@ class DeepSpeedCheckpoint:
         dp_degree: int | None = None,
     ) -> None:
         self.dir = dir
-        self._model: Mapping[str, Any] = read_file(
-            os.path.join(dir, file_names.model_file(0)), mmap=True
-        )
+        self._model: Mapping[str, Any] = read_file(lead_model_file(dir), mmap=True)
         degrees = ParallelDegrees.of_file(self._model)
         self.original_tp_degree, self.original_pp_degree = degrees.tensor, degrees.stages
         self.original_dp_degree = int(self._model.get(keys.DP_WORLD_SIZE, 1))
@@ -123,7 +121,7 @@ class DeepSpeedCheckpoint:
             CheckpointError: Naming those that are not.
         """
         parts = range(self.original_tp_degree * self.original_pp_degree)
-        paths = [os.path.join(self.dir, file_names.model_file(part)) for part in parts]
+        paths = [lead_model_file(self.dir, part) for part in parts]
         missing = [path for path in paths if not os.path.isfile(path)]
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing)}")

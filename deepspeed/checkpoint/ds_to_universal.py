@@ -4,8 +4,8 @@ number of ranks of any kind.
 The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
 `zero/optimizer_state.pt` for what parameters have in common, the model files as they are, and
 `latest_universal` beside the folder. Layers, experts and host states are copied, too: they hold
-what no optimizer has. Reading is `resharding.consolidation`'s. The output gets its name when all of
-it is on disk.
+what no optimizer has. Of the model files of ZeRO stage 3 there is one, without shards. Reading is
+`resharding.consolidation`'s. The output gets its name when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.files import (
     CheckpointError,
+    has_weights_in_shards,
+    lead_model_file,
     read_file,
     replace_folder,
     sync_folder,
@@ -42,6 +44,7 @@ _PER_SHARD = (
     keys.BASE_OPTIMIZER_STATE,
     keys.SINGLE_PARTITION_OF_FP32_GROUPS,
     keys.PARAM_SLICE_MAPPINGS,
+    keys.FP32_FLAT_GROUPS,
 )
 _TEMPORARY = "tmp"
 
@@ -137,7 +140,7 @@ def command() -> None:
 
 
 def _read(source: str, inject: bool) -> ConsolidatedCheckpoint:
-    model = read_file(os.path.join(source, file_names.model_file(0)), mmap=True)
+    model = read_file(lead_model_file(source), mmap=True)
     if os.path.isdir(os.path.join(source, keys.UNIVERSAL_FOLDER)):
         raise CheckpointError(f"{source} is a universal checkpoint already")
     if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None and not inject:
@@ -284,7 +287,16 @@ def _is_unsharded_state(key: str) -> bool:
 
 
 def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
-    """All but the optimizer's files; of model files all but the optimizer's state."""
+    """All but the optimizer's files; of model files all but the optimizer's state and shards."""
+    if has_weights_in_shards(state.folder):
+        weights = {
+            name: state.weight(name)
+            for name in state.model[keys.MODULE]
+            if state.weight(name) is not None
+        }
+        content = {**state.model, keys.MODULE: weights, keys.FROZEN_PARAM_FRAGMENTS: None}
+        content[keys.MANIFEST_VERSION] = MANIFEST_VERSION
+        output.write(content, file_names.model_file(0))
     for name in sorted(os.listdir(state.folder)):
         is_model = file_names.is_model_file(name)
         if not (

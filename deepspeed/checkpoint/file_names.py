@@ -8,7 +8,8 @@ of it must work without this package.
 In the folder of a tag (MM: model-parallel rank, RR: rank, LL: layer):
 
     mp_rank_MM_model_states.pt                        a part of the model
-    zero_pp_rank_R_mp_rank_MM_model_states.pt         the same at ZeRO stage 3, which is not read
+    zero_pp_rank_R_mp_rank_MM_model_states.pt         the same of a rank of ZeRO stage 3, without
+                                                      weights
     [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  a ZeRO rank's shard of the optimizer
     expp_rank_E_mp_rank_MM_optim_states.pt            an expert rank's whole optimizer, at stage 0
     layer_LL[-model_TT]-model_states.pt               a layer of a pipeline
@@ -74,6 +75,11 @@ def stage3_model_file(data_parallel_rank: int, model_parallel_rank: int) -> str:
 def is_model_file(name: str) -> bool:
     """Whether it is one of `model_file`."""
     return name.startswith(MODEL_FILE_PREFIX) and name.endswith(MODEL_FILE_SUFFIX)
+
+
+def is_stage3_model_file(name: str) -> bool:
+    """Whether it is one of `stage3_model_file`."""
+    return name.startswith(ZERO_FILE_PREFIX) and name.endswith(MODEL_FILE_SUFFIX)
 
 
 def layer_id(layer: int) -> str:

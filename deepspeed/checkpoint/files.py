@@ -79,6 +79,20 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         ) from error
 
 
+def lead_model_file(folder: str, part: int = 0) -> str:
+    """Path of the model file that says what all ranks with a part of the model have in common: the
+    only one, or at ZeRO stage 3, where each rank has one, the first.
+    """
+    path = os.path.join(folder, file_names.model_file(part))
+    first = os.path.join(folder, file_names.stage3_model_file(0, part))
+    return first if os.path.isfile(first) and not os.path.isfile(path) else path
+
+
+def has_weights_in_shards(folder: str) -> bool:
+    """Whether a checkpoint was saved at ZeRO stage 3, where model files have no weights."""
+    return file_names.is_stage3_model_file(os.path.basename(lead_model_file(folder)))
+
+
 def sync_folder(path: str) -> None:
     """Flush a folder's entries (renames) to disk."""
     handle = os.open(path, os.O_RDONLY)

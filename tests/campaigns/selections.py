@@ -95,6 +95,7 @@ CAMPAIGNS = (
         "checkpoints of every division of ranks loaded into every other (minutes)",
         "DS_RESHARD_MATRIX",
         "tests/unit/v1/checkpoint/test_matrix.py",
+        "tests/unit/v1/checkpoint/test_stage3.py",
     ),
     corrupt_checkpoints(),
     printed(

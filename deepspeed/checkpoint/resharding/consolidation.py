@@ -16,7 +16,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
-from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
@@ -24,7 +24,7 @@ from deepspeed.checkpoint.resharding.saved_optimizer import (
     SavedOptimizer,
     parameter_shapes,
 )
-from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
+from deepspeed.checkpoint.resharding.saved_weights import FrozenShards, SavedWeights
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
 
@@ -58,9 +58,9 @@ class ConsolidatedParameters(Protocol):
     def group(self, name: str) -> int | None:
         """Number of its parameter group; None if it is in none, or that is not known."""
 
-    def weight(self, name: str) -> torch.Tensor | None:
-        """What files of weights have by that name, of the first tensor-parallel rank; for buffers,
-        which are in no optimizer.
+    def weight(self, name: str) -> Any:
+        """What files of weights have by that name, of the first tensor-parallel rank; for buffers
+        and extra state, which are in no optimizer. None if there is nothing.
         """
 
 
@@ -82,9 +82,7 @@ class ConsolidatedCheckpoint:
 
     def __init__(self, folder: str, info: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self.model: Mapping[str, Any] = read_file(
-            os.path.join(folder, file_names.model_file(0)), mmap=True
-        )
+        self.model: Mapping[str, Any] = read_file(lead_model_file(folder), mmap=True)
         self.options: Mapping[int, Mapping[str, Any]] = {}
         self.scaler: Mapping[str, Any] = {}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO) if info is None else info
@@ -130,10 +128,10 @@ class ConsolidatedCheckpoint:
         return fragments[0].shared if fragments else {}
 
     def group(self, name: str) -> int | None:
-        return self._ranks[0].groups.get(self._ranks[0].local(name))
+        return self._ranks[0].groups.get(name)
 
-    def weight(self, name: str) -> torch.Tensor | None:
-        return self._ranks[0].weights.values.get(name)
+    def weight(self, name: str) -> Any:
+        return self._ranks[0].weights.get(name)
 
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""
@@ -179,6 +177,8 @@ class _TensorParallelRank:
                 self._note_shapes(parameter_shapes(optimizer))
         for fragment in self.saved.fragments() if self.saved.has_state else ():
             self.fragments.setdefault(fragment.name, []).append(fragment)
+            if fragment.group is not None:
+                self.groups[fragment.name] = fragment.group
         self._held = experts_per_rank(self.shapes)
         weights = self.weights.values
         # A tied weight's second name has the first one's memory.
@@ -188,15 +188,17 @@ class _TensorParallelRank:
             for name in weights
             if name not in self.fragments and name not in self.weights.buffers
         }
-        self.frozen = {
-            name: value for name, value in untrained.items() if value.data_ptr() not in trained
+        self.frozen = dict(self.weights.frozen)
+        self.frozen |= {
+            name: FrozenShards(value.shape, [value])
+            for name, value in untrained.items()
+            if value.data_ptr() not in trained
         }
 
     def _note_shapes(self, groups: Sequence[Mapping[str, torch.Size]]) -> None:
-        for index, shapes in enumerate(groups):
+        for shapes in groups:
             for name, shape in shapes.items():
                 self.shapes.setdefault(name, shape)
-                self.groups.setdefault(name, index)
 
     def local(self, name: str) -> str:
         """The name that a rank has for it: files number all experts, a rank its own."""
@@ -221,7 +223,7 @@ class _TensorParallelRank:
             CheckpointError: Elements are missing or there twice.
         """
         if name not in self.fragments:
-            return _widened(self.frozen[name])
+            return _widened(self.frozen[name].whole(name))
         fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
         if slot == FP32 and FP32 not in fragments[0].values:
             return _widened(self.weights.values[name])

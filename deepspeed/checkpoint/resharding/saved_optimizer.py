@@ -5,17 +5,21 @@ it is sharded over.
 and yields *fragments*: runs of elements of a named parameter with the master weight and all
 per-element state. It knows nothing of the run that asks, calls no collective, and changes nothing.
 
-Three layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), whole state of one
-expert rank (`expp_rank_*`) and whole state in the model file (stage 0). In shards a parameter's
-elements lie in the order of the ranks, so its first element in a shard is the sum of what the
-shards before held. Experts are numbered over all ranks here; in files each rank numbers its own. A
-parameter that several pipeline stages hold (tied weights) is taken from the first of them.
+Four layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), those of ZeRO stage 3,
+whole state of one expert rank (`expp_rank_*`) and whole state in the model file (stage 0). In
+shards a parameter's elements lie in the order of the ranks, so its first element in a shard is the
+sum of what the shards before held; at stage 3 every rank has an equal part of each parameter, and
+the last ones end in padding. Experts are numbered over all ranks here; in files each rank numbers
+its own. A parameter that several pipeline stages hold (tied weights) is taken from the first of
+them.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +27,9 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_prefix, expert_rank, experts_per_rank, renumbered
-from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
 
 # The master weight, among the names of per-element state.
 FP32 = keys.FP32_WEIGHT_KEY
@@ -52,6 +57,7 @@ class SavedFragment(NamedTuple):
             is one, then the optimizer's.
         shared: State that is not per element (`step`).
         options: Hyper-parameters of its parameter group.
+        group: Number of that group; None if it is in none, or that is not known.
     """
 
     name: str
@@ -60,6 +66,7 @@ class SavedFragment(NamedTuple):
     values: Mapping[str, torch.Tensor]
     shared: Mapping[str, Any]
     options: Mapping[str, Any]
+    group: int | None = None
 
 
 class _Run(NamedTuple):
@@ -80,6 +87,7 @@ class _OptimizerTensor(NamedTuple):
         state: The optimizer's state of it.
         sizes: Element counts that per-element state may have (with padding, without).
         options: Hyper-parameters of its group.
+        group: Number of its group.
         is_scalar: It has no dimensions, so its per-element state has none either.
     """
 
@@ -88,6 +96,7 @@ class _OptimizerTensor(NamedTuple):
     state: Mapping[str, Any]
     sizes: tuple[int, ...]
     options: Mapping[str, Any]
+    group: int
     is_scalar: bool = False
 
     def is_per_element(self, key: str, value: Any) -> bool:
@@ -116,7 +125,7 @@ class SavedOptimizer:
 
     def __init__(self, folder: str, tensor_rank: int = 0) -> None:
         self.folder = folder
-        first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
+        first = read_file(lead_model_file(folder), mmap=True)
         self.degrees = ParallelDegrees.of_file(first)
         self._parts = self.degrees.ranks_of_slice(tensor_rank)
         listing = sorted(os.listdir(folder))
@@ -144,8 +153,26 @@ class SavedOptimizer:
                     yield fragment
             seen |= names
 
+    def fragments_of_rank(self, rank: int) -> Iterator[SavedFragment]:
+        """What is in the file of one data-parallel rank of stage 3, of a model without other parts;
+        no other rank's is read.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
+        model = read_file(
+            os.path.join(self.folder, file_names.stage3_model_file(rank, 0)), mmap=True
+        )
+        path = self._shards.get(0, {}).get(rank)
+        if path is None:
+            raise CheckpointError(f"{self.folder} lacks the optimizer states of rank {rank}")
+        state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
+        yield from self._cut(
+            state, parameter_shapes(model), rank, int(model[keys.DP_WORLD_SIZE]), path
+        )
+
     def _fragments_of(self, part: int) -> Iterator[SavedFragment]:
-        model = read_file(os.path.join(self.folder, file_names.model_file(part)), mmap=True)
+        model = read_file(lead_model_file(self.folder, part), mmap=True)
         if part in self._shards:
             yield from self._sharded(self._shards[part], model)
         elif part in self._expert_ranks:
@@ -176,6 +203,9 @@ class SavedOptimizer:
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
             self._keep_scaler(state)
+            if keys.FP32_FLAT_GROUPS in state:
+                yield from self._cut(state, groups, rank, count, path)
+                continue
             if state.get(keys.PARAM_SLICE_MAPPINGS) is None:
                 raise CheckpointError(
                     f"{path} has no param_slice_mappings, so only equally many ranks can load it"
@@ -194,6 +224,46 @@ class SavedOptimizer:
                 tensor = _shard(state, index, done, offsets)
                 self.options.setdefault(index, tensor.options)
                 yield from _fragments_in(tensor)
+
+    def _cut(
+        self,
+        state: Mapping[str, Any],
+        shapes: Sequence[Mapping[str, torch.Size]],
+        rank: int,
+        count: int,
+        path: str,
+    ) -> Iterator[SavedFragment]:
+        """The shard of a rank of stage 3. Upstream cuts large groups into several buffers, each of
+        which is a parameter of the wrapped optimizer.
+        """
+        base, buffers = state[keys.OPTIMIZER_STATE_DICT], state[keys.FP32_FLAT_GROUPS]
+        numbers = [
+            (index, position)
+            for index, group in enumerate(base["param_groups"])
+            for position in range(len(group["params"]))
+        ]
+        starts = [0, *accumulate(buffer.numel() for buffer in buffers)]
+        runs, end = _cut_runs(shapes, rank, count, starts)
+        if state[keys.PARTITION_COUNT] != count or len(numbers) != len(buffers) or starts[-1] < end:
+            raise CheckpointError(
+                f"{path} is one of {state[keys.PARTITION_COUNT]} shards, with {starts[-1]} "
+                f"elements in {len(buffers)} buffers of {len(numbers)}; the folder has {count}, "
+                f"and the parameters {end} elements in each: some files are missing or another's"
+            )
+        for (index, position), buffer, own in zip(numbers, buffers, runs, strict=True):
+            group = base["param_groups"][index]
+            options = self.options.setdefault(index, _options(group))
+            # Upstream's masters are saved as requiring a gradient.
+            yield from _fragments_in(
+                _OptimizerTensor(
+                    own,
+                    buffer.detach(),
+                    _state_of(base, group, position),
+                    (buffer.numel(),),
+                    options,
+                    index,
+                )
+            )
 
     # Whole state
 
@@ -243,7 +313,7 @@ class SavedOptimizer:
                 master = state[keys.FP32_GROUPS_FLAT][index]
                 yield from _fragments_in(
                     _OptimizerTensor(
-                        runs, master, _state_of(base, group, 0), (master.numel(),), options
+                        runs, master, _state_of(base, group, 0), (master.numel(),), options, index
                     )
                 )
                 continue
@@ -257,6 +327,7 @@ class SavedOptimizer:
                     _state_of(base, group, position),
                     (run.numel,),
                     options,
+                    index,
                 )
                 yield from _fragments_in(tensor._replace(is_scalar=is_scalar[position]))
 
@@ -326,7 +397,12 @@ def _shard(
     if isinstance(base, Mapping):
         group = base["param_groups"][index]
         return _OptimizerTensor(
-            runs, master, _state_of(base, group, 0), (master.numel(), padded), _options(group)
+            runs,
+            master,
+            _state_of(base, group, 0),
+            (master.numel(), padded),
+            _options(group),
+            index,
         )
     groups = state.get(keys.BASE_OPTIMIZER_PARAM_GROUPS)  # elastic files
     return _OptimizerTensor(
@@ -335,7 +411,29 @@ def _shard(
         base[index],
         (master.numel(), padded),
         _options(groups[index]) if groups else {},
+        index,
     )
+
+
+def _cut_runs(
+    shapes: Sequence[Mapping[str, torch.Size]], rank: int, count: int, starts: Sequence[int]
+) -> tuple[list[list[_Run]], int]:
+    """What lies in each of a stage 3 rank's buffers, which begin at `starts` of all of them; and
+    how many elements the cuts of all parameters have.
+    """
+    runs: list[list[_Run]] = [[] for _ in starts[1:]]
+    at = 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        cut, _ = zero3_partitioned_param_info(shape.numel(), count)
+        first = rank * cut
+        done, own = 0, max(0, min(cut, shape.numel() - first))
+        while done < own and at + done < starts[-1]:
+            index = bisect_right(starts, at + done) - 1
+            numel = min(own - done, starts[index + 1] - at - done)
+            runs[index].append(_Run(name, first + done, at + done - starts[index], numel))
+            done += numel
+        at += cut
+    return runs, at
 
 
 def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
@@ -349,4 +447,6 @@ def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
             shared[key] = value
     for run in tensor.runs:
         values = {key: value[run.at : run.at + run.numel] for key, value in flat.items()}
-        yield SavedFragment(run.name, run.start, run.numel, values, shared, tensor.options)
+        yield SavedFragment(
+            run.name, run.start, run.numel, values, shared, tensor.options, tensor.group
+        )

@@ -8,11 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS, parameter_shapes, scaler_state
 from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
@@ -50,7 +48,7 @@ class UniversalCheckpoint:
         }
         if not self._groups:
             self._note_groups_of_upstream()
-        self._first = read_file(os.path.join(folder, file_names.model_file(0)), mmap=True)
+        self._first = read_file(lead_model_file(folder), mmap=True)
         self._degrees = ParallelDegrees.of_file(self._first)
         self.tensor_size = self._degrees.tensor
         self._weights: SavedWeights | None = None
@@ -87,10 +85,10 @@ class UniversalCheckpoint:
     def group(self, name: str) -> int | None:
         return self._groups.get(name)
 
-    def weight(self, name: str) -> torch.Tensor | None:
+    def weight(self, name: str) -> Any:
         if self._weights is None:
             self._weights = SavedWeights(self.folder, 0, self._degrees)
-        return self._weights.values.get(name)
+        return self._weights.get(name)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Any]]:
         return parameter_state(os.path.join(self._zero, name))

@@ -123,9 +123,7 @@ def _weights(
     files: ModelFiles, optimizer: OptimizerFiles, model_file: str, without_frozen: bool
 ) -> dict[str, Any]:
     """Name of a file -> name of a weight -> shape, dtype, kind and, if it is tied, to which."""
-    sequence = optimizer.sequence
-    groups_of_params = [] if sequence is None else sequence.numbered_params()
-    trained = {param for params in groups_of_params for param in params}
+    trained = optimizer.trained
     layers = files.layered.files_of_layers() if files.is_layered else {}
     found: dict[str, dict[str, Any]] = (
         {name: {} for name in layers} if files.is_layered else {model_file: {}}

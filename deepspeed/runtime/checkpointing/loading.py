@@ -17,7 +17,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, read_by, read_file, together
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    has_weights_in_shards,
+    lead_model_file,
+    read_by,
+    read_file,
+    together,
+)
 from deepspeed.checkpoint.manifest import MANIFEST
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
@@ -37,16 +44,17 @@ from deepspeed.runtime.checkpointing.host_state import (
 from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles, ReadWeights
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import ReshardedState
-from deepspeed.runtime.checkpointing.sharded_weights import (
-    check_frozen,
-    load_frozen,
-    own_model_file,
-    without_parameters,
+from deepspeed.runtime.checkpointing.sharded_loading import (
+    ShardWeights,
+    load_shard_weights,
+    read_own_model_file,
+    read_shard_weights,
 )
 from deepspeed.runtime.checkpointing.storage_nodes import storage_node
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.checkpointing.weight_resharding import (
     read_sliced_weights,
+    shards_as_whole,
     slices_of_this_rank,
 )
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
@@ -78,7 +86,7 @@ class LoadedFiles(NamedTuple):
     """
 
     model: dict[str, Any]
-    weights: ReadWeights
+    weights: ReadWeights | ShardWeights
     optimizer: ReshardedState | None = None
     host: dict[str, Any] | None = None
     position: dict[str, Any] | None = None
@@ -140,8 +148,11 @@ class Loader:
             loaded: LoadedFiles = together(
                 lambda: self._read(folder, options), state.device, f"loading {folder}"
             )
-        if state.parameter_offload is not None:
-            self._load_sharded(state.parameter_offload, loaded, options.load_module_only)
+        if isinstance(loaded.weights, ShardWeights):
+            assert state.parameter_offload is not None, "weights of stage 3 for a model without"
+            load_shard_weights(
+                state.parameter_offload, state._sequence, loaded.weights, self._loads_masters
+            )
         else:
             ModelFiles(state.module).load(
                 loaded.weights, options.load_module_strict, options.custom_load_fn
@@ -153,34 +164,49 @@ class Loader:
         client_keys = set(loaded.model) - (keys.MODEL_STATE_KEYS - {keys.DS_VERSION})
         return folder, {key: loaded.model[key] for key in loaded.model if key in client_keys}
 
-    def _load_sharded(
-        self, offload: DeepSpeedZeRoOffload, loaded: LoadedFiles, only_weights: bool
-    ) -> None:
-        """Buffers and frozen parameters; with `only_weights` the others too, which otherwise come
-        with the optimizer's state.
-        """
-        state = self._state
-        buffers = without_parameters(loaded.weights.state or {}, state.module)
-        state.module.load_state_dict(buffers, strict=False)
-        load_frozen(offload, loaded.model.get(keys.FROZEN_PARAM_FRAGMENTS) or {})
-        if only_weights and loaded.optimizer is not None:
-            OptimizerFiles(state, ModelFiles(state.module)).load(loaded.optimizer, False, True)
-
     def _read_sharded(
         self, offload: DeepSpeedZeRoOffload, folder: str, options: LoadOptions
     ) -> LoadedFiles:
-        if options.custom_load_fn is not None or self._state._config.load_universal_checkpoint:
+        if options.custom_load_fn is not None:
             raise CheckpointError(
-                "custom_load_fn and checkpoint.load_universal are not supported at ZeRO stage 3"
+                "custom_load_fn is not supported at ZeRO stage 3, where no rank has whole weights: "
+                "load into the model before deepspeed.initialize, or change parameters inside "
+                "deepspeed.zero.GatheredParameters"
             )
-        group, part = offload.group, self._state.parallel_map.model.rank
-        model: dict[str, Any] = read_file(own_model_file(folder, group, part))
+        state, files = self._state, ModelFiles(self._state.module)
+        model = read_own_model_file(folder, offload.group)
         self._check_manifest_is_there(folder, model)
-        check_frozen(offload, model, options.load_module_strict)
-        files = ModelFiles(self._state.module)
-        optimizer = OptimizerFiles(self._state, files).read(folder, model)
-        host, position = _read_host(folder, host_degrees(self._state.parallel_map))
-        return LoadedFiles(model, ReadWeights(model[keys.MODULE], None), optimizer, host, position)
+        slices = slices_of_this_rank(
+            state.module,
+            state.parallel_map.tensor,
+            folder,
+            model,
+            state._config.load_universal_checkpoint,
+        )
+        optimizer = None
+        if state._sequence is not None and not options.load_module_only:
+            optimizer = self._read_optimizer(
+                files, folder, model, slices, options.load_optimizer_states
+            )
+        wanted = set(state.module.parameters())
+        if (
+            optimizer is not None
+            and optimizer.has_masters
+            and options.load_optimizer_states
+            and self._loads_masters
+        ):
+            wanted -= OptimizerFiles(state, files).trained
+        weights = read_shard_weights(
+            files, folder, model, slices, wanted, options.load_module_strict
+        )
+        if options.load_module_only:
+            return LoadedFiles(model, weights)
+        host, position = _read_host(folder, host_degrees(state.parallel_map))
+        return LoadedFiles(model, weights, optimizer, host, position)
+
+    @property
+    def _loads_masters(self) -> bool:
+        return self._state._config.tree.zero_optimization.load_from_fp32_weights
 
     def _read(self, folder: str, options: LoadOptions) -> LoadedFiles:
         if self._state.parameter_offload is not None:
@@ -192,10 +218,15 @@ class Loader:
         slices = slices_of_this_rank(module, tensor, folder, model, universal)
         files = ModelFiles(module)
         strict = options.load_module_strict if options.custom_load_fn is None else None
+        whole = (
+            shards_as_whole(module, tensor, folder)
+            if slices is None and has_weights_in_shards(folder)
+            else slices
+        )
         weights = (
             files.read(folder, model, strict)
-            if slices is None
-            else read_sliced_weights(files, slices, strict)
+            if whole is None
+            else read_sliced_weights(files, whole, strict)
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
@@ -239,18 +270,13 @@ class Loader:
             ParallelDegrees.of_this_run(self._state.parallel_map),
             os.path.join(folder, file_names.model_file(self._state.parallel_map.model.rank)),
         )
-        if os.path.isfile(os.path.join(folder, file_names.stage3_model_file(0, 0))):
-            raise CheckpointError(
-                f"{folder} was saved at ZeRO stage 3, which keeps weights in shards and is loaded "
-                "by stage 3 only. Make its weights whole with zero_to_fp32 and load those into "
-                "the model"
-            )
-        lead = os.path.join(folder, file_names.model_file(0))
+        lead = lead_model_file(folder)
         if os.path.isfile(path) and not os.path.isfile(lead):
             lead = path  # with node-local storage the first part may be on another node
         first: dict[str, Any] = read_file(lead, mmap=True)
         self._check_manifest_is_there(folder, first)
-        model: dict[str, Any] = read_file(path) if ParallelDegrees.of_file(first) == own else first
+        is_alike = ParallelDegrees.of_file(first) == own and not has_weights_in_shards(folder)
+        model: dict[str, Any] = read_file(path) if is_alike else first
         return model
 
     def _check_manifest_is_there(self, folder: str, model: dict[str, Any]) -> None:
@@ -270,9 +296,8 @@ class Loader:
     def _restore_training(self, loaded: LoadedFiles, options: LoadOptions) -> None:
         state = self._state
         if loaded.optimizer is not None:
-            from_fp32 = state._config.tree.zero_optimization.load_from_fp32_weights
             files = OptimizerFiles(state, ModelFiles(state.module))
-            files.load(loaded.optimizer, options.load_optimizer_states, from_fp32)
+            files.load(loaded.optimizer, options.load_optimizer_states, self._loads_masters)
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if (
             options.load_lr_scheduler_states

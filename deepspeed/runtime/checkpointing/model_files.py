@@ -21,6 +21,7 @@ from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 @runtime_checkable
@@ -200,11 +201,7 @@ class ModelFiles:
         """
         if self.is_layered:
             return ReadWeights(None, self.layered.read_state_dir(folder, strict=bool(strict)))
-        if model[keys.MODULE] is None:
-            raise CheckpointError(
-                f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 "
-                "runs on ranks without a pipeline"
-            )
+        self.refuse_layers(folder, model)
         state = (
             {**model[keys.MODULE], **self.experts.read(folder)}
             if self.experts.layers
@@ -213,6 +210,19 @@ class ModelFiles:
         if strict is not None:
             self.check(state, strict)
         return ReadWeights(state, None)
+
+    @staticmethod
+    def refuse_layers(folder: str, model: Mapping[str, Any]) -> None:
+        """Raise if a folder, with a model file of this content, is a pipeline's.
+
+        Raises:
+            CheckpointError: Naming it.
+        """
+        if model[keys.MODULE] is None:
+            raise CheckpointError(
+                f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 "
+                "runs on ranks without a pipeline"
+            )
 
     def load(
         self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None
@@ -229,15 +239,16 @@ class ModelFiles:
         """Raise what `load_state_dict` would, before anything is changed: it finds another shape
         when others are loaded.
         """
-        own = self.module.state_dict()
+        own = self.module.state_dict(keep_vars=True)
         problems = [f"{name} is missing" for name in own if strict and name not in saved]
         problems += [f"{name} is not in this model" for name in saved if strict and name not in own]
         problems += [
-            f"{name} has shape {tuple(saved[name].shape)}, this model's {tuple(own[name].shape)}"
+            f"{name} has shape {tuple(saved[name].shape)}, this model's "
+            f"{tuple(logical_shape(own[name]))}"
             for name in own
             if name in saved
             and isinstance(own[name], torch.Tensor)
-            and saved[name].shape != own[name].shape
+            and saved[name].shape != logical_shape(own[name])
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

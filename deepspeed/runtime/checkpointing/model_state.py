@@ -42,7 +42,7 @@ def model_state(
         keys.OPTIMIZER: optimizer.in_model_file(),
         # Offline tools cut the concatenated shards by them.
         keys.PARAM_SHAPES: None if shard is None else optimizer.param_shapes(),
-        **_frozen_state(state.module, layout.lists_frozen, exclude_frozen_parameters),
+        **_frozen_state(state.module, optimizer, exclude_frozen_parameters),
         keys.SHARED_PARAMS: None if shard is None else _shared_params(state.module),
         keys.LR_SCHEDULER: schedule.state_dict() if schedule is not None else None,
         keys.DATA_SAMPLER: None,
@@ -68,14 +68,25 @@ def model_state(
     return content
 
 
-def _frozen_state(module: nn.Module, listed: bool, exclude: bool) -> dict[str, Any]:
-    if not listed:
+def _frozen_state(
+    module: nn.Module, optimizer: OptimizerFiles, exclude_frozen: bool
+) -> dict[str, Any]:
+    layout = optimizer.layout
+    if not layout.lists_frozen:
         return {keys.FROZEN_PARAM_SHAPES: None, keys.FROZEN_PARAM_FRAGMENTS: None}
     frozen = [
         (name, param)
         for name, param in module.named_parameters()
-        if not param.requires_grad and not exclude
+        if not param.requires_grad and not exclude_frozen
     ]
+    if layout.has_weights:
+        # What requires a gradient and is not the optimizer's would be nowhere else.
+        trained = optimizer.trained
+        frozen += [
+            (name, param)
+            for name, param in module.named_parameters()
+            if param.requires_grad and param not in trained
+        ]
     return {
         keys.FROZEN_PARAM_SHAPES: OrderedDict(
             (name, logical_shape(param)) for name, param in frozen

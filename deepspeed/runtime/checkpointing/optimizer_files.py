@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
@@ -22,7 +23,7 @@ from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
-from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
+from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer, parameter_shapes
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import (
@@ -72,6 +73,12 @@ class OptimizerFiles:
         self._map = state.parallel_map
         self._part = self._map.model.rank
         self._collected: dict[str, Any] | None = None
+
+    @property
+    def trained(self) -> set[nn.Parameter]:
+        """The parameters whose state is in its files."""
+        groups = [] if self.sequence is None else self.sequence.numbered_params()
+        return {param for params in groups for param in params}
 
     # Writing
 
@@ -195,11 +202,6 @@ class OptimizerFiles:
         state = self._read_own_state(self.sequence, folder, model) if slices is None else None
         if state is not None:
             return ReshardedState(state, has_masters=True)
-        if self.layout.has_weights:
-            raise CheckpointError(
-                f"{folder}: the optimizer state of ZeRO stage 3 was saved for other ranks, "
-                "parameters or parameter groups; resume with those that saved it"
-            )
         saved = slices or SavedOptimizer(folder, self._map.tensor.rank)
         if not saved.has_state:
             return None
@@ -229,6 +231,8 @@ class OptimizerFiles:
     ) -> dict[str, Any] | None:
         if model.get(keys.DP_WORLD_SIZE, shard.count) != shard.count:
             return None
+        if self.layout.has_weights and not self._has_own_names(model):
+            return None
         data_before_experts = bool(
             (model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False)
         )
@@ -242,6 +246,16 @@ class OptimizerFiles:
             return None
         state: dict[str, Any] = read_file(path)[keys.OPTIMIZER_STATE_DICT]
         return state
+
+    def _has_own_names(self, model: Mapping[str, Any]) -> bool:
+        """Whether the parameters are this run's, in its order: shards of stage 3 do not say so
+        themselves.
+        """
+        saved, own = (
+            [pair for group in groups for pair in group.items()]
+            for groups in (parameter_shapes(model), self.param_shapes())
+        )
+        return saved == own
 
     def _read_whole_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
         if not self.experts.layers:

@@ -22,6 +22,7 @@ from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment,
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
+from deepspeed.utils.tensor_fragment import logical_shape
 
 NameOf = Callable[[nn.Parameter], str]
 
@@ -126,7 +127,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Resharding:
-    """This rank's tensors, by the names of the parameters in them."""
+    """This rank's tensors, by the names of the parameters in them.
+
+    Attributes:
+        has_masters: Whether the master weight of all that is trained was saved.
+    """
 
     def __init__(self, sequence: StepSequence, name_of: NameOf) -> None:
         self.sequence = sequence
@@ -134,18 +139,24 @@ class _Resharding:
         self.places: dict[str, list[_Place]] = {}
         self.options: dict[int, dict[str, Any]] = {}
         self._from: dict[int, str] = {}
+        self._names = {name_of(p) for group in sequence.numbered_params() for p in group}
+        # Of all ranks' parameters, so that all ranks say the same.
+        self.has_masters = True
         for own in sequence.own_tensors():
             target = _Target(own, [name_of(run.param) for run in own.runs])
             self.targets.append(target)
             for run, name in zip(own.runs, target.names, strict=True):
-                place = _Place(target, run, run.param.numel())
+                place = _Place(target, run, logical_shape(run.param).numel())
                 self.places.setdefault(name, []).append(place)
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:
         """Take everything that is this rank's."""
         first: SavedFragment | None = None
         for fragment in saved.fragments():
-            first = first or fragment
+            if fragment.options:  # not of a parameter that was not trained
+                first = first or fragment
+            if fragment.name in self._names and FP32 not in fragment.values:
+                self.has_masters = False
             for place in self.places.get(fragment.name, ()):
                 if fragment.start + fragment.numel > place.whole:
                     raise CheckpointMismatchError(
@@ -202,25 +213,12 @@ class _Resharding:
             if moments or target.shared:
                 yield number, {**target.shared, **moments}
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether every trained tensor's master weight was saved."""
-        return all(
-            FP32 in target.values
-            for target in self.targets
-            if target.own.used and target.own.required
-        )
-
     def masters(self) -> list[torch.Tensor]:
-        """The master of each tensor without padding, in its shape if there is none; zeros where
-        none was saved.
-        """
-        masters = []
-        for target in self.targets:
-            own, value = target.own, target.values.get(FP32, torch.zeros(target.numel))
-            is_padded = own.used < target.numel
-            masters.append(value[: own.used] if is_padded else value.view(own.shape))
-        return masters
+        """The master of each tensor in its shape in files; zeros where none was saved."""
+        return [
+            target.values.get(FP32, torch.zeros(target.numel)).view(target.own.shape)
+            for target in self.targets
+        ]
 
 
 def reshard_optimizer_state(

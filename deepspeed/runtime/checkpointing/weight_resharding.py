@@ -26,6 +26,7 @@ from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
 from deepspeed.comm.parallel_map import Axis
 from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles, ReadWeights
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 def slices_of_this_rank(
@@ -56,9 +57,22 @@ def slices_of_this_rank(
     parameters: ConsolidatedParameters = (
         UniversalCheckpoint(folder) if universal else ConsolidatedCheckpoint(folder)
     )
+    return _slices_of(parameters, module, tensor)
+
+
+def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
+    """The parameters of a folder of stage 3, for a run below it.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    return _slices_of(ConsolidatedCheckpoint(folder), module, tensor)
+
+
+def _slices_of(parameters: ConsolidatedParameters, module: nn.Module, tensor: Axis) -> RankSlices:
     names = saved_names(module)
-    shapes = {names[name]: param.shape for name, param in module.named_parameters()}
-    return RankSlices(parameters, shapes, tensor.rank, own)
+    shapes = {names[name]: logical_shape(param) for name, param in module.named_parameters()}
+    return RankSlices(parameters, shapes, tensor.rank, tensor.size)
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:
@@ -81,18 +95,26 @@ def read_sliced_weights(files: ModelFiles, slices: RankSlices, strict: bool | No
         CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of
             another model.
     """
+    state: dict[str, Any] = {}
+    for name, tensor, value in sliced_values(files, slices):
+        state[name] = value.to(tensor.dtype) if isinstance(tensor, torch.Tensor) else value
+    if strict is not None:
+        files.check(state | foreign_names(files, slices), strict)
+    return ReadWeights(state, None)
+
+
+def sliced_values(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[str, Any, Any]]:
+    """Name, what the model has there, and what the checkpoint has: whole parameters in fp32, the
+    rest as it is in the files of weights. What is not in the checkpoint is left out.
+    """
     names, own = saved_names(files.module), files.module.state_dict(keep_vars=True)
     of_layers = dict(_in_layers(files, slices)) if files.is_layered else {}
-    state: dict[str, Any] = {}
     for name, tensor in own.items():
         value = slices.weight(names[name]) if name in names else None
         if value is None:
             value = of_layers.get(id(tensor), slices.parameters.weight(names.get(name, name)))
         if value is not None:
-            state[name] = value.to(tensor.dtype) if isinstance(tensor, torch.Tensor) else value
-    if strict is not None:
-        files.check(state | _foreign(files, slices, set(names.values())), strict)
-    return ReadWeights(state, None)
+            yield name, tensor, value
 
 
 def _in_layers(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[int, torch.Tensor]]:
@@ -106,13 +128,13 @@ def _in_layers(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[int, tor
         yield from ((id(own[name]), value) for name, value in state.items() if name in own)
 
 
-def _foreign(files: ModelFiles, slices: RankSlices, own: set[str]) -> dict[str, Any]:
+def foreign_names(files: ModelFiles, slices: RankSlices) -> dict[str, Any]:
     """Parameters that are not this model's; another stage or expert rank may have them where there
     are any.
     """
     if files.is_layered or files.experts.layers:
         return {}
-    parameters = slices.parameters
+    parameters, own = slices.parameters, set(saved_names(files.module).values())
     return {
         name: torch.empty(0)
         for name in parameters.names()

@@ -265,11 +265,6 @@ AT_STAGE_3: tuple[Refusal, ...] = (
     ),
     Refusal("zero_optimization.elastic_checkpoint", _on, f"at stage 3 it {LATER}; use false"),
     Refusal(
-        "zero_optimization.load_from_fp32_weights",
-        _off,
-        "files of stage 3 have no other weights; use true",
-    ),
-    Refusal(
         "zero_optimization.module_granularity_threshold",
         _on,
         "blocks are gathered as one already; use 0, and zero_optimization.leaf_module for others",
@@ -290,7 +285,6 @@ AT_STAGE_3: tuple[Refusal, ...] = (
         _on,
         'use false, and "verify": {"streams": true} to check',
     ),
-    Refusal("checkpoint.load_universal", _on, f"at stage 3 it {LATER}; use false"),
 )
 """What only stage 3 does not honour."""
 

@@ -500,7 +500,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
         Args:
             base: State dict of the wrapped optimizer.
-            masters: The master of each of `own_tensors`, without padding.
+            masters: The master of each of `own_tensors`, in its shape in files; padding is zero.
             scaler: State of the loss scale, of whatever kind of scaler; may be empty.
         """
         return base

@@ -58,7 +58,7 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
         refiling.agree(moments)
         base = _with_moments(base, refiling.move_all(moments, host))
     masters = [
-        _without_padding(group, refiling.move(index, group.master.detach(), host))
+        without_padding(group, refiling.move(index, group.master.detach(), host))
         for index, group in enumerate(optimizer.groups)
     ]
     state = as_sharded_state(optimizer, _lean_state(optimizer, base) if elastic else base, masters)
@@ -97,7 +97,8 @@ def _lean_numel(group: ShardedGroup) -> int:
     return group.file_table.shard_numel - group.file_table.shard_padding(group.shard_rank)
 
 
-def _without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
+def without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this rank's shard, as files have it, without the padding at its end."""
     return tensor.detach()[: _lean_numel(group)]
 
 
@@ -118,7 +119,7 @@ def _lean_state(optimizer: ZeROOptimizer, base: dict[str, Any]) -> list[dict[str
     """Moments per group without padding."""
     return [
         {
-            key: _without_padding(group, value)
+            key: without_padding(group, value)
             if is_per_element(key, value, (group.file_table.shard_numel,), is_scalar=False)
             else value
             for key, value in state.items()
@@ -255,6 +256,8 @@ def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointMismatchError: Naming what differs. Nothing was changed.
     """
+    if SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
+        raise CheckpointMismatchError("the checkpoint's state is of another ZeRO stage")
     counts = list(saved[PARTITION_COUNT])
     if counts != optimizer.partition_count:
         raise CheckpointMismatchError(

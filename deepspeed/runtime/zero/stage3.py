@@ -398,28 +398,54 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = True,
     ) -> None:
-        """See base class; the loss scaler too, and the weights, which are the masters rounded."""
+        """See base class; the loss scaler too, and with masters the weights, which are those
+        rounded.
+        """
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
         if load_optimizer_states:
             load_in_place(self.optimizer, state_dict[OPTIMIZER_STATE_DICT])
-        for group, master in zip(self.groups, self._saved_masters(state_dict), strict=True):
-            group.master.copy_(master)
-        self.update_lp_params()
+        if load_from_fp32_weights:
+            for group, master in zip(self.groups, state_dict[FP32_FLAT_GROUPS], strict=True):
+                group.master.copy_(master)
+            self.update_lp_params()
+        else:
+            self.refresh_fp32_params()
 
-    def _saved_masters(self, saved: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The master of each group. Upstream cuts large groups into several buffers."""
-        flat = torch.cat([buffer.reshape(-1) for buffer in saved[FP32_FLAT_GROUPS]])
-        return list(flat.split([group.table.shard_numel for group in self.groups]))
+    @torch.no_grad()
+    def set_own_masters(self, own: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Masters <- this rank's elements of parameters, 1-D without padding; the shards have them
+        rounded already. What is not trained here is left alone.
+        """
+        for param, value in own.items():
+            link = getattr(param, "_hp_mapping", None)
+            if link is not None:
+                group = self.groups[link.group]
+                group.cut_of(link.param_index, group.master)[: value.numel()].copy_(value)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class."""
-        numel = sum(buffer.numel() for buffer in saved.get(FP32_FLAT_GROUPS, ()))
+        """See base class. Upstream cuts large groups into several buffers, which are resharded."""
+        if saved.get(ZERO_STAGE) != ZeroStageEnum.weights:
+            return False
+        base, buffers = saved[OPTIMIZER_STATE_DICT], saved[FP32_FLAT_GROUPS]
         return (
-            saved.get(ZERO_STAGE) == ZeroStageEnum.weights
-            and saved[PARTITION_COUNT] == self.num_shards
-            and numel == sum(group.table.shard_numel for group in self.groups)
+            saved[PARTITION_COUNT] == self.num_shards
+            and all(len(group["params"]) == 1 for group in base["param_groups"])
+            and [buffer.numel() for buffer in buffers]
+            == [group.table.shard_numel for group in self.groups]
         )
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+        return {
+            **self.state_dict(),
+            LOSS_SCALER: self._scaler_after(scaler),
+            "overflow": False,
+            OPTIMIZER_STATE_DICT: base,
+            FP32_FLAT_GROUPS: list(masters),
+        }
 
     def destroy(self) -> None:
         """See base class; the model gets plain parameters back. All ranks call it."""

@@ -33,6 +33,7 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import Stream
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.late import buckets_to_send_again
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
@@ -645,11 +646,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See base class; with a loss scaler like this one where the saved one was."""
+        """See base class."""
+        state = super().rebuilt_state(base, masters, scaler)
+        return {LOSS_SCALER: self._scaler_after(scaler), "overflow": False, **state}
+
+    def _scaler_after(self, scaler: Mapping[str, Any]) -> LossScalerBase:
+        """A loss scaler like this one where the saved one was."""
         own = copy.copy(self.loss_scaler)
         own.go_on_from(scaler)
-        state = super().rebuilt_state(base, masters, scaler)
-        return {LOSS_SCALER: own, "overflow": False, **state}
+        return own
 
     def destroy(self) -> None:
         """See base class."""

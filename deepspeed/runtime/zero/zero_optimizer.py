@@ -36,6 +36,7 @@ from deepspeed.runtime.sharding.state import (
     CheckpointMismatchError,
     as_sharded_state,
     check_fits,
+    without_padding,
 )
 
 
@@ -111,7 +112,11 @@ class ZeROOptimizer(MasterWeightOptimizer):
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         """See base class."""
-        return as_sharded_state(self, base, masters)
+        lean = [
+            without_padding(group, master)
+            for group, master in zip(self.groups, masters, strict=True)
+        ]
+        return as_sharded_state(self, base, lean)
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:

@@ -57,23 +57,28 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32-0": zero(0),
     "fp32-1": zero(1),
     "fp32-2": zero(2),
+    "fp32-3": zero(3),
     "bf16-0": {**BF16, **zero(0)},
     "bf16-1": {**BF16, **zero(1)},
     "bf16-2": {**BF16, **zero(2)},
+    "bf16-3": {**BF16, **zero(3)},
     "accumulate-1": {**ACCUMULATE, **zero(1)},  # BF16_Optimizer
     "fp16-0": {**FP16, **zero(0)},
     "fp16-1": {**FP16, **zero(1)},
     "fp16-2": {**FP16, **zero(2)},
+    "fp16-3": {**FP16, **zero(3)},
 }
 
 
 def cuts_of(case: str) -> list[Cut]:
-    """Cuts that the case allows: stage 0 shards nothing, so it has no instances; pipelines keep
-    whole gradients, so no stage 2.
+    """Cuts that the case allows: stage 0 shards nothing, so it has no instances, and stage 3 has
+    none; pipelines keep whole gradients, so no stage 2.
     """
     stage = CASES[case]["zero_optimization"]["stage"]
     return [
-        cut for cut in CUTS if (stage > 0 or cut.instances == 1) and (stage < 2 or cut.stages == 1)
+        cut
+        for cut in CUTS
+        if (stage in (1, 2) or cut.instances == 1) and (stage < 2 or cut.stages == 1)
     ]
 
 
@@ -156,6 +161,7 @@ class Run:
         keys = dict(CASES[case])
         keys["zero_optimization"] = {
             **keys["zero_optimization"],
+            **({"stage3_param_persistence_threshold": 6} if case.endswith("3") else {}),
             "num_optimizer_instances": cut.instances,
         }
         if self.is_pipeline:

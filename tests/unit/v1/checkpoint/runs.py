@@ -139,6 +139,12 @@ def look(engine: Any) -> dict[str, Any]:
     }
 
 
+def whole(param: torch.Tensor) -> torch.Tensor:
+    """A parameter's value on every rank, at any stage."""
+    with deepspeed.zero.GatheredParameters([param]):
+        return param.detach().clone()
+
+
 def by_name(engine: Any) -> dict[str, Any]:
     """Weights, masters and moments of every trained parameter, whole, on every rank: what no
     division over ranks may change.
@@ -147,11 +153,11 @@ def by_name(engine: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, param in engine.module.named_parameters():
-        found[f"weight.{name}"] = param.detach().clone()
+        found[f"weight.{name}"] = whole(param)
         if not param.requires_grad:
             continue
-        whole = safe_get_full_fp32_param(param)
-        found[f"master.{name}"] = None if whole is None else whole.clone()
+        master = safe_get_full_fp32_param(param)
+        found[f"master.{name}"] = None if master is None else master.clone()
         for key in ("exp_avg", "exp_avg_sq"):
             found[f"{key}.{name}"] = moment(engine, param, key)
     return found

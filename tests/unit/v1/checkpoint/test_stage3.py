@@ -1,37 +1,78 @@
-"""Checkpoints of stage 3: resumed bit for bit, made whole, and of another number of ranks."""
+"""Checkpoints of stage 3: resumed bit for bit, by other numbers of ranks and at other stages, made
+whole.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint.files import CheckpointError
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest
-from unit.v1.zero.stage3_models import Net, config_of, make_net, train
+from unit.v1.zero.stage3_models import Net, config_of, train
+
+from .runs import differences, moment, whole
+
+WHOLE = "DS_RESHARD_MATRIX" in os.environ
+PRECISIONS = ("fp32", "bf16")
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 3)
 
 
-def engine_of(precision: str, gathers: bool = True, seed: int = 0) -> tuple[Any, Net]:
+def engine_of(
+    precision: str, stage: int = 3, seed: int = 0, universal: bool = False, **zero: Any
+) -> tuple[Any, Net]:
+    """With two parameter groups, a frozen layer, tied weights and a parameter that no loss uses."""
     torch.manual_seed(seed)
     model = Net()
-    config = config_of(
-        3,
-        stage3_param_persistence_threshold=10,
-        stage3_gather_16bit_weights_on_model_save=gathers,
-    )
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    at_stage_3 = {
+        "stage3_param_persistence_threshold": 10,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = config_of(stage, **{**(at_stage_3 if stage == 3 else {}), **zero})
+    config["checkpoint"] = {"load_universal": universal}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in trained if param.dim() > 1]},
+        {"params": [param for param in trained if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], model
 
 
+def held(engine: Any, model: Net) -> dict[str, Any]:
+    """Weights, masters, moments and step counts by name, on every rank."""
+    found: dict[str, Any] = {"steps": engine.global_steps}
+    for name, param in model.named_parameters():
+        found[f"weight.{name}"] = whole(param)
+        if not param.requires_grad:
+            continue
+        linked = hasattr(param, "_hp_mapping")
+        master = safe_get_full_fp32_param(param) if linked else None
+        found[f"master.{name}"] = (found[f"weight.{name}"] if master is None else master).clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key}.{name}"] = moment(engine, param, key)
+    return found
+
+
+def different_weights(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Which weights differ, of what two engines held."""
+    names = [name for name in left if name.startswith("weight.")]
+    return [name for name in names if not torch.equal(left[name], right[name])]
+
+
 def masters(model: Net) -> dict[str, torch.Tensor]:
+    """Of every trained parameter."""
     return {
         name: safe_get_full_fp32_param(param).clone()
         for name, param in model.named_parameters()
@@ -44,7 +85,7 @@ class TestResume(DistributedTest):
 
     world_size = [1, 2]
 
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    @pytest.mark.parametrize("precision", PRECISIONS)
     def test(self, precision: str, tmp_path: Path) -> None:
         # Kills: moments, masters or frozen shards of another parameter, weights that do not follow.
         engine, model = engine_of(precision)
@@ -61,20 +102,21 @@ class TestResume(DistributedTest):
         found = masters(resumed)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         other.load_checkpoint(str(tmp_path), tag="two", load_module_only=True)
-        whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "two")
-        found = masters(resumed)
-        assert all(torch.equal(found[name], whole[name]) for name in found)
+        assert other.global_steps == 4
         exported = torch.load(tmp_path / "whole" / "pytorch_model.bin")
-        assert exported.keys() == whole.keys()
+        fp32 = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "two")
+        found = masters(resumed)
+        assert all(torch.equal(found[name], fp32[name]) for name in found)
+        assert exported.keys() == fp32.keys()
         for name, value in exported.items():
-            assert torch.equal(value, whole[name].to(value.dtype)), name
+            assert torch.equal(value, fp32[name].to(value.dtype)), name
         assert exported["head.weight"].data_ptr() == exported["embed.weight"].data_ptr()
         engine.destroy()
         other.destroy()
 
     def test_without_leave_to_gather(self, tmp_path: Path) -> None:
         # Kills: a whole model on one rank that nobody asked for.
-        engine, _ = engine_of("fp32", gathers=False)
+        engine, _ = engine_of("fp32", stage3_gather_16bit_weights_on_model_save=False)
         assert not engine.save_16bit_model(str(tmp_path))
         assert not os.listdir(tmp_path)
         with pytest.raises(ValueError, match="gather_16bit_weights_on_model_save"):
@@ -82,38 +124,109 @@ class TestResume(DistributedTest):
         engine.destroy()
 
 
-class saved_by_three(DistributedFixture):
-    """A folder of three ranks."""
+class Crossing(NamedTuple):
+    """A folder that this many ranks saved at this stage."""
 
-    world_size = 3
+    precision: str
+    stage: int
+    world: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.precision}-{self.stage}-{self.world}"
+
+
+def crossings(stage: int, world: int) -> list[Crossing]:
+    """What is loaded into `stage` by `world` ranks, from or at stage 3: all in the campaign, else a
+    share in which each stage and each two worlds occur.
+    """
+    every = (
+        Crossing(precision, of_stage, of_world)
+        for precision in PRECISIONS
+        for of_stage in (STAGES if stage == 3 else (3,))
+        for of_world in WORLDS
+        if (of_stage, of_world) != (stage, world)  # that is `TestResume`
+    )
+    return [
+        one
+        for one in every
+        if WHOLE
+        or (
+            one.stage == stage
+            and one.precision == PRECISIONS[one.world % 2]
+            and one.world == 1 + world % 3
+        )
+        or (
+            one.stage != stage
+            and one.precision == PRECISIONS[(one.stage + stage + 1) % 2]
+            and one.world == 1 + (world + one.stage + stage) % 3
+        )
+    ]
+
+
+NEEDED = {one for stage in STAGES for world in WORLDS for one in crossings(stage, world)}
+
+
+class saved_by_all(DistributedFixture):
+    """Folders of every stage, precision and number of ranks, with what they hold."""
+
+    world_size = list(WORLDS)
+    exec_timeout = 240
 
     def run(self, class_tmpdir: str) -> None:
-        engine, _ = engine_of("fp32")
-        engine.save_checkpoint(os.path.join(class_tmpdir, "three"))
+        for one in sorted(one for one in NEEDED if one.world == dist.get_world_size()):
+            engine, model = engine_of(one.precision, one.stage, seed=10 * one.world + one.stage)
+            train(engine, 2, first=one.stage)
+            folder = os.path.join(class_tmpdir, one.name)
+            engine.save_checkpoint(folder)
+            found = held(engine, model)
+            if dist.get_rank() == 0:
+                torch.save(found, f"{folder}.pt")
+            engine.destroy()
 
 
 class TestOthers(DistributedTest):
-    """Folders that this run cannot go on from."""
+    """By other numbers of ranks, from and at other stages: equal bit for bit by name.
 
-    world_size = 2
+    Kills: shards of other ranks loaded as they are, padding taken for elements, frozen parameters
+    that stay what they were, weights that are not their masters rounded, another group's moments.
+    """
 
-    def test(self, saved_by_three: None, class_tmpdir: str) -> None:
-        # Kills: shards of other ranks loaded as they are.
-        engine, model = engine_of("fp32")
-        before = masters(model)
-        with pytest.raises(CheckpointError, match="by 2 ranks"):
-            engine.load_checkpoint(os.path.join(class_tmpdir, "three"))
-        after = masters(model)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        below = os.path.join(class_tmpdir, "below")
-        engine.save_checkpoint(os.path.join(class_tmpdir, "two"))
-        engine.destroy()
-        stage2 = make_net()
-        optimizer = torch.optim.AdamW([p for p in stage2.parameters() if p.requires_grad])
-        second = deepspeed.initialize(model=stage2, optimizer=optimizer, config=config_of(2))[0]
-        second.save_checkpoint(below)
-        with pytest.raises(CheckpointError, match="stage 3"):
-            second.load_checkpoint(os.path.join(class_tmpdir, "two"))
-        third, _ = engine_of("fp32")
-        with pytest.raises(CheckpointError, match="below ZeRO stage 3"):
-            third.load_checkpoint(below)
+    world_size = list(WORLDS)
+    exec_timeout = 240
+
+    def test(self, saved_by_all: None, class_tmpdir: str) -> None:
+        for stage in STAGES:
+            loaded = crossings(stage, dist.get_world_size())
+            for precision in sorted({one.precision for one in loaded}):
+                engine, model = engine_of(precision, stage, seed=77)
+                train(engine, 1, first=9)
+                for one in loaded:
+                    if one.precision == precision:
+                        folder = os.path.join(class_tmpdir, one.name)
+                        wanted = torch.load(f"{folder}.pt")
+                        engine.load_checkpoint(folder, load_module_only=True)
+                        assert different_weights(wanted, held(engine, model)) == [], (stage, one)
+                        engine.load_checkpoint(folder)
+                        found = differences(wanted, held(engine, model))
+                        assert found == [], (stage, one, found[:3])
+                engine.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_universal(self, saved_by_all: None, class_tmpdir: str) -> None:
+        # Kills: shards copied as if they were weights, a group's rates that are another's.
+        source, folder = (os.path.join(class_tmpdir, name) for name in ("bf16-3-3", "universal"))
+        wanted = torch.load(f"{source}.pt")
+        if dist.get_rank() == 0:
+            options = ["--input_folder", f"{source}/global_step2", "--output_folder"]
+            arguments = [*options, f"{folder}/all", "--inject_missing_state"]
+            ds_to_universal.main(ds_to_universal.parse_arguments(arguments))
+        dist.barrier()
+        for stage in (2, 3):
+            engine, model = engine_of("bf16", stage, seed=78, universal=True)
+            engine.load_checkpoint(folder)
+            found = differences(wanted, held(engine, model))
+            assert found == [], (stage, found[:3])
+            assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.01, 0.0]
+            engine.destroy()

@@ -1,0 +1,197 @@
+"""The weights of a checkpoint, read into the shards of stage 3: of whatever stage and ranks.
+
+Each rank reads its own elements of every parameter, so no parameter stands whole on any host (but
+one at a time where tensor-parallel slices have to be put together). Of a folder of as many ranks of
+stage 3 it reads its own files alone. Reading and loading are apart, so that every rank can read and
+check everything before any changes a weight. Who calls it when is `loading`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    has_weights_in_shards,
+    lead_model_file,
+    read_file,
+)
+from deepspeed.checkpoint.resharding.rank_slices import RankSlices
+from deepspeed.checkpoint.resharding.saved_weights import (
+    WeightPiece,
+    saved_state,
+    tied_names,
+    weight_pieces,
+)
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
+from deepspeed.runtime.checkpointing.weight_resharding import foreign_names, sliced_values
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.fragments import Fragment
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.zero_parameter import ShardRecord, is_zero_param
+
+Parts = Mapping[nn.Parameter, torch.Tensor]
+"""This rank's elements of parameters, each 1-D without padding, in the dtype that is saved."""
+
+
+class ShardWeights(NamedTuple):
+    """What this rank needs of a checkpoint's weights.
+
+    Attributes:
+        rest: What of the state dict is not of parameters: buffers and extra state.
+        parts: This rank's elements of parameters.
+    """
+
+    rest: Mapping[str, Any]
+    parts: Parts
+
+
+def read_own_model_file(folder: str, group: dist.Group) -> dict[str, Any]:
+    """This rank's model file if as many ranks of stage 3 saved the folder, otherwise the first of
+    those that saved it.
+    """
+    rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
+    path = os.path.join(folder, file_names.stage3_model_file(rank, 0))
+    if os.path.isfile(path):
+        own: dict[str, Any] = read_file(path)
+        if own.get(keys.DP_WORLD_SIZE) == world:
+            return own
+    lead: dict[str, Any] = read_file(lead_model_file(folder), mmap=True)
+    return lead
+
+
+def read_shard_weights(
+    files: ModelFiles,
+    folder: str,
+    model: Mapping[str, Any],
+    slices: RankSlices | None,
+    wanted: set[nn.Parameter],
+    strict: bool,
+) -> ShardWeights:
+    """Read and check what this rank needs.
+
+    Args:
+        files: The model's.
+        folder: The checkpoint.
+        model: Content of one of its model files.
+        slices: Whole parameters, where files cannot be read as they are.
+        wanted: Which parameters; others come with the optimizer's state.
+        strict: All names must be this model's.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, shapes are not this model's, elements are
+            missing, or (`strict`) names aren't this model's.
+    """
+    if slices is not None:
+        return _of_slices(files, slices, wanted, strict)
+    files.refuse_layers(folder, model)
+    in_shards = has_weights_in_shards(folder)
+    state = saved_state(model, in_shards)
+    files.check(state, strict)
+    named = files.module.named_parameters(remove_duplicate=False)
+    params = {name for name, param in named if is_zero_param(param)}
+    first = tied_names(model) if in_shards else {}
+    targets = {
+        first.get(name, name): param
+        for name, param in files.module.named_parameters()
+        if param in wanted and name in state
+    }
+    group = _record(next(iter(targets.values()))).group if targets else None
+    is_alike = in_shards and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
+    pieces = weight_pieces(folder, targets, dist.get_rank(group=group) if is_alike else None)
+    rest = {name: value for name, value in state.items() if name not in params}
+    return ShardWeights(rest, _take(targets, pieces, folder))
+
+
+def _record(param: nn.Parameter) -> ShardRecord:
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # stage 3 has cut it
+    return record
+
+
+def own_fragment(param: nn.Parameter) -> Fragment:
+    """Which elements of a parameter are this rank's."""
+    record = _record(param)
+    return record.table.fragment(0, dist.get_rank(group=record.group))
+
+
+def _take(
+    targets: Mapping[str, nn.Parameter], pieces: Iterable[WeightPiece], folder: str
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Copy this rank's elements together.
+
+    Raises:
+        CheckpointError: Not all of a parameter are there.
+    """
+    parts: dict[nn.Parameter, torch.Tensor] = {}
+    found = dict.fromkeys(targets.values(), 0)
+    for piece in pieces:
+        param = targets[piece.name]
+        own = own_fragment(param)
+        first = max(own.param_start, piece.start)
+        last = min(own.param_start + own.numel, piece.start + piece.values.numel())
+        if param not in parts:
+            parts[param] = torch.empty(own.numel, dtype=piece.values.dtype)
+        if first < last:
+            source = piece.values[first - piece.start : last - piece.start]
+            parts[param][first - own.param_start : last - own.param_start].copy_(source)
+            found[param] += last - first
+    for name, param in targets.items():
+        if found[param] != own_fragment(param).numel:
+            raise CheckpointError(
+                f"{folder} has {found[param]} of the {own_fragment(param).numel} elements that "
+                f"this rank needs of {name}"
+            )
+    return parts
+
+
+def _of_slices(
+    files: ModelFiles, slices: RankSlices, wanted: set[nn.Parameter], strict: bool
+) -> ShardWeights:
+    """The same of whole parameters, one at a time."""
+    rest: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+    parts: dict[nn.Parameter, torch.Tensor] = {}
+    for name, own, value in sliced_values(files, slices):
+        if not is_zero_param(own):
+            rest[name] = value.to(own.dtype) if isinstance(own, torch.Tensor) else value
+            continue
+        seen[name] = torch.empty(value.shape, device="meta")
+        if own in wanted and own not in parts:
+            parts[own] = _record(own).own_part(value).clone()
+    files.check(rest | seen | foreign_names(files, slices), strict)
+    return ShardWeights(rest, parts)
+
+
+@torch.no_grad()
+def load_shard_weights(
+    offload: DeepSpeedZeRoOffload,
+    sequence: StepSequence | None,
+    weights: ShardWeights,
+    with_masters: bool,
+) -> None:
+    """Change shards, and what follows from them, to what was read. All ranks call it.
+
+    Args:
+        offload: Gathers the parameters.
+        sequence: The optimizer, if there is one.
+        weights: What was read.
+        with_masters: Masters are what was saved; False: what the weights are rounded to.
+    """
+    offload.module.load_state_dict(weights.rest, strict=False)
+    offload.before_update()
+    for param, part in weights.parts.items():
+        _record(param).shard[: part.numel()].copy_(part)
+    offload.after_update()
+    if isinstance(sequence, DeepSpeedZeroOptimizer_Stage3):
+        sequence.refresh_fp32_params()
+        if with_masters:
+            sequence.set_own_masters(weights.parts)
