@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     hide,
     install_reads,
     is_zero_param,
+    ordinary_copies,
     show,
 )
 
@@ -175,6 +176,7 @@ class GatheredParameters:
             self._agree()
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
+            ordinary_copies.begin()
         return self
 
     def __exit__(
@@ -185,6 +187,7 @@ class GatheredParameters:
     ) -> None:
         if not self.params:
             return
+        ordinary_copies.end()
         try:
             if self.src_rank is not None:
                 publish(self.params, self.src_rank)

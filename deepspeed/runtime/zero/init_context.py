@@ -29,7 +29,7 @@ from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
 from deepspeed.runtime.zero.parameter_reads import watch_reads
-from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param
+from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param, ordinary_copies
 
 
 class _Construction:
@@ -121,6 +121,7 @@ class _Patches:
 
         nn.Module.__init_subclass__ = classmethod(on_subclass)  # type: ignore[assignment, method-assign]  # it is a class method by nature
         self._apply, nn.Module.apply = nn.Module.apply, _apply  # type: ignore[assignment, method-assign]  # until `remove`
+        ordinary_copies.begin()
 
     def _patch(self, cls: type[nn.Module]) -> None:
         init = cls.__dict__.get("__init__")
@@ -130,6 +131,7 @@ class _Patches:
 
     def remove(self) -> None:
         """Everything as before."""
+        ordinary_copies.end()
         for cls, init in self._inits:
             cls.__init__ = init  # type: ignore[method-assign]  # what it was
         self._inits = []

@@ -191,7 +191,7 @@ class DeepSpeedZeRoOffload:
                     self._shaped.append(param)
                     record = param._zero3
                     with torch._C.DisableTorchFunctionSubclass():
-                        param.data = grad.new_zeros(1).expand(record.shape)
+                        param.data = grad.new_zeros(()).expand(record.shape)
 
             return on_gradient
 

@@ -4,7 +4,8 @@ Pure: looks at modules, changes and communicates nothing. A unit's module is the
 needs it:
 
 1. a repeated child of a `Sequential` or a list (a transformer's block), with all that is below it,
-   or a module that was marked as a leaf (`deepspeed.utils.z3_leaf_module`);
+   a module that was marked as a leaf (`deepspeed.utils.z3_leaf_module`), or one that runs experts,
+   of which ranks may choose different ones;
 2. outside of those, each module that has parameters of its own (an embedding, a head);
 3. parameters of modules that are never called (a `ParameterList`): with the nearest module above
    that is.
@@ -53,8 +54,12 @@ def plan_units(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[U
         model: The whole model.
         is_leaf: Whether a module is one unit with all that is below it.
     """
+
+    def is_one(module: nn.Module) -> bool:
+        return is_leaf(module) or runs_experts(module)
+
     plans = [UnitPlan("", model)]
-    _visit(model, "", plans[0], is_leaf(model), is_leaf, plans, set())
+    _visit(model, "", plans[0], is_one(model), is_one, plans, set())
     owned: set[nn.Parameter] = set()
     for plan in plans:
         plan.params = list(dict.fromkeys(plan.params))
@@ -116,6 +121,18 @@ def repeated_types(
         return set()
     found = Counter(type(child) for child in container.children() if counts(child))
     return {kind for kind, count in found.items() if count > 1}
+
+
+def runs_experts(module: nn.Module) -> bool:
+    """Whether a module's forward runs children that it chooses by the data: it has a list or a dict
+    of equal modules by the name of `experts`, or is one, of a class that is called so.
+    """
+    if is_called(module) and type(module).__name__.endswith("Experts"):
+        return bool(repeated_types(module, _has_any))
+    experts = module._modules.get("experts")
+    return (
+        experts is not None and not is_called(experts) and bool(repeated_types(experts, _has_any))
+    )
 
 
 def choose_persistent(

@@ -269,7 +269,8 @@ class ShardedParameter(ZeroParameter):
         """
         name = getattr(func, "__name__", str(func))
         if name not in _ALLOWED:
-            found = (arg for arg in _flat(args) if isinstance(arg, ShardedParameter))
+            given = _flat([*args, *(kwargs or {}).values()])  # torch.nn.init passes by keyword
+            found = (arg for arg in given if isinstance(arg, ShardedParameter))
             sharded = next(found, None)
             if sharded is not None and sharded._zero3.numel:
                 raise RuntimeError(_refusal(sharded._zero3, name))
@@ -288,6 +289,39 @@ def _flat(args: Iterable[Any]) -> Iterable[Any]:
 def is_zero_param(parameter: Any) -> bool:
     """Whether it is a parameter of stage 3."""
     return isinstance(parameter, ZeroParameter) and hasattr(parameter, "_zero3")
+
+
+class _OrdinaryCopies:
+    """Between `begin` and `end`, `nn.Parameter(parameter)` makes an ordinary parameter of one of
+    stage 3 that is whole, as of any other; torch itself refuses subclasses (torch's `weight_norm`
+    and other parametrizations make such copies). May be nested.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._original: Any = None
+
+    def begin(self) -> None:
+        """Let copies be made."""
+        if self._depth == 0:
+            self._original = nn.Parameter.__dict__["__new__"]
+            nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign]  # until `end`
+        self._depth += 1
+
+    def end(self) -> None:
+        """The end of `begin`."""
+        self._depth -= 1
+        if self._depth == 0:
+            nn.Parameter.__new__ = self._original  # type: ignore[method-assign]  # what it was
+
+    def _new(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) is ShardedParameter:
+            raise RuntimeError(_refusal(data._zero3, "nn.Parameter"))
+        plain = data.data if type(data) is ZeroParameter else data
+        return self._original.__func__(cls, plain, requires_grad)
+
+
+ordinary_copies = _OrdinaryCopies()
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -67,6 +67,29 @@ def test_leaves_are_units() -> None:
     assert "blocks.0" in own_of(model, (model.blocks[0].a,))
 
 
+class ChosenExperts(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self["a"](x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2, 2)
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_experts_are_one_unit() -> None:
+    # Kills: a unit per expert, which only the ranks that chose it would gather.
+    listed = Mixture(nn.ModuleList([nn.Linear(2, 2) for _ in range(3)]))
+    assert list(own_of(nn.Sequential(listed, nn.ReLU()))) == ["", "0"]
+    chosen = Mixture(ChosenExperts({name: nn.Linear(2, 2) for name in "abc"}))
+    assert list(own_of(nn.Sequential(chosen, nn.ReLU()))) == ["", "0.gate", "0.experts"]
+
+
 def test_children_of_uncalled_lists_are_units() -> None:
     # Kills: a list of lists taken for a block, whose forward never runs.
     pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), Block()]) for _ in range(2)])

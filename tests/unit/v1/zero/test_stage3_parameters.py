@@ -129,6 +129,7 @@ class TestInterface(DistributedTest):
         for action in (
             lambda: param.square().sum(),
             lambda: nn.init.ones_(param),
+            lambda: nn.init.normal_(param),  # it goes on with keywords
             lambda: param + 1,
             lambda: copy.deepcopy(param),
         ):
