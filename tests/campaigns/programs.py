@@ -71,6 +71,13 @@ CAMPAIGNS = (
         choice="family",
     ),
     trials(
+        "architectures",
+        "architectures of transformers at stage 3 against plain torch (minutes)",
+        "unit.clients.zero3_architectures",
+        rounds=2,
+        choice="architecture",
+    ),
+    trials(
         "zombies",
         "random failing or interrupted launches, and how many left no process",
         "unit.launcher.zombies",

@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from .launching import launch, need
 
 STEPS, SAVED_AT = 6, 3
+STAGES = ["1", "2", "3"]
+OPTIMIZERS = {"1": "DeepSpeedZeroOptimizer", "2": "DeepSpeedZeroOptimizer"}
+OPTIMIZERS["3"] = "DeepSpeedZeroOptimizer_Stage3"
 
 
 @pytest.fixture(scope="module", params=["config", "client"])
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """A run of six steps, and one that goes on from the third in new processes; stages 1 and 2."""
+    """A run of six steps, and one that goes on from the third in new processes."""
     need("transformers", "accelerate")
     out = tmp_path_factory.mktemp(request.param)
-    # Optimizer and schedule once from the DeepSpeed configuration and once the Trainer's own.
-    args = ["--stages", "1", "2", *(["--client"] if request.param == "client" else [])]
+    # Optimizer and schedule once from the DeepSpeed configuration and once the Trainer's own, then
+    # with activation checkpointing.
+    args = ["--stages", *STAGES, *(["--client"] if request.param == "client" else [])]
     straight = launch("train_with_trainer.py", out, *args)
     return {
         "out": out,
@@ -32,11 +37,11 @@ def runs(
     }
 
 
-@pytest.mark.parametrize("stage", ["1", "2"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_through_this_engine(runs: dict[str, Any], stage: str) -> None:
     run = runs["straight"][stage]
     assert run["engine"] == "deepspeed.runtime.engine"
-    assert run["optimizer"] == "DeepSpeedZeroOptimizer"
+    assert run["optimizer"] == OPTIMIZERS[stage]
     assert (run["stage"], run["world"], run["dtype"]) == (int(stage), 2, "torch.bfloat16")
     assert sorted(map(int, run["loss"])) == list(range(1, STEPS + 1))
     assert run["loss"][str(STEPS)] < run["loss"]["1"]
@@ -46,7 +51,7 @@ def test_it_trains_through_this_engine(runs: dict[str, Any], stage: str) -> None
     assert rates[0] < rates[1] and rates[-1] < max(rates)  # warms up, then decays
 
 
-@pytest.mark.parametrize("stage", ["1", "2"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_it_goes_on_as_if_it_had_not_stopped(runs: dict[str, Any], stage: str) -> None:
     straight, resumed = runs["straight"][stage], runs["resumed"][stage]
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss"):
@@ -54,20 +59,34 @@ def test_it_goes_on_as_if_it_had_not_stopped(runs: dict[str, Any], stage: str) -
     assert resumed["weights"] == straight["weights"]
 
 
-def test_both_stages_train_alike(runs: dict[str, Any]) -> None:
-    one, two = runs["straight"]["1"], runs["straight"]["2"]
+def pretrained_shapes(out: Path) -> dict[str, Any]:
+    """Those of the model that the runs began with."""
+    return {
+        name: value.shape
+        for name, value in load_file(out / "pretrained" / "model.safetensors").items()
+    }
+
+
+def test_all_stages_train_alike(runs: dict[str, Any]) -> None:
+    one, two, three = (runs["straight"][stage] for stage in STAGES)
     # bf16 gradients are summed over micro-batches before the reduction at stage 1 and after it at
-    # stage 2.
+    # stages 2 and 3. Those two sum the norm in another order.
     for step in map(str, range(1, STEPS + 1)):
         assert one["loss"][step] == pytest.approx(two["loss"][step], rel=2e-3)
         assert one["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=2e-2)
+        assert three["loss"][step] == pytest.approx(two["loss"][step], rel=1e-4)
+        assert three["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", ["1", "2"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_files_lie_where_the_trainer_looks_for_them(runs: dict[str, Any], stage: str) -> None:
     folder: Path = runs["out"] / f"stage{stage}" / f"checkpoint-{SAVED_AT}"
     assert (folder / "latest").read_text() == f"global_step{SAVED_AT}"
     names = {path.name for path in (folder / f"global_step{SAVED_AT}").iterdir()}
     shards = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
-    assert {"mp_rank_00_model_states.pt", *shards} <= names
-    assert (folder / "model.safetensors").is_file()
+    states = {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)}
+    assert shards | (states if stage == "3" else {"mp_rank_00_model_states.pt"}) <= names
+    # With stage 3 gathered for the file, because the configuration says so: every weight is whole.
+    saved = load_file(folder / "model.safetensors")
+    own = pretrained_shapes(runs["out"])
+    assert {name: value.shape for name, value in saved.items()} == own

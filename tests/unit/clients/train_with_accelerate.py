@@ -22,6 +22,8 @@ from tiny_gpt2 import Counting, tiny_gpt2
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+import deepspeed
+
 STEPS, SAVED_AT, ACCUMULATION = 4, 2, 2
 
 
@@ -36,7 +38,11 @@ def make_accelerator(stage: int, offload: bool, config: dict[str, Any] | None) -
         plugin = DeepSpeedPlugin(
             hf_ds_config={
                 **config,
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+                "zero_optimization": {
+                    "stage": stage,
+                    "reduce_bucket_size": "auto",
+                    **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
+                },
             }
         )
     else:
@@ -46,6 +52,7 @@ def make_accelerator(stage: int, offload: bool, config: dict[str, Any] | None) -
             gradient_accumulation_steps=ACCUMULATION,
             gradient_clipping=0.5,
             offload_optimizer_device=device,
+            zero3_save_16bit_model=stage == 3,
         )
     return Accelerator(
         mixed_precision="bf16", deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
@@ -127,8 +134,12 @@ def look_at(accelerator: Accelerator, model: Any) -> dict[str, Any]:
     """What accelerate's helpers say of the model."""
     unwrapped = accelerator.unwrap_model(model)
     gathered = accelerator.get_state_dict(model)
-    own = unwrapped.state_dict()
-    weights = torch.cat([param.detach().float().flatten() for param in unwrapped.parameters()])
+    with deepspeed.zero.GatheredParameters(unwrapped.parameters()):
+        own = {name: value.clone() for name, value in unwrapped.state_dict().items()}
+    if accelerator.process_index:
+        own = gathered = own if gathered is None else gathered  # rank 0 alone may have it
+    named = unwrapped.named_parameters()
+    weights = torch.cat([own[name].float().flatten() for name, _ in named])
     return {
         "engine": f"{type(model).__module__}.{type(model).__name__}",
         "inner": model.optimizer.optimizer.__class__.__name__,
@@ -136,7 +147,9 @@ def look_at(accelerator: Accelerator, model: Any) -> dict[str, Any]:
         "state_dict_is_the_model": gathered.keys() == own.keys()
         and all(torch.equal(gathered[k].cpu(), own[k]) for k in own),
         "state_dict_is_a_copy": all(
-            gathered[k].data_ptr() != own[k].data_ptr() for k in own if own[k].numel()
+            gathered[k].data_ptr() != value.data_ptr()
+            for k, value in unwrapped.state_dict().items()
+            if value.numel()
         ),
         "distributed_type": str(accelerator.distributed_type),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
@@ -153,7 +166,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
     result = {}
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         for kind in ("arguments", "offload", "config"):
             name = f"{stage}-{kind}"
             result[name] = train(

@@ -16,7 +16,9 @@ import torch
 import transformers.training_args
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+
+import deepspeed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_gpt2 import Counting, tiny_gpt2
@@ -25,6 +27,14 @@ STEPS, SAVED_AT = 6, 3
 # The library refuses bf16=True on a host without a GPU, unless use_cpu=True, which would leave
 # DeepSpeed out. Only this gate is opened; bf16 itself works on the host.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+STAGE3 = {
+    "sub_group_size": 1e9,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 
 
 def config(stage: int, client: bool) -> dict[str, Any]:
@@ -55,9 +65,19 @@ def config(stage: int, client: bool) -> dict[str, Any]:
             "overlap_comm": True,
             "reduce_bucket_size": "auto",
             "contiguous_gradients": True,
+            **(STAGE3 if stage == 3 else {}),
         },
         **({} if client else blocks),
     }
+
+
+def pretrained(folder: Path) -> Path:
+    """A folder with a model that somebody else has trained."""
+    found = folder.parent / "pretrained"
+    if torch.distributed.get_rank() == 0 and not found.exists():
+        tiny_gpt2().save_pretrained(found)
+    torch.distributed.barrier()
+    return found
 
 
 def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any]:
@@ -85,10 +105,16 @@ def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any
         report_to=[],
         disable_tqdm=True,
         seed=3,
+        gradient_checkpointing=client,
     )
-    trainer = Trainer(tiny_gpt2(), arguments, train_dataset=Counting(64), eval_dataset=Counting(8))
+    # At stage 3 the library makes the model inside `zero.Init`, because the arguments say so.
+    model = GPT2LMHeadModel.from_pretrained(pretrained(folder))
+    trainer = Trainer(model, arguments, train_dataset=Counting(64), eval_dataset=Counting(8))
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}") if resume else None)
-    weights = torch.cat([param.detach().float().flatten() for param in trainer.model.parameters()])
+    with deepspeed.zero.GatheredParameters(trainer.model.parameters()):
+        weights = torch.cat(
+            [param.detach().float().flatten() for param in trainer.model.parameters()]
+        )
     history = trainer.state.log_history
     return {
         "loss": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},

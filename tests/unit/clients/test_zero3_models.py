@@ -1,0 +1,134 @@
+"""Models of transformers at stage 3: made, loaded, resized, trained, asked to generate, saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from unit.common import DistributedTest
+
+pytest.importorskip("transformers.initialization", reason="older releases fill weights otherwise")
+
+from transformers.integrations import HfDeepSpeedConfig
+
+from unit.clients.architecture_checks import CONFIG, LR, Made, check, differing, whole_state
+from unit.clients.architectures import ARCHITECTURES, LENGTH, VOCABULARY
+
+STEPS, ADDED = 2, 6
+
+
+def tokens_of(step: int, rank: int) -> torch.Tensor:
+    """Other data on each rank, new tokens among it."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(1, VOCABULARY + ADDED, (2, LENGTH), generator=generator)
+
+
+class TestModels(DistributedTest):
+    """Two ranks against plain torch."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("name", ["qwen2", "clip", "llava", "mixtral", "switch_transformers"])
+    def test_an_architecture_equals_plain_torch(self, name: str, tmpdir: Any) -> None:
+        """`make campaign NAME=architectures` has the others.
+
+        Kills: weights that a constructor or `_init_weights` fills only where they are (`llava`:
+        models of models, `mixtral`: packed experts), a tied weight that is cut twice (`qwen2`), the
+        gradient of a number (`clip`: `expand` of one element has a dimension too many), experts
+        that only the ranks gather that chose them (`switch_transformers`).
+        """
+        found = check(name, 0, Path(tmpdir))
+        step = found.pop("step")
+        assert found == dict.fromkeys(("zero.Init", *ARCHITECTURES[name].ways), [])
+        assert step <= 1e-6
+
+    def test_resize_train_generate_save(self, tmpdir: Any) -> None:
+        """Kills: an added row that only one rank knows, shards that generation leaves stale or
+        whole, ranks that wait for one whose sequences ended, a save of shards.
+        """
+        made = Made("llama", 0, Path(tmpdir))
+        plain: Any = made.plain()
+        here = HfDeepSpeedConfig(CONFIG)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(made.folder)
+        dist.barrier()
+        model: Any = made.loaded()
+        _resize(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        config = {
+            **CONFIG,
+            "zero_optimization": {
+                **CONFIG["zero_optimization"],
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        }
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (0,)
+        generated = []
+        for step in range(STEPS):
+            tokens = tokens_of(step, dist.get_rank())
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+            generated.append(_generate(model, step))
+        found = whole_state(model)
+        saved = engine._zero3_consolidated_16bit_state_dict()
+        assert (saved is None) == (dist.get_rank() > 0)
+        if saved is not None:
+            model.save_pretrained(made.folder / "trained", state_dict=saved)
+        dist.barrier()
+        again = type(model).from_pretrained(made.folder / "trained")
+        assert differing(whole_state(again), found) == []
+        del here
+
+        _resize(plain)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for rank in range(2):
+                tokens = tokens_of(step, rank)
+                (plain(input_ids=tokens, labels=tokens).loss / 2).backward()
+            optimizer.step()
+            assert torch.equal(generated[step], _generate(plain, step))
+        wanted = whole_state(plain)
+        assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-6
+        engine.destroy()
+
+    def test_a_parameter_made_of_a_whole_one(self) -> None:
+        """Kills: torch's refusal to make a parameter of a subclass, which `weight_norm` ends in."""
+        with deepspeed.zero.Init():
+            layer = torch.nn.Linear(3, 2)
+        with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
+            copied = torch.nn.Parameter(layer.weight, requires_grad=False)
+            assert type(copied) is torch.nn.Parameter and not copied.requires_grad
+            assert copied.shape == (2, 3)
+            with pytest.raises(RuntimeError, match="is sharded"):
+                torch.nn.Parameter(layer.bias)
+            normed = torch.nn.utils.parametrizations.weight_norm(layer)
+        assert {type(param) for name, param in normed.named_parameters() if name != "bias"} == {
+            torch.nn.Parameter
+        }
+        assert torch.nn.Parameter.__new__.__module__ == "torch.nn.parameter"
+
+
+def _resize(model: Any) -> None:
+    torch.manual_seed(1)
+    model.resize_token_embeddings(VOCABULARY + ADDED)
+
+
+def _generate(model: Any, step: int) -> torch.Tensor:
+    """Ranks begin and end at different lengths; `synced_gpus` has them all go on to the last."""
+    rank = dist.get_rank()
+    model.eval()
+    tokens: torch.Tensor = model.generate(
+        tokens_of(step, rank)[:, : 3 + rank],
+        max_new_tokens=3 + 2 * rank,
+        do_sample=False,
+        synced_gpus=model.model.embed_tokens.weight.numel() == 0,
+    )
+    model.train()
+    return tokens
