@@ -36,6 +36,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 from deepspeed.runtime.zero.units import UnitPlan, choose_persistent, is_called, plan_units
 from deepspeed.runtime.zero.zero_parameter import (
     ShardedParameter,
+    ZeroParamStatus,
     become_plain,
     hide,
     is_zero_param,
@@ -109,6 +110,9 @@ class DeepSpeedZeRoOffload:
         self.module = module
         self.group = group
         self.has_optimizer = False
+        # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
+        # clients ask in their backward what they ask a parameter (trl's fused losses).
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # it is new
         self.resources = GatherResources(settings.by_broadcast, settings.overlap, owner=self)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []

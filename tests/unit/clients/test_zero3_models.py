@@ -10,6 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import ZeroParamStatus
 from unit.common import DistributedTest
 
 pytest.importorskip("transformers.initialization", reason="older releases fill weights otherwise")
@@ -26,6 +27,32 @@ def tokens_of(step: int, rank: int) -> torch.Tensor:
     """Other data on each rank, new tokens among it."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(1, VOCABULARY + ADDED, (2, LENGTH), generator=generator)
+
+
+class Product(torch.autograd.Function):
+    """Asks a parameter that it has saved whether it has to gather it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE and weight.shape == x.shape
+        return None, grads[0] * x
+
+
+class Scaled(torch.nn.Module):
+    """One parameter, used by a function that saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(x, self.weight)
 
 
 class TestModels(DistributedTest):
@@ -96,6 +123,18 @@ class TestModels(DistributedTest):
             assert torch.equal(generated[step], _generate(plain, step))
         wanted = whole_state(plain)
         assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-6
+        engine.destroy()
+
+    def test_what_autograd_saved_of_a_parameter_says_that_it_is_whole(self) -> None:
+        """Kills: an attribute of parameters that trl's fused losses do not find in backward."""
+        layer = Scaled()
+        engine = deepspeed.initialize(
+            model=layer, optimizer=torch.optim.SGD(layer.parameters(), lr=LR), config=CONFIG
+        )[0]
+        engine.backward(engine(torch.full((4,), 3.0)))
+        engine.step()
+        with deepspeed.zero.GatheredParameters(layer.weight):
+            assert torch.equal(layer.weight, torch.full((4,), 2.0 - 3.0 * LR))
         engine.destroy()
 
     def test_a_parameter_made_of_a_whole_one(self) -> None:
