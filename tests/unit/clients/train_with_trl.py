@@ -1,0 +1,173 @@
+"""A user's script: a trainer of trl at stage 3. Run by zero3_trl.py.
+
+`sft` trains adapters of peft too, `dpo` has a second model that is only evaluated, `grpo` generates
+with the model that it trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import deepspeed
+
+STEPS, SAVED_AT = 4, 2
+WORDS = [f"w{number}" for number in range(40)]
+KINDS = ("sft", "sft-lora", "dpo", "grpo")
+CONFIG = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word."""
+    words = {word: number for number, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *WORDS])}
+    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
+    )
+
+
+def pretrained(out: Path) -> str:
+    """A folder with a model and its tokenizer."""
+    folder = out / "pretrained"
+    if torch.distributed.get_rank() == 0 and not folder.exists():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(WORDS) + 3,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    torch.distributed.barrier()
+    return str(folder)
+
+
+def said(start: int, length: int) -> str:
+    """Words that count up."""
+    return " ".join(WORDS[(start + number) % len(WORDS)] for number in range(length))
+
+
+def distinct(completions: list[str], **others: Any) -> list[float]:
+    """A reward: how many words of a completion differ."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def make_trainer(kind: str, out: Path) -> Any:
+    """The trainer as its page shows it."""
+    # A host without a GPU: see docs/clients.md.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    words: dict[str, Any] = {
+        "output_dir": str(out / kind),
+        "deepspeed": CONFIG,
+        "accelerator_config": {"use_configured_state": True},
+        "bf16": False,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": SAVED_AT,
+        "save_strategy": "steps",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    model, starts = pretrained(out), range(64)
+    if kind.startswith("sft"):
+        return SFTTrainer(
+            model=model,
+            args=SFTConfig(**words, max_length=16, model_init_kwargs={"dtype": "float32"}),
+            train_dataset=Dataset.from_list([{"text": said(start, 12)} for start in starts]),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+            if kind == "sft-lora"
+            else None,
+        )
+    if kind == "dpo":
+        pairs = [
+            {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
+            for start in starts
+        ]
+        return DPOTrainer(
+            model=model,
+            args=DPOConfig(**words, max_length=16, model_init_kwargs={"dtype": "float32"}),
+            train_dataset=Dataset.from_list(pairs),
+        )
+    return GRPOTrainer(
+        model=model,
+        args=GRPOConfig(
+            **words,
+            num_generations=2,
+            max_completion_length=6,
+            beta=0.1,
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        reward_funcs=distinct,
+        train_dataset=Dataset.from_list([{"prompt": said(start, 4)} for start in starts]),
+    )
+
+
+def main() -> None:
+    """One run; rank 0 writes what a user sees of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--resume", action="store_true", help="go on from the earlier run")
+    parser.add_argument("--local_rank", type=int, help="the launcher gives it")
+    arguments = parser.parse_args()
+    trainer = make_trainer(arguments.kind, arguments.out)
+    saved = arguments.out / arguments.kind / f"checkpoint-{SAVED_AT}"
+    trainer.train(resume_from_checkpoint=str(saved) if arguments.resume else None)
+    with deepspeed.zero.GatheredParameters(trainer.model.parameters()):
+        weights = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+    result = {
+        "engine": type(trainer.model_wrapped).__module__,
+        "stage": trainer.model_wrapped.zero_optimization_stage(),
+        "loss": {
+            entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+        },
+        "grad_norm": {
+            entry["step"]: float(entry["grad_norm"])
+            for entry in trainer.state.log_history
+            if "grad_norm" in entry
+        },
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    }
+    if torch.distributed.get_rank() == 0:
+        (arguments.out / "result.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
