@@ -800,7 +800,8 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             exclude_frozen_parameters: Leave frozen parameters out.
 
         Returns:
-            True.
+            True; False, and nothing is saved, at ZeRO stage 3 without
+            `stage3_gather_16bit_weights_on_model_save`.
 
         Raises:
             CheckpointError: On every rank if it could not be written.

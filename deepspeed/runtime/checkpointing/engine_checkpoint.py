@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
 from deepspeed.runtime.checkpointing.saving import Saver
-from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders
+from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.utils.logging import logger
 
@@ -151,13 +151,16 @@ class EngineCheckpoint:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
             )
             return False
-        whole = None if offload is None else self.consolidated_state_dict(exclude_frozen_parameters)
+        temporary = os.path.join(save_dir, file_names.saving(save_filename))
 
         def save() -> None:
-            if dist.get_rank() == 0:
+            is_first = dist.get_rank() == 0
+            if offload is not None:
+                save_whole(offload, temporary, exclude_frozen_parameters)
+            elif is_first:
                 os.makedirs(save_dir, exist_ok=True)
-                temporary = os.path.join(save_dir, file_names.saving(save_filename))
-                write_file(temporary, whole or self._own_weights(exclude_frozen_parameters))
+                write_file(temporary, self._own_weights(exclude_frozen_parameters))
+            if is_first:
                 os.replace(temporary, os.path.join(save_dir, save_filename))
 
         together(save, self._state.device, f"saving {save_filename}")
@@ -165,7 +168,8 @@ class EngineCheckpoint:
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """The whole state dict on rank 0 (host memory), None elsewhere. Below stage 3 every rank
-        has the weights whole.
+        has the weights whole; at stage 3 they are gathered unit by unit, so that other ranks hold
+        one at a time.
         """
         offload = self._state.parameter_offload
         if offload is None:

@@ -14,6 +14,9 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.verification import verify_checkpoint
+from deepspeed.runtime.checkpointing import sharded_weights
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest
@@ -28,7 +31,12 @@ WORLDS = (1, 2, 3)
 
 
 def engine_of(
-    precision: str, stage: int = 3, seed: int = 0, universal: bool = False, **zero: Any
+    precision: str,
+    stage: int = 3,
+    seed: int = 0,
+    universal: bool = False,
+    writer: Any = None,
+    **zero: Any,
 ) -> tuple[Any, Net]:
     """With two parameter groups, a frozen layer, tied weights and a parameter that no loss uses."""
     torch.manual_seed(seed)
@@ -38,7 +46,7 @@ def engine_of(
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     config = config_of(stage, **{**(at_stage_3 if stage == 3 else {}), **zero})
-    config["checkpoint"] = {"load_universal": universal}
+    config["checkpoint"] = {"load_universal": universal, "writer": writer}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -122,6 +130,102 @@ class TestResume(DistributedTest):
         with pytest.raises(ValueError, match="gather_16bit_weights_on_model_save"):
             engine._zero3_consolidated_16bit_state_dict()
         engine.destroy()
+
+
+class TestWhole(DistributedTest):
+    """`save_16bit_model` and what it is made of."""
+
+    world_size = 2
+
+    def test_one_unit_is_whole_at_a_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a rank that gathers everything, a file made of a whole state dict.
+        engine, model = engine_of("bf16", stage3_max_live_parameters=0)
+        engine.module.register_buffer("counted", torch.arange(3))
+        params = list(model.parameters())
+        offload = engine.parameter_offload
+        most = max(unit.numel for unit in (*offload.units, *offload.persistent_units))
+        most += sum(unit.numel for unit in offload.persistent_units)
+        seen: list[int] = []
+        hold = sharded_weights.hold_whole
+
+        def counting(chosen: Any) -> None:
+            hold(chosen)
+            seen.append(sum(param.numel() for param in params))
+
+        monkeypatch.setattr(sharded_weights, "hold_whole", counting)
+        engine.save_16bit_model(str(tmp_path))
+        assert max(seen) <= most < sum(param.ds_numel for param in params)
+        gathered = engine._zero3_consolidated_16bit_state_dict()
+        assert (gathered is None) == (dist.get_rank() > 0)
+        assert max(seen) <= most
+        saved = torch.load(tmp_path / "pytorch_model.bin")
+        assert differences(dict(saved), dict(gathered or saved)) == []
+        assert torch.equal(saved["counted"], torch.arange(3))
+        assert saved["embed.weight"].dtype is torch.bfloat16
+        trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        engine.save_16bit_model(str(tmp_path), "trained.bin", exclude_frozen_parameters=True)
+        without = {"frozen.weight", "frozen.bias"}
+        assert saved.keys() - torch.load(tmp_path / "trained.bin").keys() == without
+        assert trained is None or saved.keys() - trained.keys() == without
+        engine.destroy()
+
+    def test_what_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a rank that waits in a gather for one that has raised; half a file.
+        engine, model = engine_of("fp32")
+
+        def full(*arguments: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
+            engine.save_16bit_model(str(tmp_path / "full"))
+        monkeypatch.undo()
+        assert not (tmp_path / "full" / "pytorch_model.bin").exists()
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointError, match="rank 0: "):
+            engine.save_16bit_model(str(tmp_path / "file"))
+        train(engine, 1)
+        assert engine.save_16bit_model(str(tmp_path / "full"))
+        assert masters(model).keys() <= torch.load(tmp_path / "full" / "pytorch_model.bin").keys()
+        engine.destroy()
+
+    def test_in_the_background(self, tmp_path: Path) -> None:
+        # Kills: a file of shards that the next step has changed already, one without a manifest.
+        engine, model = engine_of("fp32", writer={"type": "fast", "decoupled": True})
+        train(engine, 2)
+        wanted = held(engine, model)
+        engine.save_checkpoint(str(tmp_path), tag="two")
+        train(engine, 2, first=2)
+        engine.load_checkpoint(str(tmp_path), tag="two")
+        assert differences(wanted, held(engine, model)) == []
+        assert verify_checkpoint(str(tmp_path), "two") == []
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path = tmp_path / "two" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+            path.write_bytes(path.read_bytes()[:-1])
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="zero_pp_rank_1_mp_rank_00_model_states.pt"):
+            engine.load_checkpoint(str(tmp_path), tag="two")
+        assert differences(wanted, held(engine, model)) == []
+        engine.destroy()
+
+    def test_without_an_optimizer(self, tmp_path: Path) -> None:
+        # Kills: weights that only a training run can load.
+        engine, model = engine_of("bf16")
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+        wanted = {name: whole(param) for name, param in model.named_parameters()}
+        engine.destroy()
+        torch.manual_seed(5)
+        other = Net()
+        config = {**config_of(3), "bf16": {"enabled": True}}
+        evaluated = deepspeed.initialize(model=other, config=config)[0]
+        evaluated.load_checkpoint(str(tmp_path))
+        found = {name: whole(param) for name, param in other.named_parameters()}
+        assert differences(wanted, found) == []
+        evaluated.destroy()
 
 
 class Crossing(NamedTuple):

@@ -1,0 +1,109 @@
+"""A file of `torch.save` whose tensors are written one by one, as they come: memory never holds two
+of them.
+
+torch leaves room for the bytes of tensors (`torch.serialization.skip_data`); where each has its
+place is in the directory of the file, which is a zip archive. Their CRC-32 sums stay out, as with
+the writer "fast": `torch.load` does not read them, `unzip` does.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.utils import map_tensors
+
+# Of an entry's header: its size, and where it has the sizes of the name and of what is behind it.
+_HEADER_BYTES, _LENGTHS = 30, slice(26, 30)
+
+
+class StreamedFile:
+    """See module.
+
+    Args:
+        path: The file; an existing one is overwritten.
+        content: Nested lists, tuples and dicts. Its tensors are dense, on the host, each with
+            storage of its own; what they hold is not read, so they may be of memory that nobody has
+            touched.
+
+    Attributes:
+        tensors: Those of the content.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str, content: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self.tensors.append(tensor)
+            return tensor
+
+        with torch.serialization.skip_data():
+            # torch numbers storages in the order in which they occur.
+            torch.save(map_tensors(content, note), path)
+        self._starts = _starts_of(path, self.tensors)
+        self._file = os.open(path, os.O_WRONLY)
+
+    def fill(self, place: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the elements of one of the content's tensors.
+
+        Args:
+            place: The tensor.
+            value: Its value, on any device, of its dtype and shape.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        start = self._starts[id(place)]
+        data = value.detach().to("cpu", place.dtype).contiguous().reshape(-1)
+        left = data.view(torch.uint8).numpy().data
+        while left:
+            written = os.pwrite(self._file, left, start)
+            start, left = start + written, left[written:]
+
+    def finish(self) -> None:
+        """Return once all of it is on disk."""
+        os.fsync(self._file)
+
+    def __enter__(self) -> StreamedFile:
+        """The file."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        os.close(self._file)
+
+
+def _starts_of(path: str, tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Where in the file the bytes of each tensor go, by its identity."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entries = {}
+        for entry in archive.infolist():
+            folder, _, name = entry.filename.rpartition("/")
+            if folder.endswith("/data"):
+                entries[name] = entry
+        starts = {}
+        for number, tensor in enumerate(tensors):
+            entry = entries[str(number)]
+            if entry.file_size != tensor.numel() * tensor.element_size():
+                raise RuntimeError(
+                    f"torch {torch.__version__} left {entry.file_size} bytes for a tensor of "
+                    f"{tensor.numel() * tensor.element_size()} in {path}: it orders storages "
+                    "otherwise than this release knows"
+                )
+            file.seek(entry.header_offset)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(_HEADER_BYTES)[_LENGTHS])
+            starts[id(tensor)] = entry.header_offset + _HEADER_BYTES + name_bytes + extra_bytes
+    return starts
