@@ -45,6 +45,7 @@ _NAMES = {
     "OnDevice": "deepspeed.utils.init_on_device",
     "instrument_w_nvtx": "deepspeed.utils.nvtx",
     "get_accelerator": "deepspeed.accelerator",
+    "load_sharded_safetensors": "deepspeed.runtime.checkpointing.safetensors_loading",
     **dict.fromkeys(
         (
             "get_data_parallel_group",

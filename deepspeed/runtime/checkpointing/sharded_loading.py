@@ -112,12 +112,12 @@ def read_shard_weights(
     return ShardWeights(rest, _take(targets, pieces, folder))
 
 
-def _record(param: nn.Parameter) -> ShardRecord:
+def _record(param: torch.Tensor) -> ShardRecord:
     record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # stage 3 has cut it
     return record
 
 
-def own_fragment(param: nn.Parameter) -> Fragment:
+def own_fragment(param: torch.Tensor) -> Fragment:
     """Which elements of a parameter are this rank's."""
     record = _record(param)
     return record.table.fragment(0, dist.get_rank(group=record.group))

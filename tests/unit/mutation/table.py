@@ -402,6 +402,27 @@ FAULTS = (
         "tests/unit/runtime/optimizers/test_step_outcome.py",
         "momentum",
     ),
+    Fault(
+        "every rank of stage 3 reads the first one's elements of a safetensors file",
+        "deepspeed/runtime/checkpointing/safetensors_loading.py",
+        (("self.files.read(source, own.param_start,", "self.files.read(source, 0,"),),
+        "tests/unit/v1/checkpoint/test_safetensors.py",
+        "owns",
+    ),
+    Fault(
+        "a rank whose disk is full leaves the others in a gather",
+        "deepspeed/runtime/checkpointing/sharded_weights.py",
+        (("        for _ in values:\n            pass", "        if False:\n            pass"),),
+        "tests/unit/v1/checkpoint/test_stage3.py",
+        "cannot_be_written",
+    ),
+    Fault(
+        "masters of stage 3 are those of another rank",
+        "deepspeed/checkpoint/resharding/saved_optimizer.py",
+        (("        first = rank * cut\n", "        first = (count - 1 - rank) * cut\n"),),
+        "tests/unit/v1/checkpoint/test_stage3.py",
+        "universal",
+    ),
 )
 
 
