@@ -5,6 +5,8 @@
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make wheel      build the wheel into dist/
 #   make campaign   list what runs long on purpose; NAME=... runs one, ARGS="--help" tells its parameters
+#   make upstream-patches UPSTREAM=0.19.6   this project's fixes as patches for an upstream release, or for the checkout
+#                   at a path, each proved (docs/fixes/README.md)
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
 # DEMO_DEVICE (accelerator of the demo), DEMO_ARGS (its flags), TESTS (what `make test` runs), PYTEST_ARGS (flags for
 # it), ARGS (those of a campaign), PIP_ARGS (flags for pip, such as an index with the build of torch that you want).
@@ -20,6 +22,7 @@ PYTEST_ARGS ?=
 PIP_ARGS ?=
 # Given on the command line only: some shells have a NAME in their environment.
 NAME :=
+UPSTREAM :=
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,7 +31,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 # One thread per process: tests and demo start several processes, which would otherwise fight for the cores.
 RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: demo test check wheel campaign install clean
+.PHONY: demo test check wheel campaign upstream-patches install clean
 
 # Remove a stamp whose recipe failed half way, so that the next run does not trust it.
 .DELETE_ON_ERROR:
@@ -66,6 +69,18 @@ test: $(VENV)/.stamp-dev
 campaign: $(if $(NAME),$(VENV)/.stamp-dev)
 	$(if $(NAME),$(RUN) python,$(PYTHON)) tests/campaigns $(NAME) $(ARGS)
 
+# An environment of its own: upstream's package has this one's name, and requirements that this one lacks.
+UPSTREAM_VENV = $(VENV)-upstream
+$(UPSTREAM_VENV)/.stamp: $(CONSTRAINTS) requirements/requirements-upstream.txt
+	test -x $(UPSTREAM_VENV)/bin/python || $(PYTHON) -m venv $(UPSTREAM_VENV)
+	$(subst $(BIN),$(UPSTREAM_VENV)/bin,$(PIP_INSTALL)) torch==2.13.0
+	$(subst $(BIN),$(UPSTREAM_VENV)/bin,$(PIP_INSTALL)) -r requirements/requirements-upstream.txt
+	touch $@
+
+upstream-patches: $(UPSTREAM_VENV)/.stamp
+	@test -n "$(UPSTREAM)" || { echo "say which release or checkout: make upstream-patches UPSTREAM=0.19.6" >&2; exit 1; }
+	PYTHONPATH= $(UPSTREAM_VENV)/bin/python scripts/upstream $(UPSTREAM)
+
 # pre-commit wants a git checkout; the hooks themselves are local and need no network.
 check: $(VENV)/.stamp-dev
 	$(RUN) pre-commit run --all-files --show-diff-on-failure
@@ -77,4 +92,4 @@ wheel: $(VENV)/.stamp-torch
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(UPSTREAM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

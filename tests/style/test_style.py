@@ -402,7 +402,7 @@ def test_no_test_file_is_outside_the_suites() -> None:
     report(strays)
 
 
-NOT_OF_ONE_MODULE = ("campaigns", "clients", "docs", "examples", "mutation", "v1")
+NOT_OF_ONE_MODULE = ("campaigns", "clients", "docs", "examples", "mutation", "upstream", "v1")
 """Folders of tests/unit that follow another order than the package's: what is tested there is a
 program, a client, a page, or, in v1, training on several ranks by subject, as in upstream's tree.
 """

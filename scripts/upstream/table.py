@@ -1,0 +1,114 @@
+"""The table of docs/fixes/README.md: what each release has, and what was proved on it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fix import ALREADY, APPLIED, Outcome
+from runs import Counts
+
+BEGIN = "<!-- releases: begin (make upstream-patches) -->"
+END = "<!-- releases: end -->"
+_HEAD = """\
+| patch | | without it | with it alone | with all |
+| --- | --- | --- | --- | --- |"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fix on one release.
+
+    Attributes:
+        name: Of the patch.
+        outcome: What its program did.
+        before: The regression test on the release as it is.
+        alone: With this fix only; None if there is nothing to apply.
+        together: With all fixes.
+    """
+
+    name: str
+    outcome: Outcome
+    before: Counts = Counts()
+    alone: Counts | None = None
+    together: Counts | None = None
+
+    @property
+    def good(self) -> bool:
+        """Applied, and the test fails without and passes with it; or there, and the test passes."""
+        if self.outcome.what == ALREADY:
+            return self.before.good
+        fixed = [counts is not None and counts.good for counts in (self.alone, self.together)]
+        return self.outcome.what == APPLIED and self.before.failed > 0 and all(fixed)
+
+    def line(self) -> str:
+        """The row as it stands in the document."""
+        counts = [str(c) if c is not None else "" for c in (self.before, self.alone, self.together)]
+        what = self.outcome.what if self.good else f"**not proved** ({self.outcome.what})"
+        return "| " + " | ".join([self.name, what, *counts]) + " |"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One release.
+
+    Attributes:
+        release: Its version.
+        date: When this was run.
+        beside: With which torch.
+        rows: One per fix.
+        orders: In how many orders the patches gave the same tree.
+        smoke: The trainings with all fixes.
+    """
+
+    release: str
+    date: str
+    beside: str
+    rows: tuple[Row, ...]
+    orders: int
+    smoke: Counts
+
+    @property
+    def good(self) -> bool:
+        """Whether everything was proved."""
+        return all(row.good for row in self.rows) and self.smoke.good
+
+    def text(self) -> str:
+        """The section as it stands in the document."""
+        count = sum(row.outcome.what == APPLIED for row in self.rows)
+        summary = (
+            f"{self.date}, {self.beside}. {count} patches; {self.orders} orders of `git am` give "
+            f"the same tree. Trainings with all of them: {self.smoke}."
+        )
+        return "\n".join(
+            [f"### {self.release}", "", summary, "", _HEAD, *(row.line() for row in self.rows)]
+        )
+
+
+def numbers(release: str) -> list[int]:
+    """To sort releases by."""
+    return [int(number) for number in re.findall(r"\d+", release)]
+
+
+def merged(document: str, section: Section) -> str:
+    """``document`` with ``section`` in the place of an older one of the same release.
+
+    Raises:
+        ValueError: The document has no place for it.
+    """
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"the document wants one line {BEGIN!r} and one {END!r}")
+    head, _, rest = document.partition(BEGIN)
+    old, _, tail = rest.partition(END)
+    sections = {
+        text.split("\n", 1)[0].strip(): f"### {text.strip()}" for text in old.split("### ")[1:]
+    }
+    sections[section.release] = section.text()
+    ordered = [sections[release] for release in sorted(sections, key=numbers)]
+    return f"{head}{BEGIN}\n\n" + "\n\n".join(ordered) + f"\n\n{END}{tail}"
+
+
+def write(path: Path, section: Section) -> None:
+    """Put ``section`` into the document at ``path``."""
+    path.write_text(merged(path.read_text(encoding="utf-8"), section), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Programs that edit upstream, and what they make."""

@@ -1,0 +1,248 @@
+"""Programs that edit upstream: on a made-up tree, and on the source of a release where
+`make upstream-patches` has left it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from unit.upstream import made_up
+
+ROOT = Path(__file__).resolve().parents[3]
+RELEASE = "0.19.6"
+NAMES = (
+    "fix1-bucket-streams",
+    "fix2-hook-stream",
+    "fix3-zero-norm",
+    "fix3-bf16-norm",
+    "fix3-pipe-dtype",
+    "fix4-boundary-micro-batch",
+    "loss-scale-step",
+    "mesh-gradients",
+    "gathered-writes",
+    "expert-norm",
+    "ulysses-layout",
+)
+
+pytest.importorskip(
+    "libcst", reason="the programs edit syntax trees with libcst (requirements-dev.txt)"
+)
+
+
+@pytest.fixture(scope="module")
+def programs() -> Any:
+    """The modules of scripts/upstream by name."""
+    sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
+    before = set(sys.modules)
+    try:
+        import catalogue
+        import fix
+        import releases
+        import runs
+        import table
+        import trees
+
+        modules: dict[str, ModuleType] = {
+            "catalogue": catalogue,
+            "fix": fix,
+            "releases": releases,
+            "runs": runs,
+            "table": table,
+            "trees": trees,
+        }
+        yield modules
+    finally:
+        sys.path.remove(str(ROOT / "scripts" / "upstream"))
+        for name in set(sys.modules) - before:
+            path = getattr(sys.modules[name], "__file__", None) or ""
+            if path.startswith(str(ROOT / "scripts")):
+                del sys.modules[name]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    return made_up.write(tmp_path / "upstream")
+
+
+def fix_of(programs: Any, name: str) -> Any:
+    return {one.name: one for one in programs["catalogue"].FIXES}[name]
+
+
+def texts(tree: Path) -> dict[str, str]:
+    return {str(p.relative_to(tree)): p.read_text() for p in sorted(tree.rglob("*.py"))}
+
+
+def test_all_programs_are_in_the_catalogue(programs: Any) -> None:
+    assert tuple(one.name for one in programs["catalogue"].FIXES) == NAMES
+    tests = {one.test for one in programs["catalogue"].FIXES}
+    assert tests == {p.name for p in (ROOT / "scripts/upstream/regressions").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_applied_once_and_found_afterwards(programs: Any, tree: Path, name: str) -> None:
+    # Kills: an edit that does not leave what the program itself takes for fixed.
+    one, before = fix_of(programs, name), texts(tree)
+    outcome = programs["fix"].apply(one, tree)
+    assert outcome.what == programs["fix"].APPLIED, str(outcome)
+    after = texts(tree)
+    assert (
+        after.pop(one.test_path) == (ROOT / "scripts/upstream/regressions" / one.test).read_text()
+    )
+    assert sorted(outcome.files) == sorted(f for f in after if after[f] != before[f])
+    for file in outcome.files:
+        compile(after[file], file, "exec")
+        assert not any(line != line.rstrip() for line in after[file].splitlines())
+        assert max(map(len, after[file].splitlines())) <= 119, "upstream's line length"
+    again = programs["fix"].apply(one, tree)
+    assert again.what == programs["fix"].ALREADY, str(again)
+    assert {**texts(tree)} == {**after, one.test_path: (tree / one.test_path).read_text()}
+
+
+def test_only_what_the_edit_is_about_changes(programs: Any, tree: Path) -> None:
+    before = texts(tree)
+    programs["fix"].apply(fix_of(programs, "fix4-boundary-micro-batch"), tree)
+    file = "deepspeed/runtime/engine.py"
+    changes = [
+        line
+        for line in difflib.ndiff(before[file].splitlines(), texts(tree)[file].splitlines())
+        if line[0] in "+-"
+    ]
+    assert [line for line in changes if line[0] == "-"] == [
+        "-             self.optimizer.backward_epilogue()"
+    ]
+    text = texts(tree)[file]
+    assert text.count("self.optimizer.backward_epilogue()") == 2
+    assert text.index("backward_epilogue()\n") < text.index("allreduce_gradients()")
+
+
+def test_the_norm_has_no_collective_of_its_own(programs: Any, tree: Path) -> None:
+    programs["fix"].apply(fix_of(programs, "fix3-zero-norm"), tree)
+    text = (tree / "deepspeed/runtime/zero/stage_1_and_2.py").read_text()
+    total = text[text.index("def scaled_global_norm") : text.index("def step")]
+    assert text.count("dist.all_reduce(") == 3, "the bucket's, the norm's, one that is not called"
+    assert total.count("dist.all_reduce(") == 1 and "_average_expert_grad_norms" not in total
+    assert "combine_grad_norm_groups" not in text, "an import that nothing uses is left"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_that_is_gone_is_named(programs: Any, tree: Path, name: str) -> None:
+    # Kills: a program that edits half of its places, or ends without a word.
+    one = fix_of(programs, name)
+    before = texts(tree)
+    (first, *_) = changed = _files_of(programs, one, tree)
+    shutil.rmtree(tree)
+    made_up.write(tree)
+    for file in changed:
+        path = tree / file
+        path.write_text(path.read_text().replace("def ", "def renamed_"))
+    renamed = texts(tree)
+    outcome = programs["fix"].apply(one, tree)
+    assert outcome.what == programs["fix"].FAILED, str(outcome)
+    assert "there is no " in outcome.why and ".py" in outcome.why
+    assert texts(tree) == renamed and renamed[first] != before[first]
+
+
+def _files_of(programs: Any, one: Any, tree: Path) -> tuple[str, ...]:
+    files: tuple[str, ...] = programs["fix"].apply(one, tree).files
+    return files
+
+
+def test_a_place_that_is_gone_is_named(programs: Any, tree: Path) -> None:
+    path = tree / "deepspeed/runtime/zero/stage_1_and_2.py"
+    path.write_text(path.read_text().replace("bucket.elements += param.numel()", "pass"))
+    before = texts(tree)
+    outcome = programs["fix"].apply(fix_of(programs, "fix1-bucket-streams"), tree)
+    assert outcome.what == programs["fix"].FAILED
+    assert "reduce_independent_p_g_buckets_and_remove_grads" in outcome.why
+    assert "an assignment to bucket.elements was not found" in outcome.why
+    assert texts(tree) == before
+
+
+def test_a_function_that_has_moved_is_found(programs: Any, tree: Path) -> None:
+    (tree / "deepspeed/utils/groups.py").rename(tree / "deepspeed/utils/ranks.py")
+    outcome = programs["fix"].apply(fix_of(programs, "mesh-gradients"), tree)
+    assert outcome.files == ("deepspeed/utils/ranks.py",)
+    assert "has moved from deepspeed/utils/groups.py to deepspeed/utils/ranks.py" in str(outcome)
+
+
+def test_a_function_in_two_files_is_not_guessed(programs: Any, tree: Path) -> None:
+    groups = tree / "deepspeed/utils/groups.py"
+    for name in ("one.py", "two.py"):
+        shutil.copy(groups, groups.with_name(name))
+    groups.unlink()
+    outcome = programs["fix"].apply(fix_of(programs, "mesh-gradients"), tree)
+    assert outcome.what == programs["fix"].FAILED
+    assert "one.py and deepspeed/utils/two.py" in outcome.why
+
+
+def test_commits_are_signed_off_and_apply_in_any_order(
+    programs: Any, tree: Path, tmp_path: Path
+) -> None:
+    chosen = [fix_of(programs, name) for name in ("fix1-bucket-streams", "fix3-zero-norm")]
+    chosen.append(fix_of(programs, "loss-scale-step"))
+    releases = programs["releases"]
+    repository = releases.Repository(tmp_path / "git", ("A Name", "name@example.org"))
+    repository.begin(tree, "made up")
+    for one in chosen:
+        assert repository.commit(one, releases.BASE).what == programs["fix"].APPLIED
+    patches = repository.patches([one.name for one in chosen], tmp_path / "patches")
+    assert [p.name for p in patches][0] == "0001-fix1-bucket-streams.patch"
+    for one, patch in zip(chosen, patches, strict=True):
+        text = patch.read_text()
+        assert "Signed-off-by: A Name <name@example.org>" in text
+        assert one.test_path in text
+        lines = one.message().splitlines()
+        assert max(map(len, lines)) <= 76 and not lines[1]
+    orders = releases.orders(patches)
+    assert len({tuple(order) for order in orders}) == 4
+    assert len({repository.apply_in_order("all", order) for order in orders}) == 1
+
+
+def test_the_table_keeps_other_releases(programs: Any) -> None:
+    table, fix, counts = programs["table"], programs["fix"], programs["runs"].Counts
+    good = table.Row("a", fix.Outcome(fix.APPLIED), counts(0, 2), counts(2), counts(2))
+    there = table.Row("b", fix.Outcome(fix.ALREADY), counts(1))
+    bad = table.Row("c", fix.Outcome(fix.APPLIED), counts(2), counts(2), counts(2))
+    assert good.good and there.good and not bad.good
+    document = f"# Page\n\n{table.BEGIN}\n\n{table.END}\n\nend\n"
+    for release, row in (("0.19.6", good), ("0.18.6", there), ("0.19.6", bad)):
+        section = table.Section(release, "today", "torch 1", (row,), 4, counts(3))
+        assert section.good == row.good
+        document = table.merged(document, section)
+    assert document.startswith("# Page") and document.endswith("end\n")
+    assert document.count("### 0.19.6") == 1
+    assert document.index("### 0.18.6") < document.index("### 0.19.6")
+    assert "| c | **not proved** (applied) | 2 passed | 2 passed | 2 passed |" in document
+    assert "| b | already fixed | 1 passed |  |  |" in document
+    with pytest.raises(ValueError, match="releases: begin"):
+        table.merged("# Page\n", section)
+
+
+def test_the_release_itself(programs: Any, tmp_path: Path) -> None:
+    source = ROOT / "build" / "upstream" / "sources" / f"deepspeed-{RELEASE}"
+    if not source.is_dir():
+        pytest.skip(f"`make upstream-patches UPSTREAM={RELEASE}` gets the source of {RELEASE}")
+    files = {
+        file
+        for one in programs["catalogue"].FIXES
+        for file in made_up.FILES
+        if (source / file).is_file()
+    }
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / file, tmp_path / file)
+    outcomes = {
+        one.name: programs["fix"].apply(one, tmp_path).what for one in programs["catalogue"].FIXES
+    }
+    there = {name for name, what in outcomes.items() if what == programs["fix"].ALREADY}
+    assert there == {"fix2-hook-stream", "fix4-boundary-micro-batch"}
+    assert set(outcomes.values()) == {programs["fix"].ALREADY, programs["fix"].APPLIED}
+    for file in files:
+        compile((tmp_path / file).read_text(), file, "exec")
