@@ -48,6 +48,7 @@ class GatherResources:
         rows: Pool of what all-gathers fill.
         whole: Pool of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
+        num_updates: How often the optimizer has updated the shards.
     """
 
     def __init__(self, by_broadcast: bool = False, overlap: bool = True, owner: Any = None) -> None:
@@ -57,6 +58,7 @@ class GatherResources:
         self.rows = MemoryPool(self.context.has_streams)
         self.whole = MemoryPool(self.context.has_streams)
         self.shards_updated: Any = None
+        self.num_updates = 0
 
     def mark_updated(self) -> None:
         """Shards were written by what has been issued on the current stream."""
@@ -135,6 +137,7 @@ class GatherUnit:
         self._memory: PoolBuffer | None = None
         self._own_memory: PoolBuffer | None = None  # of what persists
         self._readers: set[Stream] = set()
+        self._update = 0  # how many there were when its gather began
         resources.mark_updated()
         if takes_shards:
             self.use_shard(self.shard)
@@ -210,15 +213,25 @@ class GatherUnit:
                 self._gathered = get_accelerator().Event()
                 self._gathered.record(shared.context.reduction_stream)
         self._rows = rows
+        self._update = shared.num_updates
         for record in self.records:
             if record.status is ZeroParamStatus.NOT_AVAILABLE:
                 record.status = ZeroParamStatus.INFLIGHT
 
     def fetch(self) -> None:
-        """Have the parameters whole for what is issued from now on on the current stream."""
+        """Have the parameters whole for what is issued from now on on the current stream.
+
+        Raises:
+            RuntimeError: What is whole is older than the shards.
+        """
         if self._memory is None:
             self.start()
             self._finish()
+        if self._update != self.resources.num_updates:
+            raise RuntimeError(
+                f"unit {self.name} was gathered before update {self.resources.num_updates} of the "
+                f"shards, after update {self._update}: nothing may be gathered over a step"
+            )
         if self.resources.context.has_streams:
             stream = get_accelerator().current_stream()
             if stream not in self._readers:

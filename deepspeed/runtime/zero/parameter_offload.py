@@ -333,6 +333,20 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.drop_ahead(unit)
         self.resources.mark_updated()
 
+    def refuse_holders(self) -> None:
+        """An optimizer is about to update the shards.
+
+        Raises:
+            RuntimeError: Somebody has parameters whole, which would keep their old values.
+        """
+        held = [unit.name for unit in self.units if unit.holds > 0 or unit.num_read_apart]
+        if held:
+            raise RuntimeError(
+                f"parameters of {', '.join(held[:4])} are whole in a running forward, by "
+                "GatheredParameters or by all_gather(), and would keep their old values: leave it "
+                "before step()"
+            )
+
     def before_update(self) -> None:
         """Shards are about to change."""
         self.param_coordinator.release_all()
@@ -340,6 +354,7 @@ class DeepSpeedZeRoOffload:
 
     def after_update(self) -> None:
         """Shards have changed: gather what persists."""
+        self.resources.num_updates += 1
         self.resources.mark_updated()
         self.gather_persistent()
 

@@ -34,6 +34,7 @@ from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.optimizers.state_layout import StateLayout
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
@@ -313,6 +314,11 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
 
     # Update
 
+    def _update(self, scaling: GradientScaling) -> None:
+        """See base class; not while somebody would keep the old values."""
+        self.parameter_offload.refuse_holders()
+        super()._update(scaling)
+
     def _publish(self, delivered: bool) -> None:
         """See base class: into the shards."""
         self.parameter_offload.before_update()
@@ -347,6 +353,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         own = record.own_part(value)
         record.shard[: own.numel()].copy_(own)
         self._follow_shard(param)
+        self.parameter_offload.shard_changed(param)
 
     def _follow_shard(self, param: nn.Parameter) -> torch.Tensor:
         """The group's shard <- that of the unit, which was edited; returns the group's cut."""
@@ -354,7 +361,6 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         group = self.groups[link.group]
         cut = group.cut_of(link.param_index, group.flat)
         cut.copy_(_record(param).shard)
-        self.parameter_offload.shard_changed(param)
         return cut
 
     @torch.no_grad()
@@ -364,8 +370,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             link = param._hp_mapping
             group = self.groups[link.group]
             group.cut_of(link.param_index, group.master).copy_(self._follow_shard(param))
-        else:
-            self.parameter_offload.shard_changed(param)
+        # After the master, which in fp32 is the memory that gathers read.
+        self.parameter_offload.shard_changed(param)
 
     # State
 
