@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.zero_parameter import (
     ShardRecord,
@@ -29,6 +30,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     install_reads,
     is_zero_param,
     ordinary_copies,
+    only_group,
     show,
 )
 
@@ -145,11 +147,13 @@ install_reads(_Reads())
 
 
 class GatheredParameters:
-    """Whole parameters inside a `with` block. All ranks enter it with the same parameters.
+    """Whole parameters inside a `with` block. All ranks enter it with the same parameters, and none
+    of them if one has none.
 
     Args:
         params: A parameter, several, or anything that can be iterated; what is no parameter of
-            stage 3 is left alone, and duplicates count once.
+            stage 3 is left alone, and duplicates count once. A block that was given other tensors
+            only does nothing, so one rank may enter it alone.
         modifier_rank: Global rank whose changes become everybody's; None: nobody may change them.
         fwd_module: Module whose forward the block belongs to. It needs no registration here.
         enabled: False: the block does nothing.
@@ -167,16 +171,21 @@ class GatheredParameters:
     ) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params) if enabled else []
         self.params = _zero_params(given) if enabled else []
+        self._is_empty = enabled and not given
         self.src_rank = modifier_rank
         self._versions: list[int] = []
         self._written: list[nn.Parameter] = []
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
-            self._agree()
+            self._agree(_record(self.params[0]).group)
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
             ordinary_copies.begin()
+        elif self._is_empty:
+            group = only_group()
+            if group is not None:  # otherwise nobody knows whom this rank would keep waiting
+                self._agree(group)
         return self
 
     def __exit__(
@@ -196,21 +205,23 @@ class GatheredParameters:
         finally:
             let_go(self.params)
 
-    def _agree(self) -> None:
+    def _agree(self, group: dist.Group) -> None:
         """Ranks with other parameters would gather shards of different ones, or wait for ever."""
-        group = _record(self.params[0]).group
         if dist.get_world_size(group=group) == 1:
             return
         own = hash(tuple(_record(param).id for param in self.params)) % (1 << 62)
-        agreed = torch.tensor([own, -own], device=_record(self.params[0]).shard.device)
+        agreed = torch.tensor([own, -own], device=get_accelerator().current_device_name())
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         most, least = agreed.tolist()
-        if most != -least:
-            names = ", ".join(_record(param).label for param in self.params[:4])
-            raise RuntimeError(
-                f"GatheredParameters: ranks entered with different parameters; rank "
-                f"{dist.get_rank()} with {len(self.params)}: {names}"
-            )
+        if most == -least:
+            return
+        names = ", ".join(_record(param).label for param in self.params[:4]) or "none"
+        more = f" and {len(self.params) - 4} more" if len(self.params) > 4 else ""
+        told: list[Any] = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(told, f"rank {dist.get_rank()}: {names}{more}", group=group)
+        raise RuntimeError(
+            "GatheredParameters: ranks entered with different parameters; " + "; ".join(told)
+        )
 
     def _refuse_lost_edits(self) -> None:
         edited = [

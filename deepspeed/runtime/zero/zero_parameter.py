@@ -66,6 +66,25 @@ class ReadsByHand(Protocol):
 
 
 _installed: list[ReadsByHand] = []
+# The groups that parameters were cut for since the process group was made, and what tells that.
+_groups: dict[dist.Group, None] = {}
+_world: list[Any] = []
+
+
+def _note_group(group: dist.Group) -> None:
+    world = dist.get_world_group()
+    if not _world or _world[0] is not world:
+        _world[:] = [world]
+        _groups.clear()
+    _groups[group] = None
+
+
+def only_group() -> dist.Group:
+    """The ranks that share every parameter which was ever cut; None if nothing was, or there are
+    several groups. The same on all of them: it depends on collectives alone.
+    """
+    is_current = _world and dist.is_initialized() and _world[0] is dist.get_world_group()
+    return next(iter(_groups)) if is_current and len(_groups) == 1 else None
 
 
 def install_reads(reads: ReadsByHand) -> None:
@@ -399,6 +418,7 @@ def _cut(
     pin: bool,
 ) -> None:
     world, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    _note_group(group)
     table = ParameterCutTable.cut(tuple(param.numel() for param in params), world)
     rows = torch.empty(table.padded_numel, dtype=dtype, device=device)
     if rank == 0:

@@ -191,13 +191,14 @@ class TestInterface(DistributedTest):
                     edit()
         engine.destroy()
 
-    def test_ranks_with_different_parameters(self) -> None:
-        # Kills: a hang, or shards of two parameters put together.
-        model = built()
-        own = model.net.blocks[dist.get_rank()].up.weight
-        with pytest.raises(RuntimeError, match="different parameters"):
-            with GatheredParameters(own):
-                pass
+    def test_a_step_while_somebody_reads(self) -> None:
+        # Kills: values of before the step that a forward inside the block goes on with.
+        model = make_net()
+        engine = engine_of(model, config_of(3, 1, stage3_param_persistence_threshold=10))
+        with GatheredParameters(model.blocks[1].up.weight):
+            with pytest.raises(RuntimeError, match=r"blocks\.1 are whole .* before step\(\)"):
+                train(engine, 1, accumulation=1)
+        engine.destroy()
 
     def test_no_edit_is_lost(self) -> None:
         # Kills: memory that is let go before the broadcast has arrived.
@@ -211,3 +212,39 @@ class TestInterface(DistributedTest):
             with GatheredParameters(params):
                 for number, param in enumerate(params):
                     assert param.unique().tolist() == [float(16 * turn + number)]
+
+
+class TestDisagreement(DistributedTest):
+    """Ranks that enter with different parameters: all raise, and can go on."""
+
+    world_size = [2, 3]
+
+    def test_on_all_ranks(self) -> None:
+        # Kills: a rank without parameters that goes by while the others wait for ever, shards of
+        # two parameters put together, a message that does not say who has what.
+        model, rank = built(), dist.get_rank()
+        first = model.net.blocks[0].up.weight
+        params = [*model.net.parameters()]
+        entered: tuple[Any, ...] = (
+            model.net.blocks[rank % 2].up.weight,
+            [] if rank == 1 else first,
+            [] if rank == 0 else [first],
+            (param for param in params[: 3 + rank]),
+        )
+        for given in entered:
+            with pytest.raises(RuntimeError, match=r"different parameters; rank 0: .*; rank 1: "):
+                with GatheredParameters(given):
+                    raise AssertionError("the block ran")
+            assert all(param.numel() == 0 for param in params)
+        with GatheredParameters([]), GatheredParameters(first):
+            assert first.numel()
+
+    def test_who_may_enter_alone(self) -> None:
+        # Kills: one rank that waits for others in a block that has nothing to do with stage 3.
+        model = built()
+        if dist.get_rank() == 0:
+            with GatheredParameters([torch.ones(1)]), GatheredParameters([], enabled=False):
+                pass
+        for param in [*model.parameters()]:
+            with GatheredParameters(param):
+                pass
