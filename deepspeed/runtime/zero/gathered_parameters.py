@@ -29,8 +29,8 @@ from deepspeed.runtime.zero.zero_parameter import (
     hide,
     install_reads,
     is_zero_param,
-    ordinary_copies,
     only_group,
+    ordinary_copies,
     show,
 )
 

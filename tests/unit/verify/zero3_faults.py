@@ -4,12 +4,16 @@ own.
 
 from __future__ import annotations
 
+from unit.mutation.table import READINESS, ZERO
 from unit.verify.mutation_form import Mutation
 
 UNIT = "deepspeed/runtime/zero/gather_unit.py"
 POOL = "deepspeed/runtime/zero/memory_pool.py"
 OFFLOAD = "deepspeed/runtime/zero/parameter_offload.py"
 ROWS = "deepspeed/runtime/sharding/cut_rows.py"
+COORDINATOR = "deepspeed/runtime/zero/partitioned_param_coordinator.py"
+STAGE3 = "deepspeed/runtime/zero/stage3.py"
+BY_HAND = "deepspeed/runtime/zero/gathered_parameters.py"
 
 RACE = r"never waits for"
 OFF = r"stage 3: "
@@ -90,5 +94,134 @@ ZERO3 = (
         ),
         "oracle: stage 3",
         OFF,
+    ),
+    Mutation(
+        "a second stream does not wait for the copy-out",
+        UNIT,
+        (("                stream.wait_event(self._copied)\n", ""),),
+        "streams: stage 3",
+        RACE + r"(.|\n)*_finish(.|\n)*forward",
+    ),
+    Mutation(
+        "whole memory goes back without its readers",
+        UNIT,
+        (("give_back(self._memory, self._readers)", "give_back(self._memory)"),),
+        "streams: stage 3",
+        RACE + r"(.|\n)*forward(.|\n)*copy_out",
+    ),
+    Mutation(
+        "rows go back without their readers",
+        UNIT,
+        (("(rows, () if current is None else (current,))", "(rows)"),),
+        "streams: stage 3",
+        RACE + r"(.|\n)*copy_out(.|\n)*in start",
+    ),
+    Mutation(
+        "what is gathered stays over a step",
+        OFFLOAD,
+        (
+            (
+                'are about to change."""\n        self.param_coordinator.release_all()\n',
+                'are about to change."""\n',
+            ),
+        ),
+        "oracle: stage 3, kept",
+        OFF + r"unit \S+ was gathered before update 1",
+    ),
+    Mutation(
+        "copied shards do not follow an update",
+        STAGE3,
+        (
+            (
+                "        if self._copied:\n            torch._foreach_copy_",
+                "        if False:\n            torch._foreach_copy_",
+            ),
+        ),
+        "oracle: stage 3",
+        OFF + r"after step 0 are off: .*blocks\.0\.up\.weight",
+    ),
+    Mutation(
+        "a hold is dropped early",
+        COORDINATOR,
+        (("if unit.holds or unit.is_kept_for_backward", "if unit.is_kept_for_backward"),),
+        "oracle: stage 3",
+        OFF + r".*gate\.weight is sharded",
+    ),
+    Mutation(
+        "what was gathered ahead has an edited parameter's old value",
+        COORDINATOR,
+        (("        if unit in self._ahead:\n            self._release(unit)\n", "        pass\n"),),
+        "oracle: stage 3",
+        OFF + r"after step \d are off: evaluation",
+    ),
+    Mutation(
+        "an edit is shown and not kept",
+        BY_HAND,
+        (
+            (
+                "            param.data.copy_(piece.view(param.shape))\n            _keep(param)\n",
+                "            param.data.copy_(piece.view(param.shape))\n",
+            ),
+        ),
+        "oracle: stage 3",
+        OFF + r"after step \d are off: blocks\.0\.up\.weight",
+    ),
+    Mutation(
+        "an edit does not reach the masters",
+        BY_HAND,
+        (("            record.on_edit(param)\n", "            pass\n"),),
+        "oracle: stage 3",
+        OFF + r"after step \d are off: blocks\.",
+    ),
+    Mutation(
+        "shards are put together in another order of ranks",
+        ROWS,
+        (
+            (
+                "matrix = rows.view(self._num_shards, -1)",
+                "matrix = rows.view(self._num_shards, -1).flip(0)",
+            ),
+        ),
+        "oracle: stage 3",
+        OFF + r".*(inlet|blocks)",
+    ),
+    Mutation(
+        "padding is not zero",
+        ROWS,
+        (("zeros = list(self._padding)", "zeros: list[torch.Tensor] = []"),),
+        "oracle: stage 3 on the device",
+        OFF + r"after step 0 are off: .*padding of ",
+    ),
+    Mutation(
+        "the norm is that of one shard",
+        ZERO,
+        (
+            (
+                "        if self.norm_group is not None:\n            dist.all_reduce(squares",
+                "        if False:\n            dist.all_reduce(squares",
+            ),
+        ),
+        "oracle: stage 3",
+        OFF + r"after step 0 are off: norm by [^,]*$",
+    ),
+    Mutation(
+        "a unit is reduced before its last gradient",
+        READINESS,
+        (("self._missing[self._next] == 0:", "self._missing[self._next] <= 1:"),),
+        "ledger: stage 3",
+        r"(?i)late",
+    ),
+    Mutation(
+        "an edited shard is gathered while it is written",
+        STAGE3,
+        (
+            (
+                "        # After the master, which in fp32 is the memory that gathers read.\n"
+                "        self.parameter_offload.shard_changed(param)\n",
+                "",
+            ),
+        ),
+        "streams: stage 3, some persist",
+        RACE + r"(.|\n)*_on_edit(.|\n)*in start",
     ),
 )

@@ -1,51 +1,269 @@
 """Short trainings at stage 3 with one guard switched on, by name; see `scenarios`, which lists them
 with its own.
 
-The model has many units, so that memory goes from one to another.
+The model has many small units of one size, so that memory goes from each to the next but one, and
+does what users do: two streams, a parameter read outside its own module and held over that module's
+run, frozen parameters and two optimizer groups in one unit, two forwards for a backward, a forward
+whose backward never comes between backward and step, an evaluation that changes a weight, weights
+that a script edits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-STEPS = 4
+STEPS = 3
+WIDTH = 5
+LR = 0.2
+DECAY = 0.1
+EDITED = "blocks.0.up.weight"
+SHRUNK = "blocks.3.up.weight"
+CLOSE = 1e-5
+Tensors = dict[str, torch.Tensor]
 
 
-def _trained(zero: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters after training; at stage 3 what is gathered is checked on the way too."""
+class Block(nn.Module):
+    """Odd sizes, so that cuts end in padding; its bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, WIDTH]` -> the same."""
+        result: torch.Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return result
+
+
+class Forked(nn.Module):
+    """Two branches, each on a stream of its own where there are streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.outlet = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.shrinks = False  # whether an evaluation changes a weight that it uses later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, WIDTH]` -> the loss of each row."""
+        x = self.inlet(x)
+        # One reader of `x` there: gradients of several streams are not summed as on a device.
+        copied = x.clone()
+        beside, wait_for_main, wait_for_side = _fork()
+        wait_for_main()
+        weight = self.gate.weight  # gathered after the side stream has waited
+        with beside():
+            left = self.blocks[0](copied).tanh() + self.gate(copied)
+        right = x
+        for block in self.blocks[1:]:
+            right = block(right)
+            if self.shrinks and block is self.blocks[2]:
+                self._shrink()
+        wait_for_side()
+        with torch.no_grad():
+            shift = x @ weight
+        out: torch.Tensor = self.outlet(left * right) + shift
+        wait_for_main()  # what the side stream has made goes back to it
+        return out.square().mean(1)
+
+    def _shrink(self) -> None:
+        """The last block's weight, as codebooks are updated: it may have been gathered ahead."""
+        import deepspeed
+
+        weight = dict(self.named_parameters())[SHRUNK]  # reading the attribute would gather it
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            weight.data.mul_(0.5)
+
+
+_sides: dict[Any, Any] = {}
+
+
+def _fork() -> tuple[Callable[[], AbstractContextManager[Any]], Callable[[], None], Any]:
+    """A context on a side stream, and the two waits; nothing where there are no streams."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.current_stream() is None:
+        return nullcontext, lambda: None, lambda: None
+    main = accelerator.current_stream()
+    side = _sides.setdefault(accelerator, accelerator.Stream())
+    return (
+        lambda: accelerator.stream(side),
+        lambda: side.wait_stream(main),
+        lambda: main.wait_stream(side),
+    )
+
+
+def make_model() -> Forked:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Forked()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """With and without weight decay, as transformers does: both in every unit."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in trained if param.dim() > 1], "weight_decay": DECAY},
+        {"params": [param for param in trained if param.dim() == 1]},
+    ]
+
+
+def batch(index: int, rank: int) -> torch.Tensor:
+    """`[4, WIDTH]`: other data on each rank."""
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def loss_of(model: Any, index: int, rank: int) -> torch.Tensor:
+    """Of two forwards."""
+    first, second = (model(batch(2 * index + half, rank)).mean() for half in range(2))
+    return first + 2 * second
+
+
+def edit(step: int, value: torch.Tensor) -> None:
+    """What a script does to a weight."""
+    value.mul_(1.25 + 0.25 * step)
+
+
+def evaluation(model: Any, forked: Forked) -> torch.Tensor:
+    """What the model says while it changes a weight."""
+    forked.shrinks = True
+    with torch.no_grad():
+        losses: torch.Tensor = model(batch(0, 0))
+    forked.shrinks = False
+    return losses.clone()
+
+
+def reference(world: int) -> Iterator[Tensors]:
+    """One process that sees the batches of all ranks, after each step; see `trained`."""
+    model = make_model()
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(groups_of(model), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (loss_of(model, step, rank) / world).backward()
+        model.unused.grad = torch.zeros_like(model.unused)
+        grads = [param.grad for param in params.values() if param.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        optimizer.step()
+        with torch.no_grad():
+            edit(step, params[EDITED])
+        shown = {name: param.detach().clone() for name, param in params.items()}
+        padding = {f"padding of {name}": torch.zeros(()) for name in params}
+        losses = evaluation(model, model)
+        yield {**shown, **padding, "evaluation": losses, "norm": norm}
+
+
+def trained(steps: int, zero: dict[str, Any], verify: dict[str, Any]) -> Iterator[Tensors]:
+    """After each step at stage 3: the norm, parameters as scripts see them, whether there is
+    anything in the padding of shards, and what an evaluation says.
+    """
     import deepspeed
-    from unit.v1.zero.stage3_models import trained
+    from deepspeed import comm as dist
 
-    deepspeed.init_distributed(dist_backend="gloo")
-    return trained(3, steps=STEPS, **zero)
+    model = make_model()
+    optimizer = torch.optim.SGD(groups_of(model), lr=LR)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, **zero},
+        "verify": verify,
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    params: dict[str, Any] = dict(model.named_parameters())
+    for step in range(steps):
+        engine.backward(loss_of(engine, step, dist.get_rank()))
+        engine(batch(0, 0))
+        engine.step()
+        norm = torch.as_tensor(engine.get_global_grad_norm())
+        with deepspeed.zero.GatheredParameters(params[EDITED], modifier_rank=1):
+            if dist.get_rank() == 1:
+                edit(step, params[EDITED].data)
+        with deepspeed.zero.GatheredParameters(params.values()):
+            shown = {name: param.detach().clone() for name, param in params.items()}
+        padding = {f"padding of {name}": _padding_of(param) for name, param in params.items()}
+        losses = evaluation(engine.eval(), model)
+        engine.train()
+        yield {**shown, **padding, "evaluation": losses, "norm": norm}
+    engine.destroy()
+
+
+def _padding_of(param: Any) -> torch.Tensor:
+    from deepspeed import comm as dist
+
+    cut = param.ds_tensor.numel()
+    own = min(max(param.ds_numel - dist.get_rank() * cut, 0), cut)
+    return torch.as_tensor(param.ds_tensor[own:].abs().sum())
 
 
 def checker(zero: dict[str, Any]) -> list[str]:
     """What the stream checker finds on the simulated device."""
+    import deepspeed
     from deepspeed.accelerator.sim_accelerator import simulate
     from deepspeed.verify import check_streams
 
     with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
-        _trained(zero)
+        deepspeed.init_distributed(dist_backend="gloo")
+        try:
+            for _ in trained(2, zero, {}):
+                pass
+        except RuntimeError:
+            if not found.findings:  # otherwise it is what a race leads to
+                raise
     return [str(finding) for finding in found.findings]
 
 
-def oracle(zero: dict[str, Any]) -> list[str]:
-    """How parameters differ from those of one process, or what was raised."""
+def oracle(zero: dict[str, Any], on_device: bool = False) -> list[str]:
+    """Which parameters differ from those of one process, and after which step; or what was
+    raised.
+    """
     import deepspeed
-    from unit.v1.zero.stage3_models import distance, reference
+    from deepspeed.accelerator.sim_accelerator import simulate
+
+    wanted = list(reference(int(os.environ["WORLD_SIZE"])))
+    with simulate(seed=0, backward_streams=2) if on_device else nullcontext():
+        deepspeed.init_distributed(dist_backend="gloo")
+        try:
+            steps = enumerate(zip(trained(STEPS, zero, {}), wanted, strict=True))
+            for step, (found, right) in steps:
+                off = [
+                    f"{name} by {float((found[name] - right[name]).abs().max()):.2g}"
+                    for name in right
+                    if not torch.allclose(found[name], right[name], rtol=0.0, atol=CLOSE)
+                ]
+                if off:
+                    return [f"stage 3: after step {step} are off: {', '.join(off)}"]
+        except (RuntimeError, AssertionError) as error:
+            return [f"stage 3: {error}"]
+    return []
+
+
+def guarded(check: str, zero: dict[str, Any]) -> list[str]:
+    """What a check of the configuration raises."""
+    import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    wanted = reference()
     try:
-        off = distance(_trained(zero), wanted)
-    except (RuntimeError, AssertionError) as error:
-        return [f"stage 3: {error}"]
-    return [] if off < 1e-5 else [f"stage 3: parameters are off by {off:.2e}"]
+        for _ in trained(STEPS, zero, {check: True}):
+            pass
+    except RuntimeError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
 
 
 _SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
@@ -53,10 +271,13 @@ _BOUNDED = {**_SHARDED, "stage3_max_reuse_distance": 0}
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 3": partial(checker, _BOUNDED),
+    "streams: stage 3, kept": partial(checker, _SHARDED),
     "streams: stage 3, some persist": partial(
         checker, {"stage3_param_persistence_threshold": 20, "overlap_comm": False}
     ),
     "oracle: stage 3": partial(oracle, _BOUNDED),
     "oracle: stage 3, kept": partial(oracle, _SHARDED),
     "oracle: stage 3, all persist": partial(oracle, {}),
+    "oracle: stage 3 on the device": partial(oracle, _BOUNDED, True),
+    "ledger: stage 3": partial(guarded, "ledger", _BOUNDED),
 }
