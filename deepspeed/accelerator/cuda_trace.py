@@ -347,7 +347,9 @@ class _Operators(TorchDispatchMode):
         self._trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._trace.run(func, args, kwargs or {})
+        # Below a dispatcher no tensor's class hears of a function any more.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._trace.run(func, args, kwargs or {})
 
 
 _active: list[CudaTrace] = []

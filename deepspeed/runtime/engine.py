@@ -231,6 +231,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             num_norm_groups=self.model_ranks.agree_on_num_groups(self.basic_optimizer, self.device),
             model_dtype=self.model_dtype,
             device=self.device,
+            model=self.module,
             backward_started=self._on_parameter_gradient,
             comm_dtype_of=comm_dtype_lookup(self.module, self._config),
             parameter_offload=self.parameter_offload,

@@ -75,6 +75,7 @@ class WrapContext:
         device: Device of the model.
         backward_started: Tells the engine that a backward began which nobody announced.
         comm_dtype_of: Per-parameter communication dtype.
+        model: The modules that run.
         parameter_offload: Gathers the model's parameters (stage 3).
     """
 
@@ -85,6 +86,7 @@ class WrapContext:
     num_norm_groups: int
     model_dtype: torch.dtype
     device: torch.device
+    model: nn.Module
     backward_started: Callable[[], None]
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
     parameter_offload: DeepSpeedZeRoOffload | None = None
@@ -279,6 +281,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     _check_accumulation(stage, model_dtype, accumulation)
     if stage > 0:
         _check_shardable(basic, context.config)
+    if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
+            "parameters after a step; use stage 1 or 2, or false"
+        )
     if (
         stage < 2
         and accumulation is not None
@@ -400,6 +407,7 @@ def _sharded(context: WrapContext) -> dict[str, Any]:
         "round_robin": zero.round_robin_gradients,
         "allgather_bucket_size": zero.allgather_bucket_size,
         "allgather_partitions": zero.allgather_partitions,
+        "gather_beside": context.model if zero.overlap_param_gather else None,
         "reduce_bucket_size": zero.reduce_bucket_size,
         "communication_data_type": context.config.communication_data_type,
         "elastic_checkpoint": zero.elastic_checkpoint,

@@ -182,7 +182,11 @@ class Operators(TorchDispatchMode):
         self.in_forked_child = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Below a dispatcher no tensor's class hears of a function any more.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if types and any(
             t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types
         ):

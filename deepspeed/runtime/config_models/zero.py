@@ -145,6 +145,11 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     overlap_comm: Bool | None = option(
         None, "Overlap reduction with backward; null: only at stage 3."
     )
+    overlap_param_gather: Bool = option(
+        False,
+        "Gather updated parameters beside the next forward, on devices (stages 1, 2); for scripts "
+        "that keep no tensors which share memory with parameters.",
+    )
     load_from_fp32_weights: Bool = option(
         True, "On loading, take master weights from the checkpoint, not the model."
     )

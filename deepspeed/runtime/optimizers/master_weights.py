@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.scope import GradientPiece
@@ -24,6 +25,7 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
+from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -93,6 +95,9 @@ class MasterWeightOptimizer(StepSequence):
         offload: Offload settings of the optimizer state, if on.
         round_robin: Deal parameters to shards in turn.
         per_param: Give the optimizer one tensor per parameter.
+        gather_beside: Gather updated parameters while the next forward of this model runs, whose
+            modules then wait for their own; None: before anything else. Where the device has no
+            streams, there is nothing to run beside.
         sequence: See `StepSequence`.
 
     Raises:
@@ -120,6 +125,7 @@ class MasterWeightOptimizer(StepSequence):
         per_param: bool = False,
         allgather_bucket_size: int = 500_000_000,
         allgather_partitions: bool = True,
+        gather_beside: nn.Module | None = None,
         **sequence: Any,
     ) -> None:
         super().__init__(init_optimizer, **sequence)
@@ -134,6 +140,9 @@ class MasterWeightOptimizer(StepSequence):
         self._round_robin = round_robin
         self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
         self._made_publishers: list[Publisher] = []
+        self._arrivals: ParameterArrivals | None = None
+        if gather_beside is not None and not get_accelerator().resolves_data_dependency():
+            self._arrivals = ParameterArrivals(gather_beside)
         registration = {param: position for position, param in enumerate(self.param_names)}
         self.groups: list[ShardedGroup] = []
         self.registration: list[list[int]] = []
@@ -300,6 +309,7 @@ class MasterWeightOptimizer(StepSequence):
 
     @torch.no_grad()
     def _update(self, scaling: GradientScaling) -> None:
+        self._settle_parameters()
         if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
@@ -321,6 +331,7 @@ class MasterWeightOptimizer(StepSequence):
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Model-precision parameters <- masters, on every rank."""
+        self._settle_parameters()
         self._publish(delivered=False)
 
     def _publish(self, delivered: bool) -> None:
@@ -330,13 +341,23 @@ class MasterWeightOptimizer(StepSequence):
             publisher.publish()
         for publisher in publishers:
             publisher.finish()
+        if self._arrivals is not None:
+            self._arrivals.hand_over()
+
+    def _settle_parameters(self) -> None:
+        """Let the current stream wait for all parameters, which are about to be written, or read
+        without their hearing of it.
+        """
+        if self._arrivals is not None:
+            self._arrivals.settle()
 
     def _publishers(self) -> list[Publisher]:
         """Of each group; made late, when the groups have their final buffers."""
         if len(self._made_publishers) != len(self.groups):
             by_broadcast = not self.allgather_partitions
             self._made_publishers = [
-                Publisher(group, self.allgather_bucket_size, by_broadcast) for group in self.groups
+                Publisher(group, self.allgather_bucket_size, by_broadcast, self._arrivals)
+                for group in self.groups
             ]
         return self._made_publishers
 
@@ -497,11 +518,14 @@ class MasterWeightOptimizer(StepSequence):
 
     def refresh_fp32_params(self) -> None:
         """See base class."""
+        self._settle_parameters()
         for group in self.groups:
             group.refresh_master()
 
     def destroy(self) -> None:
         """See base class; parameters keep their values in storage of their own."""
+        if self._arrivals is not None:
+            self._arrivals.destroy()
         for group in self.groups:
             for param in group.params:
                 if hasattr(param, "_hp_mapping"):

@@ -3,15 +3,17 @@ device, gathered from its owners.
 
 Section by section of the group's layout (`fragments`): a section is one range of the flat buffer,
 gathered in place by one collective. On the host piece by piece, so that while one piece is updated
-the pieces before it are on their way. Owns the order and size of pieces, which depend on the
-group's layout alone: all ranks of a group gather the same pieces in the same order. Does not own
-the update.
+the pieces before it are on their way; what a device has updated is rounded a section at a time.
+Owns the order and size of pieces, which depend on the group's layout alone: all ranks of a group
+gather the same pieces in the same order. Does not own the update, nor who waits for gathers that
+run beside the next forward (`parameter_arrivals`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
 from deepspeed.runtime.sharding.fragments import NumEl, Section
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.streams import StagingBuffers
+from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
+from deepspeed.runtime.streams import StagingBuffers, runs_ahead
 
 # Elements updated at a time: so many that what a piece costs by itself is small, so few that little
 # is left to be sent when the last one is updated.
@@ -46,11 +49,21 @@ class Publisher:
         allgather_bucket_size: Most elements that one gather by pieces fills on a rank. A section
             that is gathered in place needs no memory, and is not cut.
         by_broadcast: One broadcast per owner instead of an all-gather.
+        arrivals: Leave gathers to it; None: `finish` waits for them.
     """
 
-    def __init__(self, group: ShardedGroup, allgather_bucket_size: int, by_broadcast: bool) -> None:
+    def __init__(
+        self,
+        group: ShardedGroup,
+        allgather_bucket_size: int,
+        by_broadcast: bool,
+        arrivals: ParameterArrivals | None = None,
+    ) -> None:
         self._group = group
         self._by_broadcast = by_broadcast
+        # Masters that are a part of what is gathered may be written before the next update, by a
+        # checkpoint that is loaded, say.
+        self._arrivals = None if group.aliased else arrivals
         self._on_host = get_accelerator().is_synchronized_device()
         self._pairwise = (
             group.num_shards > 1
@@ -134,21 +147,30 @@ class Publisher:
             first, last = gather.start - section.shard_start, gather.end - section.shard_start
             parts = whole.view(group.num_shards, section.part_numel)
             slices = [part[first:last] for part in parts]
-            pending = gather_slices(slices, group.process_group, async_op=True)
+            self._gathers.append(gather_slices(slices, group.process_group, async_op=True))
+            return
+        start = partial(
+            gather_from_owners, whole, group.process_group, self._by_broadcast, async_op=True
+        )
+        if self._arrivals is None:
+            self._gathers.append(start())
         else:
-            pending = gather_from_owners(
-                whole, group.process_group, self._by_broadcast, async_op=True
-            )
-        self._gathers.append(pending)
+            self._arrivals.begin(start, [group.params[index] for index in section.params])
 
     def publish(self) -> None:
         """All pieces, of masters that are final; `finish` completes it."""
-        for start, end in self.pieces():
+        # Pieces are for a host's caches and its buffers: on the device one kernel rounds a section.
+        whole = runs_ahead(self._group.master)
+        for start, end in self._sections() if whole else self.pieces():
             self.updated(start, end)
 
+    def _sections(self) -> Iterator[tuple[int, int]]:
+        for gather in self._planned.values():
+            yield gather.start, gather.end
+
     def finish(self) -> None:
-        """Wait for the gathers (on the current stream, for backends with streams), and until no
-        copy reads host memory any more.
+        """Wait for the gathers that nobody else waits for (on the current stream, for backends with
+        streams), and until no copy reads host memory any more.
 
         After it whoever likes may write to the masters: a checkpoint that is loaded, say.
         """

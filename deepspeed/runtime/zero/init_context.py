@@ -27,8 +27,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
-from deepspeed.runtime.zero.parameter_reads import watch_reads
 from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param, ordinary_copies
 
 

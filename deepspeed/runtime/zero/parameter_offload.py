@@ -4,7 +4,7 @@ there.
 Forward: hooks on the module of every unit. Backward: what autograd saves of gathered memory is not
 saved but noted as a place in it; unpacking the note gathers the unit again, whichever order
 backward takes. That memory can therefore be used for other units in between. Parameters that are
-read elsewhere in a running forward or backward are gathered by `parameter_reads`.
+read elsewhere in a running forward or backward are gathered by `sharding.parameter_reads`.
 
 [Note: when a unit goes in backward]
 The gradient of a module's inputs is complete when all of its nodes have run: autograd runs of the
@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deepspeed import comm as dist
+from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import PoolBuffer
-from deepspeed.runtime.zero.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     in_backward,

@@ -23,6 +23,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
 
 _ids = itertools.count()
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -256,12 +257,9 @@ class ZeroParameter(nn.Parameter):
         Raises:
             RuntimeError: If it is sharded.
         """
-        if id(self) not in memo:
-            if self._zero3.status is not ZeroParamStatus.AVAILABLE:
-                raise RuntimeError(_refusal(self._zero3, "deepcopy"))
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        if id(self) not in memo and self._zero3.status is not ZeroParamStatus.AVAILABLE:
+            raise RuntimeError(_refusal(self._zero3, "deepcopy"))
+        return plain_copy(self, memo)
 
 
 def _refusal(record: ShardRecord, what: str) -> str:
@@ -288,7 +286,8 @@ class ShardedParameter(ZeroParameter):
         """
         name = getattr(func, "__name__", str(func))
         if name not in _ALLOWED:
-            given = _flat([*args, *(kwargs or {}).values()])  # torch.nn.init passes by keyword
+            # torch.nn.init passes by keyword.
+            given = flat_values((*args, *(kwargs or {}).values()))
             found = (arg for arg in given if isinstance(arg, ShardedParameter))
             sharded = next(found, None)
             if sharded is not None and sharded._zero3.numel:
@@ -296,13 +295,15 @@ class ShardedParameter(ZeroParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def ds_was_read(self) -> None:
+        """A module's attribute is read: whoever runs modules may make it whole."""
+        if self._zero3.on_read is not None:
+            self._zero3.on_read(self)
 
-def _flat(args: Iterable[Any]) -> Iterable[Any]:
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            yield from _flat(arg)
-        else:
-            yield arg
+    def ds_was_listed(self) -> None:
+        """Parameters are gone over, which reads them where a constructor does it."""
+        if self._zero3.is_read_by_iteration:
+            self.ds_was_read()
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -25,6 +25,7 @@ from unit.mutation.table import (
     WAIT,
     ZERO,
 )
+from unit.verify.gather_faults import GATHERS
 from unit.verify.mutation_form import Mutation
 from unit.verify.pipe_faults import PIPELINE
 from unit.verify.zero3_faults import ZERO3
@@ -409,4 +410,4 @@ ORACLE = (
         r"weight is off",
     ),
 )
-MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE, *PIPELINE, *ZERO3)
+MUTATIONS = (*CHECKER, *LEDGER, *INTENT, *ORACLE, *PIPELINE, *ZERO3, *GATHERS)

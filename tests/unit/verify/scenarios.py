@@ -19,7 +19,7 @@ import torch
 
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
-from unit.verify import pipe_scenarios, zero3_scenarios
+from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios
 
 STEPS = 3
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
@@ -351,6 +351,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "oracle: stage 2 on the device": partial(
         oracle, config_of(stage=2, overlap_comm=True), "fp32", True
     ),
+    **gather_scenarios.SCENARIOS,
     **pipe_scenarios.SCENARIOS,
     **zero3_scenarios.SCENARIOS,
 }

@@ -1,0 +1,79 @@
+"""Modules whose parameters hear of being read.
+
+`module.weight` looks into `module._parameters`; with a `ParameterDict` there, a parameter of a
+class that has `ds_was_read` is told, and can be made whole or waited for before it is handed out.
+Iterating over parameters tells those whose class has `ds_was_listed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+class ParameterDict(dict[str, Any]):
+    """`_parameters` of a module."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The parameter, which has been told."""
+        param = super().__getitem__(name)
+        heard = getattr(type(param), "ds_was_read", None)
+        if heard is not None:
+            heard(param)
+        return param
+
+    def items(self) -> Any:
+        """As dict's; parameters are told that they are listed."""
+        self._list_all()
+        return super().items()
+
+    def values(self) -> Any:
+        """As dict's; parameters are told that they are listed."""
+        self._list_all()
+        return super().values()
+
+    def _list_all(self) -> None:
+        for param in super().values():
+            heard = getattr(type(param), "ds_was_listed", None)
+            if heard is not None:
+                heard(param)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled as the plain dictionary that it stands for."""
+        return dict, (dict(super().items()),)
+
+
+def watch_reads(module: nn.Module) -> None:
+    """Let reads of this module's own parameters be heard."""
+    if type(module._parameters) is not ParameterDict:
+        module.__dict__["_parameters"] = ParameterDict(module._parameters)
+
+
+def unwatch_reads(module: nn.Module) -> None:
+    """The end of `watch_reads`."""
+    if type(module._parameters) is ParameterDict:
+        module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+
+
+def flat_values(values: Iterable[Any]) -> Iterator[Any]:
+    """What `values`, and lists and tuples among them, hold: the arguments of an operator, say."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from flat_values(value)
+        else:
+            yield value
+
+
+def plain_copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A deep copy of a parameter of a class of ours: an ordinary one.
+
+    Args:
+        param: Whole.
+        memo: As `copy.deepcopy` has it.
+    """
+    if id(param) not in memo:
+        memo[id(param)] = nn.Parameter(param.data.clone(), param.requires_grad)
+    copied: nn.Parameter = memo[id(param)]
+    return copied

@@ -1,0 +1,127 @@
+"""Short trainings whose parameters are gathered beside the next forward, and are read in all the
+ways that are heard; see `scenarios`, which lists them with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 16
+LAYERS = 4
+ROWS = 2
+STEPS = 3
+
+
+class Unheard(nn.Module):
+    """A layer of an extension's kernel: what computes is handed the memory, and no function of
+    torch's sees the parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ weight
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), Unheard())
+
+
+def make_engine(dtype: str | None = None, offload: bool = False, **zero: Any) -> Any:
+    """One layer per bucket."""
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": WIDTH * WIDTH,
+            "overlap_param_gather": True,
+            **zero,
+        },
+    }
+    precision, _, accumulate_in = (dtype or "").partition("+")
+    if precision:
+        config[precision] = {"enabled": True}
+    if accumulate_in:
+        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return deepspeed.initialize(model=make_model(), config=config)[0]
+
+
+def train(engine: Any, steps: int = STEPS) -> None:
+    from deepspeed import comm as dist
+
+    for number in range(steps):
+        seed = 10 * number + dist.get_rank()
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        x = x.to(engine.device, engine.model_dtype)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+
+def in_modules(engine: Any) -> None:
+    """Read by nobody else."""
+
+
+def kept(engine: Any) -> None:
+    """A parameter that the script has kept, of the last layer."""
+    engine.kept.mul(2)
+
+
+def on_two_streams(engine: Any) -> None:
+    """By the current stream, and then by another that has not waited."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    current, side = accelerator.current_stream(), accelerator.Stream()
+    engine.kept.mul(2)
+    with accelerator.stream(side):
+        engine.kept.mul(2)
+    current.wait_stream(side)
+
+
+def checker(read: Callable[[Any], None], **settings: Any) -> list[str]:
+    """What the stream checker finds on the simulated device when parameters are read right after
+    each step.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator.sim_accelerator import simulate
+    from deepspeed.verify import check_streams
+
+    with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
+        deepspeed.init_distributed(dist_backend="gloo")
+        engine = make_engine(**settings)
+        engine.kept = list(engine.module.parameters())[-1]
+        for _ in range(STEPS):
+            train(engine, 1)
+            with torch.no_grad():
+                read(engine)
+        get_accelerator().synchronize()
+        engine.destroy()
+    return [str(finding) for finding in found.findings]
+
+
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "streams: gathered beside forward": partial(checker, in_modules),
+    "streams: gathered beside forward, bf16": partial(checker, in_modules, dtype="bf16", stage=1),
+    "streams: gathered beside forward, offload": partial(
+        checker, in_modules, dtype="bf16", offload=True
+    ),
+    "streams: gathered beside forward, read elsewhere": partial(checker, kept),
+    "streams: gathered beside forward, two streams": partial(checker, on_two_streams),
+}
