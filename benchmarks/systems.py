@@ -156,7 +156,7 @@ def _adamw(model: nn.Module, options: Iterable[str]) -> torch.optim.Optimizer:
 
 def build_fsdp2(work: Workload, variant: str) -> Step:
     """fully_shard: every block of the GPT and the rest, or all tiny layers as one; fp32 masters
-    under a bf16 policy. `-fused` as in `build_torch`.
+    under a bf16 policy. `-fused` as in `build_torch`; `-layers`: each tiny layer by itself.
     """
     # optional: only this system needs them
     from torch.distributed.device_mesh import init_device_mesh
@@ -166,10 +166,14 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
     mesh = init_device_mesh(work.device, (dist.get_world_size(),))
     narrow = work.dtype if work.dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
-    for block in model.blocks if isinstance(model, GPT) else ():
+    options = variant.split("-")
+    blocks: Any = model.blocks if isinstance(model, GPT) else ()
+    if isinstance(model, TinyLayers) and "layers" in options:
+        blocks = model.layers
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = _adamw(model, variant.split("-"))
+    optimizer = _adamw(model, options)
     batches = _inputs(work, dist.get_rank(), work.dtype)
 
     def step() -> None:
@@ -189,8 +193,8 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
 
 
 def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
-    """Configuration of `zero0`, `zero1`, `zero2`, `zero1-fp32acc` and their `-offload` and
-    `-overlap` forms.
+    """Configuration of `zero0` to `zero3`, `zero1-fp32acc` and their `-offload`, `-overlap` and
+    `-sharded` forms.
 
     Args:
         work: What is trained.
@@ -203,6 +207,8 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
         zero["offload_optimizer"] = {"device": "cpu"}
     if "overlap" in options:
         zero["overlap_comm"] = True
+    if "sharded" in options:
+        zero["stage3_param_persistence_threshold"] = 0
     params: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.01}
     if torch_adam or "torch" in options:
         params["torch_adam"] = True
@@ -274,7 +280,7 @@ def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
     name, *options = variant.split("-")
     if name in ("torch", "ddp") and {"fused", "autocast"}.issuperset(options):
         return build_torch(work, variant)
-    if name == "fsdp2" and {"fused"}.issuperset(options):
+    if name == "fsdp2" and {"fused", "layers"}.issuperset(options):
         return build_fsdp2(work, variant)
     if name.startswith("zero"):
         return build_deepspeed(work, variant, torch_adam)
@@ -284,7 +290,7 @@ def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
 def known_systems() -> Iterable[str]:
     """Names that `build_step` takes, without their options.
 
-    These are `-fused` and `-autocast` of torch's own, `-offload`, `-overlap` and `-torch` of the
-    zero ones.
+    These are `-fused` and `-autocast` of torch's own, `-layers` of FSDP2, `-offload`, `-overlap`
+    and `-torch` of the zero ones, and `-sharded` of stage 3: no small parameter stays whole.
     """
-    return ("torch", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero1-fp32acc")
+    return ("torch", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero1-fp32acc")

@@ -38,7 +38,7 @@ FUSED = "ddp-fused"
 LAYERS = {"gpt": 6, "tiny": 400}
 MICRO_BATCH = {"gpt": 4, "tiny": 8}
 SYSTEMS = {
-    "fp32": ("ddp", "ddp-fused", "fsdp2", "zero0", "zero1", "zero2"),
+    "fp32": ("ddp", "ddp-fused", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
     "bf16": (
         "ddp",
         "ddp-fused",
@@ -47,12 +47,13 @@ SYSTEMS = {
         "zero0",
         "zero1",
         "zero2",
+        "zero3",
         "zero1-fp32acc",
     ),
 }
 UPSTREAM_SYSTEMS = {
-    "fp32": ("zero0", "zero1", "zero2"),
-    "bf16": ("zero0", "zero1", "zero2", "zero1-fp32acc"),
+    "fp32": ("zero0", "zero1", "zero2", "zero3"),
+    "bf16": ("zero0", "zero1", "zero2", "zero3", "zero1-fp32acc"),
 }
 
 
