@@ -4,12 +4,13 @@ A rank makes the group it is in and no other. The functions that do so are colle
 all the same: every rank says how all ranks divide.
 
 [Note: names of groups made by their members]
-torch names a group that only its members make after its ranks and after how many groups this
-process is in. Members that are in different numbers of groups (the ends of a pipeline are in fewer
-than its middle; a script has made a group of some ranks) would meet under different names, for
-ever. So all ranks agree on a number first, the largest of any rank, in one reduction of one number,
-and who is in fewer groups makes groups of itself alone, which have no communicator and meet nobody.
-The number never falls, also if groups are destroyed, so no name is used twice.
+torch names a group that only its members make after its ranks and a number: older torch, how many
+groups this process is in; newer torch, how many it has made. Members for whom it differs (the ends
+of a pipeline are in fewer groups than its middle; a script has made a group of some ranks) would
+meet under different names, for ever. So all ranks agree on a number first, the largest of any rank,
+in one reduction of one number. Newer torch's number is then set. For older torch, who is in fewer
+groups makes groups of itself alone, which have no communicator and meet nobody. The number never
+falls, also if groups are destroyed, so no name is used twice.
 
 [Note: order of groups made by their members]
 Making a group ends when all its members make it. Divisions are made one after the other, the same
@@ -21,6 +22,7 @@ waits for one that waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ _c10d: Any = torch_dist.distributed_c10d
 
 
 class _Names:
-    """How many groups the ranks of a world were in at most, as far as they have agreed."""
+    """The largest number that the ranks of a world have agreed on."""
 
     world: ProcessGroup | None = None
     highest = 0
@@ -51,16 +53,31 @@ def members_make_groups() -> bool:
     return backend != "mpi" and getattr(get_world_group(), "bound_device_id", None) is None
 
 
+@cache
+def _names_count_what_was_made() -> bool:
+    """Whether this torch puts `group_count` into the names, and not how many groups there are."""
+    world = _c10d._world
+    count, name = world.group_count, _c10d._hash_ranks_to_str([0])
+    world.group_count = count + 1
+    changed: bool = _c10d._hash_ranks_to_str([0]) != name
+    world.group_count = count
+    return changed
+
+
 def _agree_on_names() -> None:
     """See [Note: names of groups made by their members]."""
     world = get_world_group()
     if _Names.world is not world:
         _Names.world, _Names.highest = world, 0
-    names = _c10d._world.pg_names
+    names, by_count = _c10d._world.pg_names, _names_count_what_was_made()
+    own = _c10d._world.group_count if by_count else len(names)
     device = get_accelerator().current_device_name()
-    agreed = torch.tensor([max(len(names), _Names.highest + 1)], device=device)
+    agreed = torch.tensor([max(own, _Names.highest + 1)], device=device)
     torch_dist.all_reduce(agreed, torch_dist.ReduceOp.MAX)
     _Names.highest = int(agreed.item())
+    if by_count:
+        _c10d._world.group_count = _Names.highest
+        return
     while len(names) < _Names.highest:
         new_group([get_rank()], by_members=True)
 
@@ -87,7 +104,11 @@ def make_own(rank_lists: Sequence[Sequence[int]], options: Any = None) -> Proces
         )
     _agree_on_names()
     own = next((ranks for ranks in rank_lists if rank in ranks), None)
-    return None if own is None else new_group(own, by_members=True, options=options)
+    group = None if own is None else new_group(own, by_members=True, options=options)
+    if _names_count_what_was_made():
+        # Also on ranks that are in none: groups that a script has all ranks make are named by it.
+        _c10d._world.group_count = _Names.highest + 1
+    return group
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
