@@ -186,6 +186,15 @@ class GatherUnit:
         whole: WholeViews = self._memory.views[self]
         return whole.params
 
+    def hand_out(self) -> list[torch.Tensor]:
+        """The whole parameters, whose memory lives as long as they do: the unit lets go of it. It
+        would keep itself alive by it otherwise, and the memory until the interpreter looks for
+        circles.
+        """
+        whole = self.whole_params
+        self._memory = None
+        return whole
+
     # Gathering
 
     @torch.inference_mode(False)  # memory and views are used for training later

@@ -73,7 +73,7 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
         unit = GatherUnit("read by hand", same, resources, takes_shards=False)
         unit.fetch()
         resources.let_go()
-        for param, whole in zip(same, unit.whole_params, strict=True):
+        for param, whole in zip(same, unit.hand_out(), strict=True):
             show(param, whole)
             if _record(param).unit is not None:
                 _record(param).unit.num_read_apart += 1

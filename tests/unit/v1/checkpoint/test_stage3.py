@@ -4,6 +4,7 @@ whole.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.verification import verify_checkpoint
 from deepspeed.runtime.checkpointing import sharded_weights
+from deepspeed.runtime.zero.gather_unit import GatherUnit
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest
@@ -155,7 +157,12 @@ class TestWhole(DistributedTest):
             seen.append(sum(param.numel() for param in params))
 
         monkeypatch.setattr(sharded_weights, "hold_whole", counting)
+        gc.collect()
+        gc.disable()  # memory must go by itself, and not when circles are looked for
         engine.save_16bit_model(str(tmp_path))
+        left = [one for one in gc.get_objects() if isinstance(one, GatherUnit)]
+        gc.enable()
+        assert not {one.name for one in left} & {"read by hand"}
         assert max(seen) <= most < sum(param.ds_numel for param in params)
         gathered = engine._zero3_consolidated_16bit_state_dict()
         assert (gathered is None) == (dist.get_rank() > 0)
