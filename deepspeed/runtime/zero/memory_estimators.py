@@ -20,6 +20,7 @@ from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_b
 from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT, in_memory
 from deepspeed.runtime.sharding.fragments import FragmentTable
+from deepspeed.runtime.streams import MAX_KEPT
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
 
 GB = 2**30
@@ -39,6 +40,7 @@ class _Settings:
     accumulates: bool
     on_host: bool
     num_ranks: int
+    offload: bool
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,15 @@ class ModelStates:
         return self.masters + self.grads + self.moments
 
     @property
-    def device(self) -> int:
-        """Peak on the device: the larger of construction and a step, over what is there all the
-        time.
-        """
+    def step(self) -> int:
+        """Peak of a step on the device, with what is there all the time."""
         resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
-        return max(
-            self.params + self.frozen + self.building,
-            resident + self.reduction,
-        )
+        return resident + self.reduction
+
+    @property
+    def device(self) -> int:
+        """Peak on the device: the larger of construction and a step."""
+        return max(self.params + self.frozen + self.building, self.step)
 
     @property
     def host(self) -> int:
@@ -137,7 +139,13 @@ def plan_model_states(
     table = in_memory(file_table, sections)
     plans = plan_buckets([table], [buckets], [0], [model_order])
     settings = _Settings(
-        stage, model_bytes, overlap_comm, gradient_accumulation_steps > 1, on_host, num_ranks
+        stage,
+        model_bytes,
+        overlap_comm,
+        gradient_accumulation_steps > 1,
+        on_host,
+        num_ranks,
+        offload,
     )
     # Model and masters in one precision on one device share their memory, if the shard is one piece
     # of the flat buffer.
@@ -183,12 +191,14 @@ class _Backward:
     def __init__(self, settings: _Settings) -> None:
         self._settings = settings
         self._in_flight: deque[BucketPlan] = deque()
+        # Pieces that are being copied to the host; see `gradients.sink.HostSink`.
+        self._leaving: deque[BucketPlan] = deque(maxlen=MAX_KEPT)
         self.live = 0
         self.peak = 0
 
     def note(self, extra: int = 0) -> None:
         """It is now that this many bytes more are needed."""
-        received = sum(map(self._received_bytes, self._in_flight))
+        received = sum(map(self._received_bytes, (*self._in_flight, *self._leaving)))
         self.peak = max(self.peak, self._settings.model_bytes * self.live + received + extra)
 
     def send(self, plan: BucketPlan) -> None:
@@ -210,6 +220,8 @@ class _Backward:
             widened = max((min(segment.numel, HOST_CHUNK) for segment in plan.segments), default=0)
             self.note(FP32_BYTES * widened * settings.num_ranks if converts else 0)
             self._in_flight.popleft()
+            if settings.offload and not settings.on_host:
+                self._leaving.append(plan)
 
     def _received_bytes(self, plan: BucketPlan) -> int:
         """What this rank's slice of a bucket is received into; see

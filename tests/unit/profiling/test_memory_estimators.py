@@ -138,10 +138,9 @@ def test_upstreams_functions(capsys: pytest.CaptureFixture[str]) -> None:
     offloaded_host, offloaded_device = zero.estimate_zero2_model_states_mem_needs(
         10**9, 8, 2, additional_buffer_factor=1.0
     )
-    assert (
-        offloaded_host == max(4 * 10**9, 16 * 10**9 // 16) * 8
-        and offloaded_device == device - 10**9
-    )
+    assert offloaded_host == max(4 * 10**9, 16 * 10**9 // 16) * 8
+    # The slice of the first bucket is still on its way to the host when the second is received.
+    assert offloaded_device == device - 10**9 + slices // 16
     zero.estimate_zero2_model_states_mem_needs_all_cold(10**9, 8, 2)
     out = capsys.readouterr().out
     assert (

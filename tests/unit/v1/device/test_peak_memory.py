@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm import stream_collectives
 from deepspeed.runtime.zero.memory_estimators import plan_model_states
 from deepspeed.runtime.zero.replicated_estimates import plan_whole_gradients
 from unit.common import DistributedTest
@@ -25,8 +26,14 @@ MOMENTS = {"AdamW": 2, "SGD": 0}
 BUCKETS = (3 * WIDTH * WIDTH, 10**9)
 
 
-def peak_of(precision: str, optimizer: str, accumulate_in: str | None = None, **zero: Any) -> int:
-    """Most bytes that three steps of two micro-batches hold on the device."""
+def peak_of(
+    precision: str,
+    optimizer: str,
+    accumulate_in: str | None = None,
+    micro_batches: int = 6,
+    **zero: Any,
+) -> int:
+    """Most bytes that steps of two micro-batches hold on the device."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -44,13 +51,71 @@ def peak_of(precision: str, optimizer: str, accumulate_in: str | None = None, **
         before = device.memory_allocated()
         engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=config)
         device.reset_peak_memory_stats()
-        for _ in range(6):
+        for micro_batch in range(micro_batches):
+            if micro_batch == 2 and "offload_optimizer" in zero:
+                # What the host makes is the simulated device's until its pages are locked.
+                device.synchronize()
+                device.reset_peak_memory_stats()
             engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))
             engine.step()
         device.synchronize()
         peak: int = device.max_memory_allocated() - before
         engine.destroy()
     return peak
+
+
+class Case(NamedTuple):
+    """Of stages 1 and 2 on several ranks."""
+
+    stage: int
+    precision: str
+    overlap: bool
+    bucket: int
+    offload: bool = False
+
+
+SHARDED = [
+    Case(1, "fp32", False, BUCKETS[0]),
+    Case(2, "bf16", True, BUCKETS[0]),
+    Case(1, "bf16", True, BUCKETS[0], offload=True),
+    Case(2, "bf16", True, BUCKETS[0], offload=True),
+    Case(2, "fp32", False, BUCKETS[1], offload=True),
+]
+
+
+class TestSharded(DistributedTest):
+    world_size = 2
+    backend = "gloo"
+
+    @each(case=SHARDED)
+    def test_zero(self, case: Case) -> None:
+        # Kills: state that every rank has whole, and pieces on their way to the host that pile up.
+        stream_collectives.install()
+        zero: dict[str, Any] = {"overlap_comm": case.overlap, "reduce_bucket_size": case.bucket}
+        plan = plan_model_states(
+            NUMELS,
+            self.world_size,
+            stage=case.stage,
+            model_bytes=4 if case.precision == "fp32" else 2,
+            gradient_accumulation_steps=2,
+            offload=case.offload,
+            **zero,
+        )
+        if case.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        accumulate_in = case.precision if case.stage == 1 else None
+        peak = peak_of(case.precision, "AdamW", accumulate_in, 4, stage=case.stage, **zero)
+        assert peak == pytest.approx(plan.step, rel=TOLERANCE)
+
+    def test_bf16_optimizer(self) -> None:
+        # Kills: masters or moments that every rank has whole.
+        stream_collectives.install()
+        plan = plan_whole_gradients(
+            NUMELS, model_bytes=2, fp32_accumulation=True, num_shards=self.world_size
+        )
+        assert peak_of("bf16", "AdamW", "fp32", 4, stage=1) == pytest.approx(
+            plan.device, rel=TOLERANCE
+        )
 
 
 class TestPeaks(DistributedTest):
