@@ -4,7 +4,7 @@ its parameters need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
@@ -79,25 +80,15 @@ def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
             families.setdefault((ranks.holders(tensor), tensor.dtype), []).append(tensor.data)
     for (group, _), tensors in families.items():
         source = dist.get_global_rank(group, 0)
-        for piece in _pieces(tensors) if dist.get_world_size(group=group) > 1 else ():
+        for piece in (
+            in_pieces(tensors, BROADCAST_NUMEL) if dist.get_world_size(group=group) > 1 else ()
+        ):
             flat = torch.cat([tensor.reshape(-1) for tensor in piece])
             dist.broadcast(flat, src=source, group=group)
             for tensor, value in zip(
                 piece, flat.split([tensor.numel() for tensor in piece]), strict=True
             ):
                 tensor.copy_(value.view(tensor.shape))
-
-
-def _pieces(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    pieces: list[list[torch.Tensor]] = []
-    numel = BROADCAST_NUMEL
-    for tensor in tensors:
-        if numel + tensor.numel() > BROADCAST_NUMEL:
-            pieces.append([])
-            numel = 0
-        pieces[-1].append(tensor)
-        numel += tensor.numel()
-    return pieces
 
 
 def sum_sequence_parallel_gradients(model: nn.Module, group: dist.Group) -> list[Any]:

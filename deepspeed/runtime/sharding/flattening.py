@@ -11,7 +11,8 @@ bus, so it is done only when it must be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from deepspeed.accelerator import get_accelerator
 # Elements that are made masters at a time where model and masters lie on different devices: torch
 # would convert them on the model's, which has no room for all.
 CONVERTED_NUMEL = 1 << 24
+
+Held = TypeVar("Held", bound=torch.Tensor)
 
 
 @torch.no_grad()
@@ -78,3 +81,17 @@ def write_master(master: torch.Tensor, shard: torch.Tensor) -> None:
     for start in range(0, shard.numel(), CONVERTED_NUMEL):
         piece = slice(start, start + CONVERTED_NUMEL)
         master[piece].copy_(shard[piece].to(master.device))
+
+
+def in_pieces(tensors: Iterable[Held], numel: int) -> Iterator[list[Held]]:
+    """Neighbours together, so many elements at most, or one tensor that has more."""
+    piece: list[Held] = []
+    held = 0
+    for tensor in tensors:
+        if piece and held + tensor.numel() > numel:
+            yield piece
+            piece, held = [], 0
+        piece.append(tensor)
+        held += tensor.numel()
+    if piece:
+        yield piece

@@ -1,7 +1,7 @@
 """Stage 3 takes a model: cuts what is not cut yet, and makes what gathers it.
 
-A model that was built plainly stands on the host and is rounded, cut and moved parameter by
-parameter, so that no device ever holds more than its shards and one whole parameter.
+A model that was built plainly stands on the host and is rounded, cut and moved piece by piece, so
+that no device ever holds more than its shards and one piece: some neighbours, or a parameter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.zero_parameter import ShardRecord, cut_parameters, hide, is_zero_param
@@ -19,6 +20,9 @@ from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+
+# Elements that are cut at once.
+CUT_NUMEL = 1 << 24
 
 
 def shard_model(
@@ -46,11 +50,18 @@ def shard_model(
     set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
-    for module in model.modules():
-        own = [param for param in dict.values(module._parameters) if param is not None]
-        cut_parameters(own, ranks.replicas, dtype, device)
-        for param in own:
+    params = [
+        param
+        for module in model.modules()
+        for param in dict.values(module._parameters)
+        if param is not None
+    ]
+    # One exchange for many modules: they are small, and every rank waits in each.
+    for piece in in_pieces(dict.fromkeys(params), CUT_NUMEL):
+        cut_parameters(piece, ranks.replicas, dtype, device)
+        for param in piece:
             _move_shard(param, dtype, device)
+    for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 wanted = dtype if buffer.is_floating_point() and dtype != torch.float32 else None
