@@ -208,8 +208,19 @@ class ObserverChain:
         return proceed()
 
 
+# Compares what operations are for; None while nobody does. See `announce`.
+announcer: Callable[[str, Group], None] | None = None
+
 # None while nobody watches: the operations test this one name and call torch.
 chain: ObserverChain | None = None
+
+
+def announce(what: str, group: Group) -> None:
+    """Tell what the operations are for that are about to be issued, where shapes do not say it: all
+    ranks of `group` announce the same, or whoever compares raises.
+    """
+    if announcer is not None:
+        announcer(what, group)
 
 
 def add_observer(observer: CollectiveObserver, innermost: bool = False) -> None:

@@ -88,6 +88,7 @@ def _exchange(
     sending: Sequence[int],
     rank: int,
     group: dist.Group,
+    tag: int = 0,
 ) -> list[Any]:
     """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it.
 
@@ -100,9 +101,9 @@ def _exchange(
         peer = (rank + step) % world
         other = dist.get_global_rank(group, peer)
         if into[peer].numel():
-            works.append(dist.irecv(into[peer], src=other, group=group))
+            works.append(dist.irecv(into[peer], src=other, group=group, tag=tag))
         if slices[sending[peer]].numel():
-            works.append(dist.isend(slices[sending[peer]], dst=other, group=group))
+            works.append(dist.isend(slices[sending[peer]], dst=other, group=group, tag=tag))
     return works
 
 
@@ -137,6 +138,7 @@ def gather_from_owners(
     group: dist.Group = None,
     by_broadcast: bool = False,
     async_op: bool = False,
+    tag: int = 0,
 ) -> PendingShards:
     """Fill `flat` on every rank: the `i`-th of as many equal parts as there are ranks comes from
     rank `i` of `group`.
@@ -147,10 +149,11 @@ def gather_from_owners(
         by_broadcast: One broadcast per owner instead of an all-gather (`allgather_partitions:
             false`).
         async_op: Return at once; `wait()` completes it.
+        tag: Of messages between two ranks: those of another gather are never taken for this one's.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     if world > 1 and (by_broadcast or is_pairwise(flat, group)):
-        return gather_slices(_parts(flat, world), group, by_broadcast, async_op)
+        return gather_slices(_parts(flat, world), group, by_broadcast, async_op, tag)
     works: list[Any] = []
     if world > 1:
         own = _part(flat, rank, world)
@@ -163,6 +166,7 @@ def gather_slices(
     group: dist.Group = None,
     by_broadcast: bool = False,
     async_op: bool = False,
+    tag: int = 0,
 ) -> PendingShards:
     """Fill `slices` on every rank: slice `i` comes from rank `i` of `group`. Devices need a buffer
     for it, host backends none.
@@ -172,6 +176,7 @@ def gather_slices(
         group: Process group; None is the world.
         by_broadcast: One broadcast per owner instead of an all-gather.
         async_op: Return at once; `wait()` completes it.
+        tag: See `gather_from_owners`.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
@@ -184,7 +189,7 @@ def gather_slices(
             if piece.numel()
         ]
     elif world > 1 and is_pairwise(slices[rank], group):
-        works = _exchange(slices, slices, [rank] * world, rank, group)
+        works = _exchange(slices, slices, [rank] * world, rank, group, tag)
     elif world > 1:
         works = [dist.all_gather(list(slices), slices[rank], group=group, async_op=True)]
     return _started(PendingShards(works, [], keep=slices[rank]), async_op)

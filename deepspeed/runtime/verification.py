@@ -1,9 +1,9 @@
 """Which checks of gradient synchronization an engine trains under, and how they are switched on.
 
 Read by the engine when it is made: the configuration's `verify` block, the environment variable
-DS_VERIFY (a comma-separated list of "ledger", "collectives" and "streams"), and whoever watches for
-new engines (`deepspeed.verify.ledger()`). The checks themselves are imported only when they are
-wanted.
+DS_VERIFY (a comma-separated list of "ledger", "collectives", "streams" and "poison"), and whoever
+watches for new engines (`deepspeed.verify.ledger()`). The checks themselves are imported only when
+they are wanted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.comm import lone_waits
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.gradients.observer import UNOBSERVED
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
 VARIABLE = "DS_VERIFY"
-CHECKS = ("ledger", "collectives", "streams")
+CHECKS = ("ledger", "collectives", "streams", "poison")
 # The stream checker belongs to the tools above the engine, which knows this entry point of it only.
 STREAM_CHECK = "deepspeed.verify.streams.check"
 
@@ -56,6 +57,7 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
     """
     wanted = wanted_checks(block)
     at_step = None
+    lone_waits.watch.report_s = block.lone_gather_report
     if "ledger" in wanted:
         attach_ledger(engine)
     if "collectives" in wanted:
@@ -66,6 +68,13 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
         check: Any = importlib.import_module(STREAM_CHECK)
         check.enable_stream_checking()
         at_step = check.raise_findings
+    if "poison" in wanted:
+        if engine.parameter_offload is None:
+            raise DeepSpeedConfigError(
+                f"verify.poison ({VARIABLE}=poison): parameters are let go at ZeRO stage 3 only; "
+                "leave it out"
+            )
+        engine.parameter_offload.resources.whole.is_poisoned = True
     engines.add(engine)
     for watcher in watchers:
         watcher(engine)

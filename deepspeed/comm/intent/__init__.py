@@ -58,6 +58,7 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     _check = IntentCheck(timeout_s, _num_checks)
     _num_checks += 1
     observation.add_observer(_check)
+    observation.announcer = _check.announced
     atexit.register(_leave_at_exit)
 
 
@@ -69,6 +70,7 @@ def disable() -> None:
     if _check is None:
         return
     observation.remove_observer(_check)
+    observation.announcer = None
     atexit.unregister(_leave_at_exit)
     _check.leave("has switched the check off", stay=False)
     _check = None

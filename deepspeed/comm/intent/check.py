@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import process_groups
 from deepspeed.comm.intent.intent_store import IntentStore
 from deepspeed.comm.intent.pairs import PAIR_OPERATIONS, PairCheck
-from deepspeed.comm.intent.rules import Intent, divergence, intent_of
+from deepspeed.comm.intent.rules import Intent, divergence, intent_of, outer_site
 from deepspeed.comm.observation import CollectiveCall
 
 _MAX_FOLLOWERS = 1024
@@ -84,6 +84,23 @@ class IntentCheck:
             return pairs.run(call, group.name, proceed)
         self._agree(store, group, intent_of(call, group.ranks, self._rank))
         return proceed()
+
+    def announced(self, what: str, group: process_groups.Group) -> None:
+        """Compare what the operations are for that come next; where in the program that is asked
+        for may differ.
+
+        Raises:
+            CollectiveMismatchError: Not all ranks are about to do the same.
+        """
+        if torch_dist.get_rank(group) < 0:
+            return
+        store, _ = self._connection()
+        known = self._group(group)
+        if len(known.ranks) > 1:
+            if store.failed:
+                store.raise_if_failed()
+            facts = {"operation": what, "group": list(known.ranks)}
+            self._agree(store, known, Intent(facts, what, outer_site(), ""))
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change how long a rank waits for the others, in seconds."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.call_stacks import MAX_DEPTH, PACKAGE, capture
 from deepspeed.comm.observation import CollectiveCall, call_site
 
 # Programs write these on purpose in branches by rank ("the first process downloads, the others
@@ -79,6 +80,16 @@ def current_site() -> tuple[str, str]:
         f"{code.co_filename}:{where}",
         f"{'/'.join(PurePath(code.co_filename).parts[-2:])}:{where}",
     )
+
+
+def outer_site() -> str:
+    """The place in the user's or a model's code that led here."""
+    stack = capture(max_frames=MAX_DEPTH)
+    shown = [(code, line) for code, line in stack if not code.co_filename.startswith(PACKAGE)]
+    if not shown:
+        return "an unknown place"
+    code, line = shown[0]
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def intent_of(call: CollectiveCall, ranks: Sequence[int], rank: int) -> Intent:

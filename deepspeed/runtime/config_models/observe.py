@@ -135,6 +135,17 @@ class VerifyConfig(DeepSpeedConfigModel):
     collectives_timeout: Float = option(
         30.0, "Seconds after which a rank that does not come to a collective is missing.", gt=0
     )
+    lone_gather_report: Float = option(
+        60.0,
+        "Seconds after which a gather of ZeRO stage 3 that other ranks have not joined is written "
+        "to the log; 0: never.",
+        ge=0,
+    )
+    poison: Bool = option(
+        False,
+        "ZeRO stage 3: overwrite the memory of parameters that are let go by NaN, so that a read "
+        "of it shows.",
+    )
     streams: Bool = option(False, "Look for races and lifetime errors between streams.")
 
 

@@ -27,12 +27,18 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import Stream, get_accelerator
+from deepspeed.comm import lone_waits
+from deepspeed.comm.observation import announce
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
 from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
 from deepspeed.runtime.zero.zero_parameter import ShardRecord, ZeroParamStatus, hide, show
+
+# Messages of gathers, one tag for each unit: ranks that part wait for each other instead of taking
+# one unit's shards for another's.
+_FIRST_TAG = 1 << 16
 
 
 class GatherResources:
@@ -151,6 +157,11 @@ class GatherUnit:
         ):
             record.shard = shard[start : start + cut]
 
+    @property
+    def label(self) -> str:
+        """How reports call its gather."""
+        return f"the gather of {self.name or 'parameters of the model itself'}"
+
     # State
 
     @property
@@ -203,6 +214,7 @@ class GatherUnit:
         """Begin the gather, on the gather stream if there is one. Idempotent."""
         if self.is_whole or self.is_on_its_way:
             return
+        announce(self.label, self.group)
         shared = self.resources
         if shared.shards_updated is not None and shared.context.reduction_stream is not None:
             shared.context.reduction_stream.wait_event(shared.shards_updated)
@@ -214,7 +226,11 @@ class GatherUnit:
             own = self.table.row(self.rank)
             filled[own].copy_(self.shard)
             self._pending = gather_from_owners(
-                filled, self.group, shared.by_broadcast, async_op=True
+                filled,
+                self.group,
+                shared.by_broadcast,
+                async_op=True,
+                tag=_FIRST_TAG + self.index,
             )
             if shared.context.reduction_stream is not None:
                 # The gather stream waits, not the host; what comes later on it comes after.
@@ -257,8 +273,11 @@ class GatherUnit:
         current = get_accelerator().current_stream() if shared.context.has_streams else None
         if current is not None:
             current.wait_event(self._gathered)
+            if not get_accelerator().defers_collectives:
+                lone_waits.watch.issued(lambda: self.label, self._gathered.query)
         else:
-            self._pending.wait()
+            with lone_waits.watch.waiting(lambda: self.label):
+                self._pending.wait()
         memory = self._take_memory()
         views = memory.views.get(self)
         if views is None:

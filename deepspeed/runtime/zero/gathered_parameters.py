@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.memory_pool import poison
 from deepspeed.runtime.zero.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
@@ -95,6 +96,8 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
         elif record.readers:
             record.readers -= 1
             if record.readers == 0:
+                if record.unit is not None and record.unit.resources.whole.is_poisoned:
+                    poison(param.data)
                 hide(param)
                 if record.unit is not None:
                     record.unit.num_read_apart -= 1
@@ -207,20 +210,23 @@ class GatheredParameters:
 
     def _agree(self, group: dist.Group) -> None:
         """Ranks with other parameters would gather shards of different ones, or wait for ever."""
-        if dist.get_world_size(group=group) == 1:
-            return
-        own = hash(tuple(_record(param).id for param in self.params)) % (1 << 62)
-        agreed = torch.tensor([own, -own], device=get_accelerator().current_device_name())
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        most, least = agreed.tolist()
-        if most == -least:
-            return
-        names = ", ".join(_record(param).label for param in self.params[:4]) or "none"
-        more = f" and {len(self.params) - 4} more" if len(self.params) > 4 else ""
-        told: list[Any] = [None] * dist.get_world_size(group=group)
-        dist.all_gather_object(told, f"rank {dist.get_rank()}: {names}{more}", group=group)
-        raise RuntimeError(
-            "GatheredParameters: ranks entered with different parameters; " + "; ".join(told)
+
+        def names(params: Sequence[tuple[int, str]]) -> str:
+            more = f" and {len(params) - 4} more" if len(params) > 4 else ""
+            return (", ".join(label for _, label in params[:4]) or "none") + more
+
+        own = [(_record(param).id, _record(param).label) for param in self.params]
+        agree(
+            own,
+            group,
+            lambda: f"GatheredParameters with {names(own)}",
+            lambda told: (
+                "GatheredParameters: ranks entered with different parameters; "
+                + "; ".join(
+                    f"rank {dist.get_global_rank(group, rank)}: {names(params)}"
+                    for rank, params in enumerate(told)
+                )
+            ),
         )
 
     def _refuse_lost_edits(self) -> None:

@@ -7,6 +7,7 @@ nothing, and the number of buffers is that of the units that are whole at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,18 @@ class PoolBuffer:
         self._last_reads = []
 
 
+@torch.no_grad()
+def poison(tensor: torch.Tensor) -> None:
+    """All elements become NaN, or the largest number of an integer dtype."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    # Under another version counter: who still has it is to see NaN and not an error of autograd.
+    tensor.data.fill_(math.nan if is_float else _largest(tensor.dtype))
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 class MemoryPool:
     """Buffers of one kind.
 
@@ -52,12 +65,15 @@ class MemoryPool:
 
     Attributes:
         by_pointer: Every buffer, by the address of its storage.
+        is_poisoned: What is given back is overwritten by NaN, so that whoever still reads it, or
+            reads it before it is written anew, shows.
     """
 
     def __init__(self, has_streams: bool) -> None:
         self._has_streams = has_streams
         self._free: list[PoolBuffer] = []
         self.by_pointer: dict[int, PoolBuffer] = {}
+        self.is_poisoned = False
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any) -> PoolBuffer:
         """A buffer of at least `numel` elements that what is issued now on the current stream may
@@ -87,6 +103,12 @@ class MemoryPool:
 
     def give_back(self, buffer: PoolBuffer, streams: Iterable[Stream] = ()) -> None:
         """Nothing reads `buffer` after what has been issued on `streams`."""
+        if self.is_poisoned:
+            current = get_accelerator().current_stream()
+            for stream in streams:
+                current.wait_stream(stream)
+            poison(buffer.tensor)
+            streams = (current,)
         if self._has_streams:
             buffer.read_on(streams)
         buffer.owner = None

@@ -6,13 +6,18 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.zero_parameter import ShardRecord, cut_parameters, hide, is_zero_param
 from deepspeed.utils.z3_leaf_module import (
@@ -45,6 +50,7 @@ def shard_model(
         DeepSpeedConfigError: For a model whose parts are on other ranks, or experts.
     """
     _refuse_parts(ranks)
+    _refuse_other_models(model, ranks.replicas)
     _take_from_other_engines(model)
     leaves = zero.leaf_module
     set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
@@ -93,6 +99,35 @@ def _refuse_parts(ranks: ModelRanks) -> None:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage: 3 with {what} is not supported; use stage 1 or 2"
         )
+
+
+def _refuse_other_models(model: nn.Module, group: dist.Group) -> None:
+    """Ranks whose models differ would put together what does not belong together, or hang.
+
+    Raises:
+        RuntimeError: On all ranks, naming the first parameter that differs.
+    """
+    own = [(name, _described(param)) for name, param in model.named_parameters()]
+
+    def difference(told: Sequence[Any]) -> str:
+        by_rank = [dict(said) for said in told]
+        names = dict.fromkeys(name for said in by_rank for name in said)
+        first = next(
+            (name for name in names if len({said.get(name) for said in by_rank}) > 1), None
+        )
+        if first is None:
+            return "ranks have the same parameters in another order; build the model alike"
+        return f"ranks have different models: {first} is " + ", ".join(
+            f"{said.get(first, 'not there')} on rank {dist.get_global_rank(group, rank)}"
+            for rank, said in enumerate(by_rank)
+        )
+
+    agree(own, group, lambda: "deepspeed.initialize", difference)
+
+
+def _described(param: nn.Parameter) -> str:
+    shape = param._zero3.shape if is_zero_param(param) else param.shape  # type: ignore[attr-defined]  # just asked
+    return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)}"
 
 
 def _take_from_other_engines(model: nn.Module) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
     config_of,
@@ -57,3 +60,37 @@ class TestModes(DistributedTest):
         train(engine, 4)
         engine.destroy()
         assert distance({n: p.detach() for n, p in model.named_parameters()}, reference()) < 1e-5
+
+
+class TestPoison(DistributedTest):
+    """`"verify": {"poison": true}`."""
+
+    world_size = 2
+
+    def test_what_is_let_go_is_nan(self) -> None:
+        # Kills: a switch that poisons nothing, or memory that somebody still reads.
+        config: dict[str, Any] = config_of(
+            3, stage3_param_persistence_threshold=10, stage3_max_reuse_distance=0
+        )
+        config["verify"] = {"poison": True}
+        model = make_net(recompute=False)
+        engine = engine_of(model, config)
+        kept: dict[str, torch.Tensor] = {}
+        block = model.blocks[0]
+        hook = block.up.register_forward_hook(
+            lambda module, args, output: kept.update(block=module.weight.data)
+        )
+        train(engine, 2)
+        hook.remove()
+        with GatheredParameters([model.scale.weight, model.embed.weight]):
+            kept["script"] = model.embed.weight.data
+            assert not kept["script"].isnan().any()
+        assert all(tensor.isnan().all() for tensor in kept.values()), kept
+        train(engine, 2, first=2)
+        engine.destroy()
+        assert distance({n: p.detach() for n, p in model.named_parameters()}, reference()) < 1e-5
+
+    def test_only_at_stage_3(self) -> None:
+        # Kills: a switch that is accepted and does nothing.
+        with pytest.raises(DeepSpeedConfigError, match=r"verify\.poison.*stage 3 only"):
+            engine_of(make_net(), {**config_of(2), "verify": {"poison": True}})

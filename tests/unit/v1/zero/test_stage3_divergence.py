@@ -1,0 +1,147 @@
+"""Ranks that take different ways at stage 3: an error on all of them with the collective check, a
+report without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.comm import intent, lone_waits
+from deepspeed.comm.intent import CollectiveMismatchError
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils.logging import logger
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import config_of, engine_of
+
+WIDTH = 5
+# Half of what waiting for a rank that never comes would take. Without other work on the machine it
+# is less than 5 s.
+LIMIT_S = 15.0
+
+
+class Forks(nn.Module):
+    """Two branches of one size, of which a forward takes one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.outlet = nn.Linear(WIDTH, width)
+
+    def forward(self, x: torch.Tensor, goes_left: bool = True) -> torch.Tensor:
+        x = self.inlet(x)
+        out: torch.Tensor = self.outlet(self.left(x) if goes_left else self.right(x))
+        return out
+
+
+def engine_with(model: nn.Module, **verify: Any) -> Any:
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return engine_of(model, {**config_of(3, 1, **zero), "verify": verify})
+
+
+def step(engine: Any, **kwargs: Any) -> None:
+    engine.backward(engine(torch.ones(4, WIDTH), **kwargs).square().mean())
+    engine.step()
+
+
+class TestChecked(DistributedTest):
+    """With `"verify": {"collectives": true}`."""
+
+    world_size = [2, 3]
+
+    def test_every_kind_raises_on_all_ranks(self) -> None:
+        # Kills: a gather that is compared by its size alone (the branches are alike), a rank that
+        # is not told, a message that does not say which modules.
+        last = dist.get_world_size() - 1
+        is_last = dist.get_rank() == last
+
+        def branch(engine: Any) -> None:
+            step(engine, goes_left=not is_last)
+
+        def early_exit(engine: Any) -> None:
+            for _ in range(1 if is_last else 2):
+                step(engine)
+            dist.barrier()
+
+        def generation(engine: Any) -> None:
+            with torch.no_grad():
+                for _ in range(2 if is_last else 3):
+                    engine(torch.ones(4, WIDTH))
+            step(engine)
+
+        for act, others, own in (
+            (branch, "the gather of left", "the gather of right"),
+            (early_exit, "the gather of inlet", "barrier"),
+            (generation, "the gather of inlet", "the gather of left"),
+        ):
+            text = self._failure(act)
+            first = "rank 0" if last == 1 else "ranks 0, 1"
+            assert f"{first}: {others} at " in text, text
+            assert f"rank {last}: {own}" in text, text
+
+    @staticmethod
+    def _failure(act: Callable[[Any], None]) -> str:
+        engine = engine_with(Forks(), collectives=True)
+        step(engine)
+        started = time.monotonic()
+        with pytest.raises(CollectiveMismatchError) as failed:
+            act(engine)
+        took = time.monotonic() - started
+        intent.disable()
+        assert took < LIMIT_S, took
+        return str(failed.value)
+
+    def test_models_that_differ(self) -> None:
+        # Kills: shards of different sizes that are put together, buckets that only some ranks have.
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        with pytest.raises(RuntimeError, match=r"outlet\.weight is \(5, 5\) on rank 0, .*\(6, 5\)"):
+            engine_with(Forks(6 if is_last else 5))
+        model = Forks()
+        model.left.requires_grad_(not is_last)
+        with pytest.raises(RuntimeError, match=r"left\.weight is \(5, 5\) on rank 0, .*frozen"):
+            engine_with(model)
+
+
+class TestReported(DistributedTest):
+    """Without it."""
+
+    world_size = 2
+
+    def test_a_gather_that_stays_alone(self) -> None:
+        # Kills: a silent wait; a report without the module, or where nobody waits long.
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a list is all that is needed
+        logger.addHandler(handler)
+        model = Forks()
+        engine = engine_with(model, lone_gather_report=0.5)
+        assert lone_waits.watch.report_s == 0.5
+        is_late = dist.get_rank() == 1
+        waits: tuple[tuple[str, Callable[[], Any]], ...] = (
+            ("the gather of inlet", lambda: step(engine)),
+            (
+                "GatheredParameters with left.weight",
+                lambda: GatheredParameters(model.left.weight).__enter__(),
+            ),
+        )
+        for what, act in waits:
+            said.clear()
+            if is_late:
+                time.sleep(2.5)
+            act()
+            found = [text for text in said if f"s for {what}, which not all" in text]
+            assert len(found) == (0 if is_late else 1), said
+            if found:
+                assert "test_stage3_divergence.py" in found[0]
+                assert "rank 1 has not waited so long" in found[0]
+        lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
+        logger.removeHandler(handler)
