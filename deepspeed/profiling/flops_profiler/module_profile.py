@@ -81,5 +81,5 @@ def get_module_duration(module: nn.Module) -> float:
 
 
 def get_module_params(module: nn.Module) -> int:
-    """Elements of the module's parameters, each once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Elements of the module's parameters, each once; those that ZeRO stage 3 has sharded too."""
+    return sum(getattr(param, "ds_numel", param.numel()) for param in module.parameters())

@@ -1,0 +1,247 @@
+"""What users of stage 3 hit most, each held by a test.
+
+| What goes wrong elsewhere | Held by |
+|---|---|
+| a recorded order that is stale | `test_another_order_every_time` |
+| ranks that part, and hang | `test_stage3_divergence` |
+| experts that only some ranks run | `test_experts_chosen_by_each_rank` |
+| a parameter used outside its module | `Net.scale` of `stage3_models`, `test_a_sharded_parameter` |
+| edits lost, duplicates | `test_no_edit_is_lost`, `test_edits`, `test_gathering` |
+| a gather during accumulation | `test_gathers_during_accumulation` |
+| shape `(0,)` in code that counts | `test_a_sharded_parameter`, `test_generation_gathers_once` |
+| frozen weights and recomputation | `test_frozen_blocks_that_are_recomputed` |
+| wrappers that pass attributes on | `test_a_wrapper_that_passes_attributes_on` |
+| padding summed | the planted fault "padding is not zero" of `unit.verify` |
+| shards of another step | the planted fault "what is gathered stays over a step" |
+| composite and packed models | `test_same_weights_as_without` |
+| `generate()` that gathers for each token | `test_generation_gathers_once` |
+| gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays` |
+| compiled models | `test_compile_and_a_second_trainer`: refused |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.profiling.flops_profiler.module_profile import get_module_params
+from deepspeed.runtime.zero import GatheredParameters
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import (
+    LR,
+    Tensors,
+    config_of,
+    distance,
+    engine_of,
+    loss_of,
+    make_net,
+    reference,
+    tokens_of,
+    train,
+)
+
+WIDTH = 5
+SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
+BOUNDED: dict[str, Any] = {**SHARDED, "stage3_max_reuse_distance": 0}
+
+
+class Shuffled(nn.Module):
+    """Blocks in an order, and as many, as `order` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = x + self.blocks[index](x).tanh()
+        return x
+
+
+class Experts(nn.Module):
+    """One of several, chosen by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.experts = Routed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.experts(self.inlet(x))
+        return out
+
+
+class Routed(nn.Module):
+    """Every rank may run another expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.each[int(x.detach().abs().sum() * 1000) % 3](x)
+        return out
+
+
+class Wrapper(nn.Module):
+    """Has every attribute of what it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def data_of(index: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def made(kind: type[nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+def values_of(model: nn.Module) -> Tensors:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def one_process(model: nn.Module, orders: Any, steps: int = 5) -> Tensors:
+    """SGD over the batches of all ranks."""
+    world = dist.get_world_size()
+    for step in range(steps):
+        if orders:
+            model.order = orders[step]  # type: ignore[assignment]  # of Shuffled
+        model.zero_grad()
+        for rank in range(world):
+            (model(data_of(step, rank)).square().mean() / world).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= LR * param.grad
+    return values_of(model)
+
+
+def at_stage_3(model: nn.Module, orders: Any, steps: int = 5, **zero: Any) -> Tensors:
+    """The same, every rank on its own batch."""
+    engine = engine_of(model, config_of(3, 1, **zero))
+    for step in range(steps):
+        if orders:
+            model.order = orders[step]  # type: ignore[assignment]  # of Shuffled
+        engine.backward(engine(data_of(step, dist.get_rank())).square().mean())
+        engine.step()
+    engine.destroy()
+    return values_of(model)
+
+
+class TestRows(DistributedTest):
+    """See module."""
+
+    world_size = 2
+
+    def test_another_order_every_time(self) -> None:
+        # Kills: an order that is trusted: a unit that is not there, or one that was gathered ahead
+        # and is never let go.
+        orders = ((0, 1, 2, 3), (3, 1, 0), (2, 2, 1, 3), (1,), (3, 2, 1, 0))
+        wanted = one_process(made(Shuffled), orders)
+        for zero in (SHARDED, BOUNDED, {**SHARDED, "stage3_prefetch_bucket_size": 40}):
+            assert distance(at_stage_3(made(Shuffled), orders, **zero), wanted) < 1e-5, zero
+
+    def test_experts_chosen_by_each_rank(self) -> None:
+        # Kills: a unit per expert, which some ranks never enter.
+        wanted = one_process(made(Experts), None)
+        leaf = {**SHARDED, "leaf_module": {"classes": ["Routed"]}}
+        assert distance(at_stage_3(made(Experts), None, **leaf), wanted) < 1e-5
+
+    def test_gathers_during_accumulation(self) -> None:
+        # Kills: a gather that takes memory, or gradients, from an accumulation under way.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **SHARDED))
+        for index in range(8):
+            loss = loss_of(engine, tokens_of(index, dist.get_rank()))
+            with GatheredParameters([model.embed.weight, model.blocks[1].up.weight]):
+                engine.backward(loss)
+                assert model.blocks[1].up.weight.numel()
+            engine.step()
+            with GatheredParameters(model.parameters()):
+                pass
+        engine.destroy()
+        assert distance(values_of(model), reference()) < 1e-5
+
+    def test_frozen_blocks_that_are_recomputed(self) -> None:
+        # Kills: a recomputation that finds the parameters of a frozen block gone.
+        for recompute in (False, True):
+            plain, model = make_net(), make_net(recompute=recompute)
+            for net in (plain, model):
+                net.blocks[0].requires_grad_(False)
+                net.blocks[1].up.requires_grad_(False)
+            engine = engine_of(model, config_of(3, 1, **BOUNDED))
+            train(engine, 3, accumulation=1)
+            engine.destroy()
+            for step in range(3):
+                plain.zero_grad()
+                for rank in range(dist.get_world_size()):
+                    (loss_of(plain, tokens_of(step, rank)) / dist.get_world_size()).backward()
+                with torch.no_grad():
+                    for param in plain.parameters():
+                        if param.grad is not None:
+                            param -= LR * param.grad
+            assert distance(values_of(model), values_of(plain)) < 1e-5, recompute
+
+    def test_a_wrapper_that_passes_attributes_on(self) -> None:
+        # Kills: state that is looked for on modules, and found on the module inside.
+        model = make_net()
+        engine = engine_of(Wrapper(Wrapper(model)), config_of(3, **BOUNDED))
+        train(engine, 4)
+        engine.destroy()
+        assert distance(values_of(model), reference()) < 1e-5
+
+    def test_generation_gathers_once(self) -> None:
+        # Kills: a gather for every token although the parameters are whole, numbers of
+        # parameters that count placeholders.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **BOUNDED))
+        issued: list[str] = []
+
+        class Listener:
+            def run(self, call: Any, proceed: Any) -> Any:
+                issued.append(call.name)
+                return proceed()
+
+        listener, tokens = Listener(), tokens_of(0, 0)
+        with torch.no_grad(), GatheredParameters(model.parameters()):
+            numel = sum(param.numel() for param in model.parameters())
+            add_observer(listener)
+            outputs = [engine(tokens) for _ in range(3)]
+            remove_observer(listener)
+        assert not issued and get_module_params(model) == numel
+        assert all(torch.equal(output, make_net()(tokens)) for output in outputs)
+        engine.destroy()
+
+    def test_memory_stays(self) -> None:
+        # Kills: memory of a pool that grows with the steps, or is kept for each unit.
+        for zero, most in ((SHARDED, 8), (BOUNDED, 5)):
+            engine = engine_of(make_net(depth=8), config_of(3, 1, **zero))
+            whole = engine.parameter_offload.resources.whole
+            sizes = []
+            for step in range(6):
+                train(engine, 1, accumulation=1, first=step)
+                sizes.append(whole.num_bytes)
+            assert len(set(sizes[1:])) == 1, sizes
+            assert whole.num_bytes <= (most + 5) * max(
+                unit.whole_bytes for unit in engine.parameter_offload.units
+            )
+            engine.destroy()
