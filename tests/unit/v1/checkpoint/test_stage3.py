@@ -60,7 +60,7 @@ def engine_of(
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], model
 
 
-def held(engine: Any, model: Net) -> dict[str, Any]:
+def held(engine: Any, model: Net, moments: bool = True) -> dict[str, Any]:
     """Weights, masters, moments and step counts by name, on every rank."""
     found: dict[str, Any] = {"steps": engine.global_steps}
     for name, param in model.named_parameters():
@@ -70,7 +70,7 @@ def held(engine: Any, model: Net) -> dict[str, Any]:
         linked = hasattr(param, "_hp_mapping")
         master = safe_get_full_fp32_param(param) if linked else None
         found[f"master.{name}"] = (found[f"weight.{name}"] if master is None else master).clone()
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in ("exp_avg", "exp_avg_sq") if moments else ():
             found[f"{key}.{name}"] = moment(engine, param, key)
     return found
 
@@ -217,6 +217,26 @@ class TestWhole(DistributedTest):
             engine.load_checkpoint(str(tmp_path), tag="two")
         assert differences(wanted, held(engine, model)) == []
         engine.destroy()
+
+    def test_without_what_is_frozen(self, tmp_path: Path) -> None:
+        # Kills: frozen parameters asked for that were left out, or overwritten by something.
+        engine, model = engine_of("fp32")
+        train(engine, 2)
+        engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        wanted = held(engine, model)
+        engine.destroy()
+        for stage in (3, 1):
+            other, loaded = engine_of("fp32", stage, seed=6)
+            frozen = [
+                f"weight.{name}" for name, p in loaded.named_parameters() if not p.requires_grad
+            ]
+            before = held(other, loaded, moments=False)
+            with pytest.raises(CheckpointError, match="frozen.weight is missing"):
+                other.load_checkpoint(str(tmp_path))
+            other.load_checkpoint(str(tmp_path), load_module_strict=False)
+            expected = {**wanted, **{name: before[name] for name in frozen}}
+            assert differences(expected, held(other, loaded)) == []
+            other.destroy()
 
     def test_without_an_optimizer(self, tmp_path: Path) -> None:
         # Kills: weights that only a training run can load.
