@@ -141,6 +141,7 @@ class _Loading:
         for tensor, source in self.targets.items():
             if is_zero_param(tensor):
                 own = own_fragment(tensor)
+                _record(tensor).before_write()
                 self.files.read(source, own.param_start, _record(tensor).shard[: own.numel])
             elif tensor.is_contiguous():
                 self.files.read(source, 0, tensor.detach().view(-1))

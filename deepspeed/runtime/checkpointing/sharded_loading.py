@@ -189,6 +189,7 @@ def load_shard_weights(
     offload.module.load_state_dict(weights.rest, strict=False)
     offload.before_update()
     for param, part in weights.parts.items():
+        _record(param).before_write()
         _record(param).shard[: part.numel()].copy_(part)
     offload.after_update()
     if isinstance(sequence, DeepSpeedZeroOptimizer_Stage3):

@@ -81,12 +81,6 @@ def _enabled_somewhere(value: Any) -> bool:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "zero_optimization.offload_param.device",
-        lambda v: v != OffloadDeviceEnum.none,
-        f'parameter offload {LATER}; use "none"',
-        Scope.FEATURE,
-    ),
-    Refusal(
         "zero_optimization.offload_optimizer.device",
         lambda v: v == OffloadDeviceEnum.nvme,
         f'NVMe offload {LATER}; use "cpu"',
@@ -254,6 +248,12 @@ REFUSALS: tuple[Refusal, ...] = (
 
 AT_STAGE_3: tuple[Refusal, ...] = (
     Refusal(
+        "zero_optimization.offload_param.device",
+        lambda v: v == OffloadDeviceEnum.nvme,
+        f'NVMe offload {LATER}; use "cpu"',
+        Scope.VALUE,
+    ),
+    Refusal(
         "zero_optimization.num_optimizer_instances",
         _above_one,
         f"hybrid sharding at stage 3 {LATER}; use 1, or stage 1 or 2",
@@ -334,15 +334,25 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
             if key == name:
                 yield f"{inert.path}={value!r} (has no effect without {inert.without})"
     yield from _keys_of_absent_features(tree)
-    offload = tree.zero_optimization.offload_optimizer
+    zero = tree.zero_optimization
+    offload = zero.offload_optimizer
     if (
         offload
         and offload.device != OffloadDeviceEnum.none
-        and tree.zero_optimization.stage == ZeroStageEnum.disabled
+        and zero.stage == ZeroStageEnum.disabled
     ):
         yield (
             f"zero_optimization.offload_optimizer.device={offload.device.value!r} "
             "(has no effect at stage 0)"
+        )
+    if (
+        zero.offload_param
+        and zero.offload_param.device != OffloadDeviceEnum.none
+        and not has_stage_3
+    ):
+        yield (
+            f"zero_optimization.offload_param.device={zero.offload_param.device.value!r} "
+            f"(has no effect without {STAGE_3})"
         )
 
 

@@ -58,13 +58,16 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters off the device (ZeRO-3)."""
 
     device: Device = option(
-        OffloadDeviceEnum.none, 'Where parameters live: "none", "cpu" or "nvme".'
+        OffloadDeviceEnum.none, 'Where parameters live between uses: "none", "cpu" or "nvme".'
     )
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.")
-    buffer_count: Int = option(5, "Buffers for NVMe transfers.", ge=0)
-    buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", ge=0)
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
+    buffer_count: Int = option(5, "Buffers for NVMe transfers.", ge=0, needs=NVME_OFFLOAD)
+    buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", ge=0, needs=NVME_OFFLOAD)
     max_in_cpu: Size = option(
-        int(1e9), "Elements kept in CPU memory when offloading to NVMe.", ge=0
+        int(1e9),
+        "Elements kept in CPU memory when offloading to NVMe.",
+        ge=0,
+        needs=NVME_OFFLOAD,
     )
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
 

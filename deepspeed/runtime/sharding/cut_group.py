@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.sharding.flattening import write_master
+from deepspeed.runtime.sharding.flattening import joined, lies_on_host, write_master
 from deepspeed.runtime.sharding.fragments import NumEl
 from deepspeed.runtime.sharding.group import ShardedGroup
 
@@ -26,7 +26,7 @@ class CutGroup(ShardedGroup):
         kwargs: See `ShardedGroup`.
 
     Attributes:
-        flat: The shard, in the model's precision.
+        flat: The shard, in the model's precision; on the host with `offload_param`.
     """
 
     def __init__(
@@ -41,10 +41,16 @@ class CutGroup(ShardedGroup):
         """See base class."""
         return True
 
+    def _shares_memory(self, offload: bool) -> bool:
+        """See base class: shards on the host are read by copies under way, masters are written by
+        whoever likes.
+        """
+        return super()._shares_memory(offload or lies_on_host(self.flat))
+
     def _flatten(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if not self._shards:
             return torch.zeros(0, dtype=dtype, device=device)
-        return torch.cat(self._shards)
+        return joined(self._shards)
 
     def _write_master(self, master: torch.Tensor) -> None:
         write_master(master, self.flat)

@@ -48,6 +48,12 @@ def flatten(params: Sequence[nn.Parameter], offsets: Sequence[int], numel: int) 
     return flat
 
 
+def lies_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in host memory of a machine with another device."""
+    accelerator = get_accelerator()
+    return not accelerator.is_synchronized_device() and not accelerator.on_accelerator(tensor)
+
+
 def _has_room(param: torch.Tensor, nbytes: int) -> bool:
     accelerator = get_accelerator()
     # Host memory cannot be relieved by the host's.
@@ -63,9 +69,18 @@ def _to_host(param: nn.Parameter) -> torch.Tensor:
 
 
 @torch.no_grad()
+def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1-D tensors behind one another in new memory of the kind that the first is in."""
+    whole = torch.cat(list(shards))
+    accelerator = get_accelerator()
+    needs_lock = accelerator.is_pinned(shards[0]) and not accelerator.is_pinned(whole)
+    return accelerator.pin_memory(whole) if needs_lock else whole
+
+
+@torch.no_grad()
 def make_master(shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """`shard` in `dtype` on `device`; itself if it is that already."""
-    if shard.device == device:
+    """`shard` in `dtype` on `device`; itself if it is that already, on the device."""
+    if shard.device == device and not lies_on_host(shard):
         return shard.detach().to(dtype)
     master = torch.empty(shard.shape, dtype=dtype, device=device)
     write_master(master, shard)

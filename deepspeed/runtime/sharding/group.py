@@ -104,7 +104,9 @@ class ShardedGroup:
         self.grad_dtype = grad_dtype
         self.device = device
         self.flat = self._flatten(model_device or device, master_dtype)
-        self.aliased = not offload and self.flat.dtype == master_dtype and self.is_one_piece
+        self.aliased = (
+            self._shares_memory(offload) and self.flat.dtype == master_dtype and self.is_one_piece
+        )
         self.master = self._make_master(master_dtype)
         self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
         self._grad: torch.Tensor | None = None
@@ -113,6 +115,10 @@ class ShardedGroup:
         if not self.params:
             return torch.zeros(self.table.padded_numel, dtype=dtype, device=device)
         return flatten(self.params, self.table.offsets, self.table.padded_numel)
+
+    def _shares_memory(self, offload: bool) -> bool:
+        """Whether masters may lie in `flat`: what is offloaded is kept apart."""
+        return not offload
 
     @property
     def is_one_piece(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
+from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import NumEl, Section
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
@@ -64,7 +65,7 @@ class Publisher:
         # Masters that are a part of what is gathered may be written before the next update, by a
         # checkpoint that is loaded, say.
         self._arrivals = None if group.aliased else arrivals
-        self._on_host = get_accelerator().is_synchronized_device()
+        self._on_host = get_accelerator().is_synchronized_device() or lies_on_host(group.flat)
         self._pairwise = (
             group.num_shards > 1
             and not by_broadcast
@@ -133,8 +134,11 @@ class Publisher:
 
     def _send(self, source: torch.Tensor, start: int) -> None:
         own = self._group.own(start, start + source.numel())
-        own.copy_(source, non_blocking=self._group.pin)
-        if self._group.pin:
+        self._copy(own, source, asynchronous=self._group.pin)
+
+    def _copy(self, own: torch.Tensor, source: torch.Tensor, asynchronous: bool) -> None:
+        own.copy_(source, non_blocking=asynchronous)
+        if asynchronous:
             self._sent = get_accelerator().Event()
             self._sent.record(get_accelerator().current_stream())
 

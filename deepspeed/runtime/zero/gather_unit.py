@@ -3,23 +3,30 @@
 Their shards lie behind one another in one buffer. A gather has two halves, so that the first can be
 issued ahead of time:
 
-    start    gather stream   shards of all ranks -> rows `[N, s]`   (one all-gather)
-    finish   current stream  rows -> whole parameters               (one grouped copy)
+    start    load stream     own shard, from host memory -> own row   (offload_param only)
+             gather stream   shards of all ranks -> rows `[N, s]`     (one all-gather)
+    finish   current stream  rows -> whole parameters                 (one grouped copy)
 
 [Note: edges of a gather]
-1. shard updated -> gathered: the gather stream waits for the event after the last update;
-2. rows read by an earlier copy-out -> rows filled: the pool's events;
+1. shard updated -> gathered: the gather stream (or the load stream) waits for the event after the
+   last update;
+2. rows read by an earlier copy-out, or filled by a gather that nobody came for -> rows filled: the
+   pool's events;
 3. gathered -> copied out: the current stream waits for the event behind the all-gather;
 4. whole memory last read -> written by a later copy-out: the pool's events, of every stream that
    `fetch` was called on;
-5. copied out -> read: a stream that calls `fetch` later waits for the event behind the copy.
+5. copied out -> read: a stream that calls `fetch` later waits for the event behind the copy;
+6. shard loaded -> gathered: the gather stream waits for the event behind the load;
+7. shard loaded -> written: who writes to shards on the host waits (`before_write`), or lets the
+   device's stream wait that the update is issued on.
 
 Who needs a unit, and when it goes, is the coordinator's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +38,7 @@ from deepspeed.comm import lone_waits
 from deepspeed.comm.observation import announce
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
 from deepspeed.runtime.sharding.cut_rows import WholeViews
+from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
@@ -48,19 +56,33 @@ class GatherResources:
         by_broadcast: One broadcast per rank instead of an all-gather.
         overlap: Whether the gather stream runs beside the others.
         owner: Who has the model.
+        loads: Whether shards are on the host, and so are loaded before they are gathered.
 
     Attributes:
         context: The gather stream.
+        load_context: The stream that shards are loaded on; the gather stream if they need not be.
         rows: Pool of what all-gathers fill.
         whole: Pool of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
     """
 
-    def __init__(self, by_broadcast: bool = False, overlap: bool = True, owner: Any = None) -> None:
+    def __init__(
+        self,
+        by_broadcast: bool = False,
+        overlap: bool = True,
+        owner: Any = None,
+        loads: bool = False,
+    ) -> None:
         self.owner = owner
         self.by_broadcast = by_broadcast
         self.context = CommContext(overlap, "gather stream")
+        self.load_context = (
+            CommContext(overlap, "parameter load stream")
+            if loads and self.context.has_streams
+            else self.context
+        )
+        self._last_load: Any = None  # event behind it
         self.rows = MemoryPool(self.context.has_streams)
         self.whole = MemoryPool(self.context.has_streams)
         self.shards_updated: Any = None
@@ -72,17 +94,42 @@ class GatherResources:
             self.shards_updated = get_accelerator().Event()
             self.shards_updated.record(get_accelerator().current_stream())
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Issue what fills this rank's row; the gather stream waits for it."""
+        stream = self.load_context.reduction_stream
+        if stream is not None and self.shards_updated is not None:
+            stream.wait_event(self.shards_updated)
+        with self.load_context.on_reduction_stream():
+            yield
+        if stream is not None and self.load_context is not self.context:
+            self._last_load = stream.record_event()
+            self.context.reduction_stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
+
+    def before_write(self) -> None:
+        """The host is about to write to shards: wait until nothing loads them any more."""
+        if self._last_load is not None:
+            self._last_load.synchronize()
+            self._last_load = None
+
+    def before_update(self) -> None:
+        """The same for what is issued on the current stream from now on."""
+        if self._last_load is not None:
+            get_accelerator().current_stream().wait_event(self._last_load)
+
     def let_go(self) -> None:
         """Let go of all memory behind what has been issued on the current stream: what the gather
         stream gets of it afterwards is written after that.
         """
-        if self.context.reduction_stream is not None:
-            self.context.reduction_stream.wait_stream(get_accelerator().current_stream())
+        for context in {self.context, self.load_context}:
+            if context.reduction_stream is not None:
+                context.wait_for([get_accelerator().current_stream()])
         self.rows.clear()
         self.whole.clear()
 
     def destroy(self) -> None:
         """Wait for outstanding work and let go of all memory."""
+        self.load_context.destroy()
         self.context.destroy()
         self.rows.clear()
         self.whole.clear()
@@ -101,6 +148,7 @@ class GatherUnit:
     Attributes:
         index: Its place among the units of a model.
         coordinator: Who knows who needs it; None for what persists, or is read by hand.
+        device: Where the parameters are while they are whole.
         table: How the parameters are cut.
         shard: This rank's shards, `[shard_numel]`.
         numel: Elements of the parameters.
@@ -130,7 +178,10 @@ class GatherUnit:
             tuple(record.numel for record in self.records), self.num_shards
         )
         self.numel = self.table.numel
-        self.shard = torch.cat([record.shard for record in self.records])
+        self.device = self.records[0].device
+        self.shard = joined([record.shard for record in self.records])
+        # What is not is copied before the host goes on.
+        self._is_locked = get_accelerator().is_pinned(self.shard)
         self._whole_numel = WholeViews.numel_of(self.table, self.shard.dtype)
         self.holds = 0
         self.is_kept_for_backward = False
@@ -151,6 +202,7 @@ class GatherUnit:
     def use_shard(self, shard: torch.Tensor) -> None:
         """Let the shards lie in `shard`, which has their values."""
         self.shard = shard
+        self._is_locked = get_accelerator().is_pinned(shard)
         self.resources.mark_updated()
         for record, start, cut in zip(
             self.records, self.table.cut_starts, self.table.cuts, strict=False
@@ -216,15 +268,12 @@ class GatherUnit:
             return
         announce(self.label, self.group)
         shared = self.resources
-        if shared.shards_updated is not None and shared.context.reduction_stream is not None:
-            shared.context.reduction_stream.wait_event(shared.shards_updated)
-        with shared.context.on_reduction_stream():
-            rows = shared.rows.take(
-                self.table.padded_numel, self.shard.dtype, self.shard.device, self
-            )
+        with shared.loading():
+            rows = shared.rows.take(self.table.padded_numel, self.shard.dtype, self.device, self)
             filled = rows.tensor[: self.table.padded_numel]
             own = self.table.row(self.rank)
-            filled[own].copy_(self.shard)
+            filled[own].copy_(self.shard, non_blocking=self._is_locked)
+        with shared.context.on_reduction_stream():
             self._pending = gather_from_owners(
                 filled,
                 self.group,
@@ -297,11 +346,9 @@ class GatherUnit:
 
     def _take_memory(self) -> PoolBuffer:
         if not self.persists:
-            return self.resources.whole.take(
-                self._whole_numel, self.shard.dtype, self.shard.device, self
-            )
+            return self.resources.whole.take(self._whole_numel, self.shard.dtype, self.device, self)
         if self._own_memory is None:
-            own = torch.empty(self._whole_numel, dtype=self.shard.dtype, device=self.shard.device)
+            own = torch.empty(self._whole_numel, dtype=self.shard.dtype, device=self.device)
             self._own_memory = PoolBuffer(own)
         return self._own_memory
 
@@ -333,9 +380,10 @@ class GatherUnit:
         """Let go of a gather that was started and that nobody came for."""
         if self._rows is None or self._pending is None:
             return
-        # The host waits where there are no streams; on others rows are written on one stream alone.
+        # The host waits where there are no streams; on others who fills the rows next waits.
         self._pending.wait()
-        self.resources.rows.give_back(self._rows)
+        stream = self.resources.context.reduction_stream
+        self.resources.rows.give_back(self._rows, () if stream is None else (stream,))
         self._rows, self._pending = None, None
         for record in self.records:
             if record.status is ZeroParamStatus.INFLIGHT:

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import poison
@@ -46,7 +48,8 @@ def _kinds(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         shard = _record(param).shard
-        kinds.setdefault((shard.dtype, shard.device, _record(param).group), []).append(param)
+        kind = (shard.dtype, shard.device, _record(param).device, _record(param).group)
+        kinds.setdefault(kind, []).append(param)
     return list(kinds.values())
 
 
@@ -105,9 +108,7 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
 
 def _keep(param: nn.Parameter) -> None:
     """Shard <- this rank's part of the whole parameter."""
-    record = _record(param)
-    own = record.own_part(param.data)
-    record.shard[: own.numel()].copy_(own)
+    _record(param).write(param.data)
 
 
 def _tell_units(params: Sequence[nn.Parameter]) -> None:
@@ -245,7 +246,7 @@ class GatheredParameters:
     def _differs(param: nn.Parameter) -> bool:
         record = _record(param)
         own = record.own_part(param.data)
+        shard = record.shard[: own.numel()]
         # As bytes: NaN is not equal to itself.
-        return not torch.equal(
-            own.contiguous().view(torch.uint8), record.shard[: own.numel()].view(torch.uint8)
-        )
+        own = get_accelerator().to_host(own) if lies_on_host(shard) else own.contiguous()
+        return not torch.equal(own.view(torch.uint8), shard.view(torch.uint8))

@@ -29,6 +29,7 @@ from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
+from deepspeed.runtime.zero.shard_memory import ShardMemory
 from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param, ordinary_copies
 
 
@@ -165,11 +166,12 @@ class Init:
         data_parallel_group: Ranks that share parameters; None: all, or those of `mpu`.
         mem_efficient_linear: No effect: what autograd saves of gathered weights takes no memory
             for any module.
-        remote_device: "cpu" keeps shards on the host until an engine has the model; None: on the
-            accelerator.
-        pin_memory: Shards on the host are page-locked.
-        config_dict_or_path, config: Configuration, of which only the precision is read; "auto"
-            counts as not given.
+        remote_device: "cpu" keeps shards on the host; "none": on the accelerator; None: where the
+            configuration's `offload_param` says. The engine's configuration decides where they
+            stay.
+        pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
+        config_dict_or_path, config: Configuration, of which only the precision and `offload_param`
+            are read; "auto" counts as not given.
         enabled: False: the block does nothing.
         dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
             are made.
@@ -220,10 +222,8 @@ class Init:
         self.group = group if group is not None else dist.get_world_group()
         source = config_dict_or_path if config_dict_or_path is not None else config
         self.dtype = dtype if dtype is not None else _configured_dtype(source)
-        self.device = torch.device(
-            "cpu" if remote_device == "cpu" else get_accelerator().current_device_name()
-        )
-        self.pin_memory = pin_memory and self.device.type == "cpu"
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.memory = _shard_memory(remote_device, pin_memory, source)
         if module is not None:
             for below in module.modules():
                 self.cut_own(below)
@@ -254,7 +254,7 @@ class Init:
             if param is not None and not is_zero_param(param) and not is_lazy(param)
         ]
         if own:
-            cut_parameters(own, self.group, self.dtype, self.device, self.pin_memory)
+            cut_parameters(own, self.group, self.dtype, self.device, self.memory)
             for param in own:
                 record = param._zero3  # type: ignore[attr-defined]  # it has just been cut
                 record.on_read = _construction.on_read
@@ -268,13 +268,29 @@ def _refuse(name: str, value: Any) -> None:
         raise DeepSpeedConfigError(f"zero.Init({name}={value!r}) is not supported; leave it out")
 
 
+def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> ShardMemory:
+    """Where shards live, by the arguments or else by the configuration."""
+    zero = {} if source is None else _mapping(source).get("zero_optimization")
+    block = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    offload = block if isinstance(block, Mapping) else {}
+    device = remote_device or offload.get("device")
+    return ShardMemory(
+        device == "cpu", pin_memory or offload.get("pin_memory", bool(block)) is True
+    )
+
+
+def _mapping(source: Any) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = source if isinstance(source, Mapping) else load_config(source)
+    return config
+
+
 def _configured_dtype(source: Any) -> torch.dtype | None:
     """The precision that a configuration trains in. Nothing else is read: the rest may still be
     "auto".
     """
     if source is None:
         return None
-    config = source if isinstance(source, Mapping) else load_config(source)
+    config = _mapping(source)
 
     def is_enabled(*names: str) -> bool:
         blocks = (config.get(name) for name in names)

@@ -18,7 +18,9 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.agreement import agree
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
+from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.zero_parameter import ShardRecord, cut_parameters, hide, is_zero_param
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
@@ -44,7 +46,8 @@ def shard_model(
         zero: The configuration's block.
         ranks: Which ranks hold what.
         dtype: The model's precision.
-        device: Where shards and buffers go; None: they stay where they are.
+        device: Where whole parameters and buffers go; None: they stay where they are. Shards are
+            there too, or on the host.
 
     Raises:
         DeepSpeedConfigError: For a model whose parts are on other ranks, or experts.
@@ -52,6 +55,7 @@ def shard_model(
     _refuse_parts(ranks)
     _refuse_other_models(model, ranks.replicas)
     _take_from_other_engines(model)
+    memory = _shard_memory(zero)
     leaves = zero.leaf_module
     set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
@@ -64,9 +68,9 @@ def shard_model(
     ]
     # One exchange for many modules: they are small, and every rank waits in each.
     for piece in in_pieces(dict.fromkeys(params), CUT_NUMEL):
-        cut_parameters(piece, ranks.replicas, dtype, device)
+        cut_parameters(piece, ranks.replicas, dtype, device, memory)
         for param in piece:
-            _move_shard(param, dtype, device)
+            _move_shard(param, dtype, device, memory)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -86,7 +90,15 @@ def settings_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
         max_reuse=zero.max_reuse_distance,
         by_broadcast=not zero.allgather_partitions,
         overlap=bool(zero.overlap_comm),
+        loads=_shard_memory(zero).on_host,
     )
+
+
+def _shard_memory(zero: DeepSpeedZeroConfig) -> ShardMemory:
+    offload = zero.offload_param
+    if offload is None or offload.device == OffloadDeviceEnum.none:
+        return ON_DEVICE
+    return ShardMemory(on_host=True, pinned=offload.pin_memory)
 
 
 def _refuse_parts(ranks: ModelRanks) -> None:
@@ -146,12 +158,15 @@ def _take_from_other_engines(model: nn.Module) -> None:
         owner.detach()
 
 
-def _move_shard(param: nn.Parameter, dtype: torch.dtype, device: torch.device | None) -> None:
-    """Shard -> the model's precision and device, where `zero.Init` has left it elsewhere."""
+def _move_shard(
+    param: nn.Parameter, dtype: torch.dtype, device: torch.device | None, memory: ShardMemory
+) -> None:
+    """Shard -> the model's precision and memory, where `zero.Init` has left it elsewhere."""
     record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # it has been cut
     wanted = dtype if record.shard.is_floating_point() else record.shard.dtype
-    moved = record.shard.to(device=device, dtype=wanted)
-    if moved is not record.shard:
-        record.shard = moved
+    whole_on = device or record.device
+    moved = memory.place(record.shard.to(wanted), whole_on)
+    if moved is not record.shard or record.device != whole_on:
+        record.shard, record.device = moved, whole_on
         hide(param)
     record.is_read_by_iteration = False

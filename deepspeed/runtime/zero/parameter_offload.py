@@ -40,6 +40,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     become_plain,
     hide,
     is_zero_param,
+    placeholder,
 )
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
@@ -56,6 +57,7 @@ class GatherSettings:
         max_reuse: Kept whole if used again within this distance.
         by_broadcast: Gather by one broadcast per rank.
         overlap: Gather beside the model's work.
+        loads: Shards are on the host (`offload_param`).
     """
 
     param_persistence: int = 100_000
@@ -65,6 +67,7 @@ class GatherSettings:
     max_reuse: int = 1_000_000_000
     by_broadcast: bool = False
     overlap: bool = True
+    loads: bool = False
 
 
 class Frame(NamedTuple):
@@ -113,7 +116,9 @@ class DeepSpeedZeRoOffload:
         # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
         # clients ask in their backward what they ask a parameter (trl's fused losses).
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # it is new
-        self.resources = GatherResources(settings.by_broadcast, settings.overlap, owner=self)
+        self.resources = GatherResources(
+            settings.by_broadcast, settings.overlap, owner=self, loads=settings.loads
+        )
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         for param, name in param_names.items():
@@ -157,7 +162,7 @@ class DeepSpeedZeRoOffload:
         kinds: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             record = param._zero3  # type: ignore[attr-defined]  # it has been cut
-            kinds.setdefault((record.shard.dtype, record.shard.device), []).append(param)
+            kinds.setdefault((record.shard.dtype, record.device), []).append(param)
         for same in kinds.values():
             yield GatherUnit(name, same, self.resources, persists)
 
@@ -321,7 +326,7 @@ class DeepSpeedZeRoOffload:
         for param in self._shaped:
             if type(param) is ShardedParameter:
                 with torch._C.DisableTorchFunctionSubclass():
-                    param.data = _placeholder_of(param)
+                    param.data = placeholder(param.dtype, param._zero3.device)
         self._shaped = []
 
     # Shards
@@ -350,6 +355,7 @@ class DeepSpeedZeRoOffload:
     def before_update(self) -> None:
         """Shards are about to change."""
         self.param_coordinator.release_all()
+        self.resources.before_update()
         self._drop_shapes()
 
     def after_update(self) -> None:
@@ -397,11 +403,6 @@ def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
     """What was registered with `register_external_parameter`: number and parameter."""
     external: dict[int, Any] = module.__dict__.get("_external_params", {})
     return list(external.items())
-
-
-def _placeholder_of(param: nn.Parameter) -> torch.Tensor:
-    shard = param._zero3.shard  # type: ignore[attr-defined]  # it has been cut
-    return shard.new_empty(0)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     LOSS_SCALER,
@@ -37,6 +38,7 @@ from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.cut_rows import RowFiller
+from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.publisher import Gather, Publisher
 from deepspeed.runtime.sharding.state import load_in_place
@@ -110,6 +112,21 @@ class ShardWriter(Publisher):
         sections = self._group.table.sections
         if sections:
             yield Gather(sections[0], 0, self._group.table.shard_numel)
+
+    def _sections(self) -> Iterator[tuple[int, int]]:
+        """See base class; on their way to the host, rounded ones take memory of the device."""
+        return self.pieces() if lies_on_host(self._group.flat) else super()._sections()
+
+    def _send(self, source: torch.Tensor, start: int) -> None:
+        """See base class; to shards on the host too, from masters there or on the device."""
+        own = self._group.own(start, start + source.numel())
+        if not lies_on_host(own):
+            super()._send(source, start)
+        elif lies_on_host(source):
+            own.copy_(source)
+        else:
+            # Rounded first: fewer bytes cross.
+            self._copy(own, source.to(own.dtype), asynchronous=get_accelerator().is_pinned(own))
 
     def _gather(self, gather: Gather) -> None:
         """Who needs the parameters gathers them."""
@@ -314,14 +331,21 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
 
     # Update
 
+    @torch.no_grad()
     def _update(self, scaling: GradientScaling) -> None:
-        """See base class; not while somebody would keep the old values."""
+        """See base class; not while somebody would keep the old values. An optimizer on the host
+        writes to shards there by itself.
+        """
         self.parameter_offload.refuse_holders()
+        if self.cpu_offload:
+            self.parameter_offload.resources.before_write()
         super()._update(scaling)
 
     def _publish(self, delivered: bool) -> None:
         """See base class: into the shards."""
         self.parameter_offload.before_update()
+        if self.cpu_offload:
+            self.parameter_offload.resources.before_write()
         super()._publish(delivered)
         self._copy_to_units()
         self.parameter_offload.after_update()
@@ -350,8 +374,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         record = _record(param)
         if record.status is ZeroParamStatus.AVAILABLE:
             param.data.copy_(value)
-        own = record.own_part(value)
-        record.shard[: own.numel()].copy_(own)
+        record.write(value)
         self._follow_shard(param)
         self.parameter_offload.shard_changed(param)
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
+from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 
 _ids = itertools.count()
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -104,12 +104,14 @@ class ShardRecord:
 
     Args:
         shape: Logical shape.
-        shard: This rank's cut, 1-D, padding included.
+        shard: This rank's cut, 1-D, padding included; it may be on the host (`offload_param`).
         group: Ranks that share it.
+
+        made_in: The dtype that it was made in.
+        device: Where it is while it is whole.
 
     Attributes:
         id: The same on all ranks, which cut parameters in the same order.
-        made_in: The dtype that it was made in.
         name: For reports; None until a model says it.
         status: Where it is.
         unit: With whom it is gathered in training; None before an engine has it.
@@ -122,7 +124,12 @@ class ShardRecord:
     """
 
     def __init__(
-        self, shape: torch.Size, shard: torch.Tensor, group: dist.Group, made_in: torch.dtype
+        self,
+        shape: torch.Size,
+        shard: torch.Tensor,
+        group: dist.Group,
+        made_in: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.id = next(_ids)
         self.shape = shape
@@ -130,6 +137,7 @@ class ShardRecord:
         self.shard = shard
         self.group = group
         self.made_in = made_in
+        self.device = device
         self.name: str | None = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
         self.unit: Any = None
@@ -155,6 +163,17 @@ class ShardRecord:
         """What this rank owns of a whole parameter, 1-D without padding."""
         own = self.table.fragment(0, dist.get_rank(group=self.group))
         return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
+
+    def before_write(self) -> None:
+        """The host is about to write to the shard: nothing may be copying it to the device."""
+        if self.unit is not None:
+            self.unit.resources.before_write()
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Shard <- this rank's part of a whole parameter."""
+        self.before_write()
+        own = self.own_part(whole)
+        self.shard[: own.numel()].copy_(own)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickled as None: a saved parameter is an ordinary one."""
@@ -364,7 +383,7 @@ def hide(param: nn.Parameter) -> None:
     """Let a parameter be sharded: nobody on this rank needs it whole."""
     record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
     param.__class__ = ZeroParameter
-    param.data = placeholder(record.shard.dtype, record.shard.device)
+    param.data = placeholder(record.shard.dtype, record.device)
     record.status = ZeroParamStatus.NOT_AVAILABLE
     param.__class__ = ShardedParameter
 
@@ -383,7 +402,7 @@ def cut_parameters(
     group: dist.Group,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    pin: bool = False,
+    memory: ShardMemory = ON_DEVICE,
 ) -> None:
     """Cut whole parameters, in place. All ranks of `group` call it; the values are those of its
     first rank, so ranks that drew other random numbers agree.
@@ -392,8 +411,8 @@ def cut_parameters(
         params: Parameters; those that are cut already are left alone.
         group: Ranks that share them.
         dtype: What floating-point ones are rounded to; None keeps it.
-        device: Where shards live; None: where the parameter is.
-        pin: Lock their pages, on the host.
+        device: Where they are when they are whole; None: where the parameter is.
+        memory: Where shards live.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
@@ -408,7 +427,7 @@ def cut_parameters(
         wanted = dtype if dtype is not None and param.is_floating_point() else param.dtype
         kinds.setdefault((wanted, device or param.device), []).append(param)
     for (wanted, where), same in kinds.items():
-        _cut(same, group, wanted, where, pin)
+        _cut(same, group, wanted, where, memory)
 
 
 def _cut(
@@ -416,7 +435,7 @@ def _cut(
     group: dist.Group,
     dtype: torch.dtype,
     device: torch.device,
-    pin: bool,
+    memory: ShardMemory,
 ) -> None:
     world, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     _note_group(group)
@@ -425,14 +444,14 @@ def _cut(
     if rank == 0:
         RowFiller(table, rows).fill([param.data for param in params])
     shard = torch.empty(table.shard_numel, dtype=dtype, device=device)
-    shard = get_accelerator().pin_memory(shard) if pin else shard
     if world == 1:
         shard.copy_(rows)
     elif table.shard_numel:
         pieces = list(rows.view(world, -1).unbind(0)) if rank == 0 else None
         dist.scatter(shard, pieces, src=dist.get_global_rank(group, 0), group=group)
+    shard = memory.place(shard, device)
     for index, param in enumerate(params):
         start = table.cut_starts[index]
         own = shard[start : start + table.cuts[index]]
-        param._zero3 = ShardRecord(param.shape, own, group, param.dtype)  # type: ignore[attr-defined]  # the record is dynamic
+        param._zero3 = ShardRecord(param.shape, own, group, param.dtype, device)  # type: ignore[attr-defined]  # the record is dynamic
         hide(param)

@@ -385,7 +385,6 @@ def test_old_and_new_name_together_are_refused():
 
 ON = {"enabled": True}
 REFUSED_EXAMPLES = [
-    ("zero_optimization.offload_param", {"device": "cpu"}),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}),
     ("zero_optimization.offload_optimizer", {"super_offload": True}),
     ("zero_optimization.offload_optimizer", {"ratio": 0.5}),
@@ -434,6 +433,7 @@ REFUSED_EXAMPLES = [
     ("sparse_attention", {"mode": "fixed"}),
 ]
 REFUSED_AT_STAGE_3 = {
+    "offload_param": {"device": "nvme"},
     "num_optimizer_instances": 2,
     "round_robin_gradients": True,
     "elastic_checkpoint": True,
@@ -477,7 +477,7 @@ def test_all_refusals_are_listed_at_once():
         sparse_gradients=True,
         zero_optimization={
             "stage": 3,
-            "offload_param": {"device": "cpu"},
+            "offload_param": {"device": "nvme"},
             "round_robin_gradients": True,
         },
     )
@@ -532,6 +532,18 @@ def test_keys_without_effect_are_named_in_one_warning(warnings):
         "device='cpu'",
     ):
         assert path in warnings[0]
+
+
+def test_parameter_offload_below_stage_3_is_named_in_one_warning(warnings):
+    # Kills: an error for a block that clients always write, a key that is ignored in silence.
+    config(zero_optimization={"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}})
+    assert len(warnings) == 1
+    assert "offload_param.device='cpu' (has no effect without ZeRO stage 3)" in warnings[0]
+    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 5}})
+    assert len(warnings) == 2
+    assert "offload_param.max_in_cpu=5 (has no effect without NVMe offload)" in warnings[1]
+    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    assert len(warnings) == 2
 
 
 @pytest.mark.parametrize(

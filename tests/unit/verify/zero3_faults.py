@@ -22,8 +22,51 @@ ZERO3 = (
     Mutation(
         "a shard is gathered before it is updated",
         UNIT,
-        (("shared.context.reduction_stream.wait_event(shared.shards_updated)", "pass"),),
+        (("stream.wait_event(self.shards_updated)", "pass"),),
         "streams: stage 3",
+        RACE,
+    ),
+    Mutation(
+        "a unit is gathered before its shard has come from the host",
+        UNIT,
+        (
+            (
+                "            self.context.reduction_stream.wait_event(self._last_load)",
+                "            pass",
+            ),
+        ),
+        "streams: stage 3, on the host",
+        RACE + r"(.|\n)*<parameter load stream>|parameter load stream(.|\n)*" + RACE,
+    ),
+    Mutation(
+        "the host updates a shard that is still being loaded",
+        UNIT,
+        (("            self._last_load.synchronize()\n", ""),),
+        "streams: stage 3, on the host",
+        r"the host never waits for <parameter load stream>",
+    ),
+    Mutation(
+        "the device updates a shard that is still being loaded",
+        UNIT,
+        (
+            (
+                "            get_accelerator().current_stream().wait_event(self._last_load)\n",
+                "            pass\n",
+            ),
+        ),
+        "streams: stage 3, on the host, masters on the device",
+        RACE + r" <parameter load stream>",
+    ),
+    Mutation(
+        "a row is loaded that a copy-out still reads",
+        POOL,
+        (
+            (
+                "                buffer.wait_for_reads(get_accelerator().current_stream())",
+                "                pass",
+            ),
+        ),
+        "streams: stage 3, on the host",
         RACE,
     ),
     Mutation(

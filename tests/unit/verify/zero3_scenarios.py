@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -228,6 +228,40 @@ def checker(zero: dict[str, Any]) -> list[str]:
     return [str(finding) for finding in found.findings]
 
 
+class _StoppedError(Exception):
+    pass
+
+
+def _stop(module: Any, args: Any) -> None:
+    raise _StoppedError
+
+
+def with_evaluations(zero: dict[str, Any]) -> list[str]:
+    """The same, where each step comes while an evaluation is under way that ended early, so that
+    what was loaded ahead is still on its way.
+    """
+    import deepspeed
+    from deepspeed.accelerator.sim_accelerator import simulate
+    from deepspeed.verify import check_streams
+    from unit.v1.zero.stage3_models import config_of, engine_of, loss_of, make_net, tokens_of
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
+        model = make_net()
+        engine = engine_of(model, config_of(3, 1, **zero))
+        for step in range(STEPS):
+            engine.backward(loss_of(engine, tokens_of(step, 0)))
+            with torch.no_grad():
+                engine(tokens_of(9, 0))
+                handle = model.blocks[1].register_forward_pre_hook(_stop)
+                with suppress(_StoppedError):
+                    engine(tokens_of(9, 0))
+                handle.remove()
+            engine.step()
+        engine.destroy()
+    return [str(finding) for finding in found.findings]
+
+
 def oracle(zero: dict[str, Any], on_device: bool = False) -> list[str]:
     """Which parameters differ from those of one process, and after which step; or what was
     raised.
@@ -268,6 +302,7 @@ def guarded(check: str, zero: dict[str, Any]) -> list[str]:
 
 _SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 _BOUNDED = {**_SHARDED, "stage3_max_reuse_distance": 0}
+_ON_HOST = {**_BOUNDED, "offload_param": {"device": "cpu"}}
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 3": partial(checker, _BOUNDED),
@@ -275,6 +310,10 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 3, some persist": partial(
         checker, {"stage3_param_persistence_threshold": 20, "overlap_comm": False}
     ),
+    "streams: stage 3, on the host": partial(
+        with_evaluations, {**_ON_HOST, "offload_optimizer": {"device": "cpu"}}
+    ),
+    "streams: stage 3, on the host, masters on the device": partial(with_evaluations, _ON_HOST),
     "oracle: stage 3": partial(oracle, _BOUNDED),
     "oracle: stage 3, kept": partial(oracle, _SHARDED),
     "oracle: stage 3, all persist": partial(oracle, {}),

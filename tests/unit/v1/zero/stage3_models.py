@@ -90,6 +90,7 @@ def config_of(stage: int, accumulation: int = 2, **zero: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **zero},
+        "zero_force_ds_cpu_optimizer": False,
     }
 
 

@@ -54,7 +54,6 @@ class TestModes(DistributedTest):
         config = config_of(
             3, stage3_param_persistence_threshold=10, offload_optimizer={"device": "cpu"}
         )
-        config["zero_force_ds_cpu_optimizer"] = False
         model = make_net()
         engine = engine_of(model, config)
         train(engine, 4)

@@ -171,9 +171,8 @@ class TestRefusals(DistributedTest):
             ("round_robin_gradients", True),
             ("stage3_module_granularity_threshold", 100),
             ("stage3_use_all_reduce_for_fetch_params", True),
-            ("offload_param", {"device": "cpu"}),
+            ("offload_param", {"device": "nvme"}),
             ("zero_hpz_partition_size", 2),
-            ("load_from_fp32_weights", False),
         ],
     )
     def test_keys(self, key: str, value: Any) -> None:
