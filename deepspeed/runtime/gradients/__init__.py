@@ -12,6 +12,7 @@ In the order in which a gradient meets them:
   `optimizer_factory`, asked by whoever reduces.
 - `replicated`: the all-reduce of gradients that every rank keeps whole. Called by the optimizers
   without ZeRO in `reduce_gradients`.
+- `static_sums`: refuses sums in `param.grad` that a replayed graph overwrites. Stage 1 on devices.
 - `sink`: the owner's gradient, on the device or the host, that stages 1 and 2 add reduced slices
   to.
 - `norm`: the global norm and the clipping factor. `StepSequence.step` asks for both.

@@ -40,6 +40,7 @@ from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
+from deepspeed.runtime.gradients.static_sums import StaticSumGuard
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -189,6 +190,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
             self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
         self._hook_handles: list[Any] = []
         self._reducing = False
+        self._static_sums: StaticSumGuard | None = None
+        if self.comm_context.has_streams and not partition_grads and self.accumulator is None:
+            named = ((param, self.param_names.get(param, "?")) for _, param in self._slots)
+            self._static_sums = StaticSumGuard(named)
         self.create_gradient_handling_hooks()
 
     # Buckets
@@ -343,6 +348,10 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         """Send every bucket that this micro-batch has to send and has not sent yet."""
         if not self._reduces_now():
             return
+        if self._static_sums is not None and self._static_sums.has_compared:
+            # A module whose gradients are static is so from its first backward on.
+            self._static_sums.remove()
+            self._static_sums = None
         if not self.ignore_unused_parameters:
             self._refuse_unused()
         for index in self.readiness.remaining():
@@ -661,6 +670,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
+        if self._static_sums is not None:
+            self._static_sums.remove()
         self._finish_in_flight(0)
         self.comm_context.destroy()
         self._free_buffers = []

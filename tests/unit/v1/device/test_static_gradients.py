@@ -18,6 +18,7 @@ from deepspeed.comm import stream_collectives
 from deepspeed.runtime.streams import CommContext
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.v1.looping import each
 
 WIDTH = 8
 LAYERS = 4
@@ -108,6 +109,32 @@ class TestStaticGradients(DistributedTest):
         with simulate(), check_streams():
             found = train(1, 3, True, fp16=fp16, data_types={"grad_accum_dtype": "fp32"})
         assert not deviates([param.float() for param in found], 3, within=2e-3)
+
+    @each(overlap=(False, True))
+    def test_summed_where_they_lie(self, overlap: bool) -> None:
+        # Kills: sums that the next micro-batch overwrites, trained on without a word.
+        with simulate():
+            with pytest.raises(RuntimeError, match="stage: 1 sums the micro-batches of .*stage 2"):
+                train(1, 3, overlap)
+            get_accelerator().synchronize()
+
+    def test_the_guard_goes(self) -> None:
+        # Kills: a hook on every parameter for as long as training lasts.
+        stream_collectives.install()
+        with simulate():
+            config = {
+                "train_micro_batch_size_per_gpu": ROWS,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "SGD", "params": {"lr": LR}},
+                "zero_optimization": {"stage": 1},
+            }
+            engine = deepspeed.initialize(model=make_model(static=False), config=config)[0]
+            assert all(param._backward_hooks for param in engine.module.parameters())
+            for micro in range(2):
+                engine.backward(engine(batch(0, micro, dist.get_rank())).square().mean())
+                engine.step()
+            assert not any(param._backward_hooks for param in engine.module.parameters())
+            engine.destroy()
 
     def test_without_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a test, or a checker, to which static memory is like any other.
