@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -24,7 +26,7 @@ import fix
 import table
 from catalogue import FIXES
 from releases import ALL, BASE, NoSource, Repository, download, orders
-from runs import HERE, ROOT, Counts, run
+from runs import HERE, ROOT, Counts, Run, run_all
 
 DOCUMENT = ROOT / "docs" / "fixes" / "README.md"
 
@@ -70,33 +72,40 @@ def same_in_every_order(repository: Repository, patches: list[Path]) -> int:
     return len(tried)
 
 
-def prove(repository: Repository, rows: list[table.Row], logs: Path) -> tuple[list, Counts]:
+def prove(
+    repository: Repository, rows: list[table.Row], folder: Path, jobs: int
+) -> tuple[list[table.Row], Counts]:
     """Run the regression tests without fixes, with each alone, and with all of them, and train with
     all of them. Returns the rows with the counts, and those of the training.
     """
-    root = repository.root
-    files = {one.name: root / one.test_path for one in FIXES}
+    logs = folder / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
     repository.git("checkout", "--quiet", BASE)
-    for one in FIXES:
-        fix.put_test(one, root)
-    before = run(root, list(files.values()), logs / "before.log")
-    repository.git("clean", "--quiet", "--force", "-d")
-    alone: dict[str, Counts] = {}
-    applied = [row.name for row in rows if row.outcome.what == fix.APPLIED]
-    for name in applied:
-        repository.git("checkout", "--quiet", name)
-        alone |= run(root, [files[name]], logs / f"{name}.log")
-        print(f"{name}: alone {alone[files[name].name]}", flush=True)
-    repository.git("checkout", "--quiet", ALL)
+    # Once before the tree is copied: the copies then have what Python compiled.
+    run_all([Run(repository.root, (), logs / "import.log")], 1)
+
+    def on(branch: str, fixes: Sequence[fix.Fix], *more: Path) -> Run:
+        checkout = folder / "checkouts" / branch
+        repository.copy_at(branch, checkout)
+        for one in fixes:
+            fix.put_test(one, checkout)
+        files = (*(checkout / one.test_path for one in fixes), *more)
+        return Run(checkout, files, logs / f"{branch}.log")
+
+    applied = [one for one, row in zip(FIXES, rows, strict=True) if row.outcome.what == fix.APPLIED]
+    before = on(BASE, FIXES)
+    alone = {one.name: on(one.name, [one]) for one in applied}
     smoke = HERE / "smoke.py"
-    together = run(root, [*(files[name] for name in applied), smoke], logs / "together.log")
+    together = on(ALL, applied, smoke)
+    run_all([before, together, *alone.values()], jobs)
     proved = []
-    for row in rows:
-        test = files[row.name].name
-        proved.append(
-            table.Row(row.name, row.outcome, before[test], alone.get(test), together.get(test))
-        )
-    return proved, together[smoke.name]
+    for one, row in zip(FIXES, rows, strict=True):
+        counts = [before.counts()[one.test], None, None]
+        if one.name in alone:
+            counts[1:] = [alone[one.name].counts()[one.test], together.counts()[one.test]]
+        proved.append(table.Row(row.name, row.outcome, *counts))
+    shutil.rmtree(folder / "checkouts")
+    return proved, together.counts()[smoke.name]
 
 
 def main() -> int:
@@ -105,6 +114,7 @@ def main() -> int:
     parser.add_argument("upstream", help="version, or path of an upstream source tree")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "upstream")
     parser.add_argument("--no-tests", action="store_true", help="make the patches only")
+    parser.add_argument("--jobs", type=int, default=2, help="test runs at a time")
     arguments = parser.parse_args()
     source = Path(arguments.upstream)
     release = arguments.upstream
@@ -124,7 +134,7 @@ def main() -> int:
     print(f"{len(patches)} patches in {folder / 'patches'}, the same tree in {tried} orders")
     if arguments.no_tests:
         return int(any(row.outcome.what == fix.FAILED for row in rows))
-    proved, smoke = prove(repository, rows, folder / "logs")
+    proved, smoke = prove(repository, rows, folder, arguments.jobs)
     section = table.Section(
         release,
         datetime.date.today().isoformat(),

@@ -103,6 +103,12 @@ class Repository:
             written.append(path)
         return written
 
+    def copy_at(self, branch: str, folder: Path) -> None:
+        """Copy the tree, with what Python compiled, and check out ``branch`` in the copy."""
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.root, folder, symlinks=True)
+        self.git("-C", str(folder), "checkout", "--quiet", branch)
+
     def apply_in_order(self, branch: str, patches: Sequence[Path]) -> str:
         """Apply patches to the first commit, without merging; returns the tree's hash."""
         self.git("checkout", "--quiet", "-B", branch, BASE)

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
 NOT_RUN = "did not run"
+TIMEOUT_S = "240"
+"""After that ranks are given up: machines may be busy."""
 
 
 @dataclass(frozen=True)
@@ -63,55 +65,81 @@ class Tally:
             self.outcomes[report.nodeid] = "failed"  # type: ignore[attr-defined]  # pytest's
 
 
-def run(tree: Path, files: Sequence[Path], log: Path, timeout_s: int = 240) -> dict[str, Counts]:
-    """Run test files on the package of ``tree``. Returns the counts by file name.
+@dataclass(frozen=True)
+class Run:
+    """Test files to be run on the package of a tree.
 
-    Args:
+    Attributes:
         tree: Root of an upstream source tree.
-        files: What pytest runs.
-        log: File for what it prints.
-        timeout_s: After that many seconds ranks are given up.
+        files: What pytest runs; nothing but imports the package.
+        log: File for what is printed.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    results = log.with_suffix(".json")
-    results.unlink(missing_ok=True)
+
+    tree: Path
+    files: tuple[Path, ...]
+    log: Path
+
+    @property
+    def results(self) -> Path:
+        """Where the child leaves the counts."""
+        return self.log.with_suffix(".json")
+
+    def counts(self) -> dict[str, Counts]:
+        """By file name; zeros if the child did not come to its end."""
+        found = json.loads(self.results.read_text()) if self.results.exists() else {}
+        return {file.name: Counts(**found.get(file.name, {})) for file in self.files}
+
+
+def run_all(runs: Sequence[Run], jobs: int) -> None:
+    """Run all of them, ``jobs`` at a time."""
     # startup: children inherit what is imported here.
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
     import pytest  # noqa: F401
     import torch  # noqa: F401
 
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = _in_child(tree, files, log, results, timeout_s)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.waitpid(child, 0)
-    if not results.exists():
-        return {file.name: Counts() for file in files}
-    found = {name: Counts(**counts) for name, counts in json.loads(results.read_text()).items()}
-    return {file.name: found.get(file.name, Counts()) for file in files}
+    children: set[int] = set()
+    for one in runs:
+        one.log.parent.mkdir(parents=True, exist_ok=True)
+        one.results.unlink(missing_ok=True)
+        if len(children) >= jobs:
+            children.discard(os.wait()[0])
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = _in_child(one)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.add(child)
+    while children:
+        children.discard(os.wait()[0])
 
 
-def _in_child(tree: Path, files: Sequence[Path], log: Path, results: Path, timeout_s: int) -> int:
+def _in_child(one: Run) -> int:
     import pytest
 
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    tree = one.tree
+    output = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_UNITTEST_TIMEOUT=str(timeout_s))
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_UNITTEST_TIMEOUT=TIMEOUT_S)
     os.chdir(tree)
     own_harness = (tree / "tests" / "unit" / "common.py").is_file()
     harness = [] if own_harness else ["-p", "harness"]
     sys.path[:0] = [str(tree)] if own_harness else [str(tree), str(ROOT / "tests"), str(HERE)]
+    if not one.files:
+        import deepspeed
+
+        print(deepspeed.__file__)
+        return 0
     tally = Tally()
     code = pytest.main(
         ["-q", "-rf", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tree)]
-        + [*harness, *map(str, files)],
+        + [*harness, *map(str, one.files)],
         plugins=[tally],
     )
     counts: dict[str, dict[str, int]] = {}
@@ -119,5 +147,5 @@ def _in_child(tree: Path, files: Sequence[Path], log: Path, results: Path, timeo
         name = Path(nodeid.split("::")[0]).name
         numbers = counts.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
         numbers[outcome] += 1
-    results.write_text(json.dumps(counts))
+    one.results.write_text(json.dumps(counts))
     return int(code)
