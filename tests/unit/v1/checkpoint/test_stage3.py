@@ -303,7 +303,7 @@ class saved_by_all(DistributedFixture):
     """Folders of every stage, precision and number of ranks, with what they hold."""
 
     world_size = list(WORLDS)
-    exec_timeout = 240
+    exec_timeout = 1200 if WHOLE else 240
 
     def run(self, class_tmpdir: str) -> None:
         for one in sorted(one for one in NEEDED if one.world == dist.get_world_size()):
@@ -325,7 +325,7 @@ class TestOthers(DistributedTest):
     """
 
     world_size = list(WORLDS)
-    exec_timeout = 240
+    exec_timeout = 1200 if WHOLE else 240
 
     def test(self, saved_by_all: None, class_tmpdir: str) -> None:
         for stage in STAGES:
