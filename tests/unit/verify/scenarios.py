@@ -359,6 +359,8 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
 
 def world_of(scenario: str) -> int:
     """On how many ranks it runs."""
+    if scenario.endswith(", 1 rank"):
+        return 1
     return 4 if scenario.endswith(", 4 ranks") else 2
 
 

@@ -35,14 +35,14 @@ ZERO3 = (
                 "            pass",
             ),
         ),
-        "streams: stage 3, on the host",
+        "streams: stage 3, on the host, 1 rank",
         RACE + r"(.|\n)*<parameter load stream>|parameter load stream(.|\n)*" + RACE,
     ),
     Mutation(
         "the host updates a shard that is still being loaded",
         UNIT,
         (("            self._last_load.synchronize()\n", ""),),
-        "streams: stage 3, on the host",
+        "streams: stage 3, on the host, 1 rank",
         r"the host never waits for <parameter load stream>",
     ),
     Mutation(
@@ -54,7 +54,7 @@ ZERO3 = (
                 "            pass\n",
             ),
         ),
-        "streams: stage 3, on the host, masters on the device",
+        "streams: stage 3, on the host, masters on the device, 1 rank",
         RACE + r" <parameter load stream>",
     ),
     Mutation(
@@ -66,7 +66,7 @@ ZERO3 = (
                 "                pass",
             ),
         ),
-        "streams: stage 3, on the host",
+        "streams: stage 3, on the host, 1 rank",
         RACE,
     ),
     Mutation(
