@@ -17,7 +17,7 @@ from deepspeed.checkpoint.safetensors_files import SafetensorsFolder
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.runtime.checkpointing.sharded_loading import own_fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.zero_parameter import ShardRecord, is_zero_param
+from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
@@ -110,7 +110,7 @@ class _Loading:
                 f"the files are of another model: {_told(self.missing)} missing from them, "
                 f"{_told(self.unexpected)} not in the model. Give rename, or strict=False"
             )
-        units = [_record(param).unit for param in self.targets if is_zero_param(param)]
+        units = [record_of(param).unit for param in self.targets if is_zero_param(param)]
         found = dict.fromkeys(unit.resources.owner for unit in units if unit is not None)
         self.owners: list[DeepSpeedZeRoOffload] = [owner for owner in found if owner is not None]
 
@@ -127,7 +127,7 @@ class _Loading:
         if saved.dtype.is_floating_point != tensor.is_floating_point():
             raise CheckpointError(f"{name} is {saved.dtype} in {saved.path}, here {tensor.dtype}")
         if is_zero_param(tensor):
-            if _record(tensor).readers:
+            if record_of(tensor).readers:
                 raise CheckpointError(f"{name} is gathered; load outside of GatheredParameters")
         elif hasattr(tensor, "_hp_mapping"):
             raise CheckpointError(
@@ -141,8 +141,8 @@ class _Loading:
         for tensor, source in self.targets.items():
             if is_zero_param(tensor):
                 own = own_fragment(tensor)
-                _record(tensor).before_write()
-                self.files.read(source, own.param_start, _record(tensor).shard[: own.numel])
+                record_of(tensor).before_write()
+                self.files.read(source, own.param_start, record_of(tensor).shard[: own.numel])
             elif tensor.is_contiguous():
                 self.files.read(source, 0, tensor.detach().view(-1))
             else:
@@ -153,14 +153,9 @@ class _Loading:
     def tell(self) -> None:
         """Have masters follow."""
         for tensor in self.targets:
-            on_edit = _record(tensor).on_edit if is_zero_param(tensor) else None
+            on_edit = record_of(tensor).on_edit if is_zero_param(tensor) else None
             if on_edit is not None:
                 on_edit(cast(nn.Parameter, tensor))
-
-
-def _record(tensor: torch.Tensor) -> ShardRecord:
-    record: ShardRecord = tensor._zero3  # type: ignore[attr-defined]  # callers have asked is_zero_param
-    return record
 
 
 def _told(names: list[str]) -> str:

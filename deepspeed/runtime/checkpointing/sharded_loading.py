@@ -37,7 +37,7 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.zero_parameter import ShardRecord, is_zero_param
+from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 
 Parts = Mapping[nn.Parameter, torch.Tensor]
 """This rank's elements of parameters, each 1-D without padding, in the dtype that is saved."""
@@ -105,21 +105,16 @@ def read_shard_weights(
         for name, param in files.module.named_parameters()
         if param in wanted and name in state
     }
-    group = _record(next(iter(targets.values()))).group if targets else None
+    group = record_of(next(iter(targets.values()))).group if targets else None
     is_alike = in_shards and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
     pieces = weight_pieces(folder, targets, dist.get_rank(group=group) if is_alike else None)
     rest = {name: value for name, value in state.items() if name not in params}
     return ShardWeights(rest, _take(targets, pieces, folder))
 
 
-def _record(param: torch.Tensor) -> ShardRecord:
-    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # stage 3 has cut it
-    return record
-
-
 def own_fragment(param: torch.Tensor) -> Fragment:
     """Which elements of a parameter are this rank's."""
-    record = _record(param)
+    record = record_of(param)
     return record.table.fragment(0, dist.get_rank(group=record.group))
 
 
@@ -166,7 +161,7 @@ def _of_slices(
             continue
         seen[name] = torch.empty(value.shape, device="meta")
         if own in wanted and own not in parts:
-            parts[own] = _record(own).own_part(value).clone()
+            parts[own] = record_of(own).own_part(value).clone()
     files.check(rest | seen | foreign_names(files, slices), strict)
     return ShardWeights(rest, parts)
 
@@ -189,8 +184,8 @@ def load_shard_weights(
     offload.module.load_state_dict(weights.rest, strict=False)
     offload.before_update()
     for param, part in weights.parts.items():
-        _record(param).before_write()
-        _record(param).shard[: part.numel()].copy_(part)
+        record_of(param).before_write()
+        record_of(param).shard[: part.numel()].copy_(part)
     offload.after_update()
     if isinstance(sequence, DeepSpeedZeroOptimizer_Stage3):
         sequence.refresh_fp32_params()

@@ -42,7 +42,13 @@ from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
-from deepspeed.runtime.zero.zero_parameter import ShardRecord, ZeroParamStatus, hide, show
+from deepspeed.runtime.zero.zero_parameter import (
+    ShardRecord,
+    ZeroParamStatus,
+    hide,
+    record_of,
+    show,
+)
 
 # Messages of gathers, one tag for each unit: ranks that part wait for each other instead of taking
 # one unit's shards for another's.
@@ -170,7 +176,7 @@ class GatherUnit:
         self.persists = persists
         self.index = -1
         self.coordinator: Any = None
-        self.records: list[ShardRecord] = [param._zero3 for param in params]  # type: ignore[attr-defined]  # sharded parameters have one
+        self.records: list[ShardRecord] = [record_of(param) for param in params]
         self.group = self.records[0].group
         self.num_shards = dist.get_world_size(group=self.group)
         self.rank = dist.get_rank(group=self.group)

@@ -27,28 +27,23 @@ from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import poison
 from deepspeed.runtime.zero.zero_parameter import (
-    ShardRecord,
     ZeroParamStatus,
     hide,
     install_reads,
     is_zero_param,
     only_group,
     ordinary_copies,
+    record_of,
     show,
 )
-
-
-def _record(param: nn.Parameter) -> ShardRecord:
-    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # callers have asked is_zero_param
-    return record
 
 
 def _kinds(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters that one collective can carry, in an order that is the same on all ranks."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in params:
-        shard = _record(param).shard
-        kind = (shard.dtype, shard.device, _record(param).device, _record(param).group)
+        shard = record_of(param).shard
+        kind = (shard.dtype, shard.device, record_of(param).device, record_of(param).group)
         kinds.setdefault(kind, []).append(param)
     return list(kinds.values())
 
@@ -62,7 +57,7 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
     """Have parameters whole until as many `let_go`. All ranks call it with the same ones."""
     absent = []
     for param in _zero_params(params):
-        record = _record(param)
+        record = record_of(param)
         if record.readers == 0 and record.status is ZeroParamStatus.AVAILABLE:
             if record.unit is not None and record.unit.coordinator is not None:
                 record.unit.coordinator.enter([record.unit])
@@ -79,8 +74,8 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
         resources.let_go()
         for param, whole in zip(same, unit.hand_out(), strict=True):
             show(param, whole)
-            if _record(param).unit is not None:
-                _record(param).unit.num_read_apart += 1
+            if record_of(param).unit is not None:
+                record_of(param).unit.num_read_apart += 1
 
 
 @torch.no_grad()
@@ -92,7 +87,7 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
             _keep(param)
         _tell_units(chosen)
     for param in chosen:
-        record = _record(param)
+        record = record_of(param)
         if record.num_lent and record.unit is not None and record.unit.coordinator is not None:
             record.num_lent -= 1
             record.unit.coordinator.leave([record.unit])
@@ -108,13 +103,13 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
 
 def _keep(param: nn.Parameter) -> None:
     """Shard <- this rank's part of the whole parameter."""
-    _record(param).write(param.data)
+    record_of(param).write(param.data)
 
 
 def _tell_units(params: Sequence[nn.Parameter]) -> None:
     """Shards of these parameters were edited: what has copies of them follows."""
     for param in params:
-        record = _record(param)
+        record = record_of(param)
         if record.on_edit is not None:
             record.on_edit(param)
 
@@ -123,12 +118,12 @@ def _tell_units(params: Sequence[nn.Parameter]) -> None:
 def publish(params: Sequence[nn.Parameter], source: int) -> None:
     """Everybody's values of whole parameters <- those of global rank `source`, and shards too."""
     for same in _kinds(params):
-        group = _record(same[0]).group
+        group = record_of(same[0]).group
         flat = torch.cat([param.data.reshape(-1) for param in same])
         if dist.get_world_size(group=group) > 1 and flat.numel():
             # Over before anything is written or let go: `flat` is complete on every rank here.
             dist.broadcast(flat, src=source, group=group)
-        pieces = flat.split([_record(param).numel for param in same])
+        pieces = flat.split([record_of(param).numel for param in same])
         for param, piece in zip(same, pieces, strict=True):
             param.data.copy_(piece.view(param.shape))
             _keep(param)
@@ -182,7 +177,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
-            self._agree(_record(self.params[0]).group)
+            self._agree(record_of(self.params[0]).group)
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
             ordinary_copies.begin()
@@ -216,7 +211,7 @@ class GatheredParameters:
             more = f" and {len(params) - 4} more" if len(params) > 4 else ""
             return (", ".join(label for _, label in params[:4]) or "none") + more
 
-        own = [(_record(param).id, _record(param).label) for param in self.params]
+        own = [(record_of(param).id, record_of(param).label) for param in self.params]
         agree(
             own,
             group,
@@ -232,7 +227,7 @@ class GatheredParameters:
 
     def _refuse_lost_edits(self) -> None:
         edited = [
-            _record(param).label
+            record_of(param).label
             for param, version in zip(self.params, self._versions, strict=True)
             if param._version != version or self._differs(param)
         ]
@@ -244,7 +239,7 @@ class GatheredParameters:
 
     @staticmethod
     def _differs(param: nn.Parameter) -> bool:
-        record = _record(param)
+        record = record_of(param)
         own = record.own_part(param.data)
         shard = record.shard[: own.numel()]
         # As bytes: NaN is not equal to itself.

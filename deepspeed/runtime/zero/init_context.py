@@ -30,7 +30,12 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
 from deepspeed.runtime.zero.shard_memory import ShardMemory
-from deepspeed.runtime.zero.zero_parameter import cut_parameters, is_zero_param, ordinary_copies
+from deepspeed.runtime.zero.zero_parameter import (
+    cut_parameters,
+    is_zero_param,
+    ordinary_copies,
+    record_of,
+)
 
 
 class _Construction:
@@ -52,7 +57,7 @@ class _Construction:
         if self.read:
             hold_whole([param])
             # Constructors fill what they know: numbers drawn in half precision are others.
-            param.data = param.data.to(param._zero3.made_in)  # type: ignore[attr-defined]  # it has been cut
+            param.data = param.data.to(record_of(param).made_in)
             self.read[-1].append(param)
 
     @contextmanager
@@ -64,7 +69,7 @@ class _Construction:
         finally:
             read = self.read.pop()
             if read:
-                publish(read, dist.get_global_rank(read[0]._zero3.group, 0))  # type: ignore[attr-defined]  # it has been cut
+                publish(read, dist.get_global_rank(record_of(read[0]).group, 0))
                 let_go(read)
 
     def construct(
@@ -256,7 +261,7 @@ class Init:
         if own:
             cut_parameters(own, self.group, self.dtype, self.device, self.memory)
             for param in own:
-                record = param._zero3  # type: ignore[attr-defined]  # it has just been cut
+                record = record_of(param)
                 record.on_read = _construction.on_read
                 record.is_read_by_iteration = True
         if any(is_zero_param(param) for param in dict.values(module._parameters)):

@@ -21,7 +21,13 @@ from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
-from deepspeed.runtime.zero.zero_parameter import ShardRecord, cut_parameters, hide, is_zero_param
+from deepspeed.runtime.zero.zero_parameter import (
+    ShardRecord,
+    cut_parameters,
+    hide,
+    is_zero_param,
+    record_of,
+)
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -138,7 +144,7 @@ def _refuse_other_models(model: nn.Module, group: dist.Group) -> None:
 
 
 def _described(param: nn.Parameter) -> str:
-    shape = param._zero3.shape if is_zero_param(param) else param.shape  # type: ignore[attr-defined]  # just asked
+    shape = record_of(param).shape if is_zero_param(param) else param.shape
     return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)}"
 
 
@@ -148,7 +154,7 @@ def _take_from_other_engines(model: nn.Module) -> None:
     Raises:
         DeepSpeedConfigError: It has an optimizer, whose masters would not follow.
     """
-    units = (param._zero3.unit for param in model.parameters() if is_zero_param(param))  # type: ignore[attr-defined]  # just asked
+    units = (record_of(param).unit for param in model.parameters() if is_zero_param(param))
     for owner in {unit.resources.owner for unit in units if unit is not None}:
         if owner.has_optimizer:
             raise DeepSpeedConfigError(
@@ -162,7 +168,7 @@ def _move_shard(
     param: nn.Parameter, dtype: torch.dtype, device: torch.device | None, memory: ShardMemory
 ) -> None:
     """Shard -> the model's precision and memory, where `zero.Init` has left it elsewhere."""
-    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # it has been cut
+    record: ShardRecord = record_of(param)
     wanted = dtype if record.shard.is_floating_point() else record.shard.dtype
     whole_on = device or record.device
     moved = memory.place(record.shard.to(wanted), whole_on)

@@ -41,6 +41,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     hide,
     is_zero_param,
     placeholder,
+    record_of,
 )
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
@@ -122,7 +123,7 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         for param, name in param_names.items():
-            param._zero3.name = name  # type: ignore[attr-defined]  # it has been cut
+            record_of(param).name = name
         plans = plan_units(module, z3_leaf_module)
         self._make_units(plans, settings)
         self.param_coordinator = PartitionedParameterCoordinator(
@@ -141,7 +142,7 @@ class DeepSpeedZeRoOffload:
         params = [param for plan in plans for param in plan.own]
         persistent = choose_persistent(
             params,
-            lambda param: param._zero3.numel,  # type: ignore[attr-defined]  # it has been cut
+            lambda param: record_of(param).numel,
             settings.param_persistence,
             settings.model_persistence,
         )
@@ -161,14 +162,14 @@ class DeepSpeedZeRoOffload:
     ) -> Iterator[GatherUnit]:
         kinds: dict[Any, list[nn.Parameter]] = {}
         for param in params:
-            record = param._zero3  # type: ignore[attr-defined]  # it has been cut
+            record = record_of(param)
             kinds.setdefault((record.shard.dtype, record.device), []).append(param)
         for same in kinds.values():
             yield GatherUnit(name, same, self.resources, persists)
 
     @staticmethod
     def _units_of(plan: UnitPlan) -> tuple[GatherUnit, ...]:
-        found = (param._zero3.unit for param in plan.params)  # type: ignore[attr-defined]  # it has been cut
+        found = (record_of(param).unit for param in plan.params)
         return tuple(unit for unit in dict.fromkeys(found) if unit and not unit.persists)
 
     # Hooks
@@ -198,7 +199,7 @@ class DeepSpeedZeRoOffload:
             def on_gradient(grad: torch.Tensor) -> None:
                 if type(param) is ShardedParameter:
                     self._shaped.append(param)
-                    record = param._zero3
+                    record = record_of(param)
                     with torch._C.DisableTorchFunctionSubclass():
                         param.data = grad.new_zeros(()).expand(record.shape)
 
@@ -227,7 +228,7 @@ class DeepSpeedZeRoOffload:
     def _external(module: nn.Module) -> list[GatherUnit]:
         """What a client registered with the module."""
         external = (param for _, param in external_parameters(module))
-        units = (param._zero3.unit for param in external if is_zero_param(param))
+        units = (record_of(param).unit for param in external if is_zero_param(param))
         return [unit for unit in dict.fromkeys(units) if unit is not None and not unit.persists]
 
     def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -258,7 +259,7 @@ class DeepSpeedZeRoOffload:
 
     def _on_read(self, param: nn.Parameter) -> None:
         """A module's attribute is read, and is sharded."""
-        unit = param._zero3.unit  # type: ignore[attr-defined]  # it has been cut
+        unit = record_of(param).unit
         if unit is None or unit.persists:
             return
         if self._frames:
@@ -326,14 +327,14 @@ class DeepSpeedZeRoOffload:
         for param in self._shaped:
             if type(param) is ShardedParameter:
                 with torch._C.DisableTorchFunctionSubclass():
-                    param.data = placeholder(param.dtype, param._zero3.device)
+                    param.data = placeholder(param.dtype, record_of(param).device)
         self._shaped = []
 
     # Shards
 
     def shard_changed(self, param: nn.Parameter) -> None:
         """A script has changed a shard: a gather that was begun ahead has the old one."""
-        unit = param._zero3.unit  # type: ignore[attr-defined]  # it has been cut
+        unit = record_of(param).unit
         if unit is not None:
             self.param_coordinator.drop_ahead(unit)
         self.resources.mark_updated()

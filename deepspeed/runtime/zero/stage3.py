@@ -51,7 +51,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     IPGBucket,
     Reduction,
 )
-from deepspeed.runtime.zero.zero_parameter import ShardRecord, ZeroParamStatus
+from deepspeed.runtime.zero.zero_parameter import ZeroParamStatus, record_of
 
 
 class ShardPart(NamedTuple):
@@ -174,12 +174,12 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         alignment: int,
     ) -> tuple[ParameterCutTable, ParameterCutTable]:
         """See base class: in files as in memory."""
-        table = ParameterCutTable.cut([_record(param).numel for param in params], num_shards)
+        table = ParameterCutTable.cut([record_of(param).numel for param in params], num_shards)
         return table, table
 
     def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> CutGroup:
         """See base class."""
-        return CutGroup(params, [_record(param).shard for param in params], **layout)
+        return CutGroup(params, [record_of(param).shard for param in params], **layout)
 
     def _place_shard(self, unit: GatherUnit) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Let a unit's shard be a view of a group's; otherwise the pieces (to, from) by which it
@@ -235,7 +235,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
         for param in unit.params:
             link = getattr(param, "_hp_mapping", None)
-            if link is not None and _record(param).numel:
+            if link is not None and record_of(param).numel:
                 kind = self.get_param_comm_dtype(param)
                 kinds.setdefault(kind, []).append((link.group, link.param_index))
         for kind, at in kinds.items():
@@ -371,7 +371,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
     @torch.no_grad()
     def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """See base class: into the shard, and into what is whole."""
-        record = _record(param)
+        record = record_of(param)
         if record.status is ZeroParamStatus.AVAILABLE:
             param.data.copy_(value)
         record.write(value)
@@ -383,7 +383,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
         group = self.groups[link.group]
         cut = group.cut_of(link.param_index, group.flat)
-        cut.copy_(_record(param).shard)
+        cut.copy_(record_of(param).shard)
         return cut
 
     @torch.no_grad()
@@ -480,11 +480,6 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         """See base class; the model gets plain parameters back. All ranks call it."""
         self.parameter_offload.destroy()
         super().destroy()
-
-
-def _record(param: nn.Parameter) -> ShardRecord:
-    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # stage 3 has cut it
-    return record
 
 
 def _with(segments: tuple[Segment, ...], added: Segment) -> tuple[Segment, ...]:

@@ -330,6 +330,12 @@ def is_zero_param(parameter: Any) -> bool:
     return isinstance(parameter, ZeroParameter) and hasattr(parameter, "_zero3")
 
 
+def record_of(param: torch.Tensor) -> ShardRecord:
+    """What is known of a parameter of stage 3; callers have asked `is_zero_param`, or cut it."""
+    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
+    return record
+
+
 class _OrdinaryCopies:
     """Between `begin` and `end`, `nn.Parameter(parameter)` makes an ordinary parameter of one of
     stage 3 that is whole, as of any other; torch itself refuses subclasses (torch's `weight_norm`
@@ -376,12 +382,12 @@ def show(param: nn.Parameter, whole: torch.Tensor) -> None:
     """Let a parameter be whole, with its elements in `whole`."""
     param.__class__ = ZeroParameter
     param.data = whole
-    param._zero3.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # set by cut_parameters
+    record_of(param).status = ZeroParamStatus.AVAILABLE
 
 
 def hide(param: nn.Parameter) -> None:
     """Let a parameter be sharded: nobody on this rank needs it whole."""
-    record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
+    record = record_of(param)
     param.__class__ = ZeroParameter
     param.data = placeholder(record.shard.dtype, record.device)
     record.status = ZeroParamStatus.NOT_AVAILABLE
