@@ -51,12 +51,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="fail if there is no checkpoint in --out to resume from",
     )
-    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2), help="ZeRO stage")
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage")
     parser.add_argument("--precision", default="bf16", choices=tuple(DTYPES))
     parser.add_argument(
         "--offload",
         action="store_true",
-        help="keep optimizer state in host memory (stages 1 and 2)",
+        help="keep optimizer state in host memory (stages 1 to 3)",
     )
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run")
     parser.add_argument(
@@ -98,7 +98,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--width must be a multiple of 32 (the size of a head), got {arguments.width}"
         )
     if arguments.offload and arguments.stage == 0:
-        parser.error("--offload needs --stage 1 or 2: stage 0 shards no optimizer state")
+        parser.error("--offload needs --stage 1, 2 or 3: stage 0 shards no optimizer state")
     if arguments.fresh and arguments.resume:
         parser.error("--fresh and --resume contradict each other")
     return arguments

@@ -115,7 +115,7 @@ def test_flags_reach_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stage 0 --offload", "--offload needs --stage 1 or 2"),
+        ("--stage 0 --offload", "--offload needs --stage 1, 2 or 3"),
         ("--fresh --resume", "--fresh and --resume contradict"),
         ("--width 40", "--width must be a multiple of 32"),
         ("--micro-batch 0", "--micro-batch must be at least 1, got 0"),
