@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.zero_parameter import (
-    ShardRecord,
     cut_parameters,
     hide,
     is_zero_param,
@@ -168,7 +167,7 @@ def _move_shard(
     param: nn.Parameter, dtype: torch.dtype, device: torch.device | None, memory: ShardMemory
 ) -> None:
     """Shard -> the model's precision and memory, where `zero.Init` has left it elsewhere."""
-    record: ShardRecord = record_of(param)
+    record = record_of(param)
     wanted = dtype if record.shard.is_floating_point() else record.shard.dtype
     whole_on = device or record.device
     moved = memory.place(record.shard.to(wanted), whole_on)
