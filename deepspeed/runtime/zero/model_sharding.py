@@ -57,6 +57,9 @@ def shard_model(
     Raises:
         DeepSpeedConfigError: For a model whose parts are on other ranks, or experts.
     """
+    # As below stage 3: without a precision block parameters keep the dtype that they come with, of
+    # which `cast_model` has looked at those that are trained.
+    wanted = None if dtype == torch.float32 else dtype
     _refuse_parts(ranks)
     _refuse_other_models(model, ranks.replicas)
     _take_from_other_engines(model)
@@ -73,14 +76,14 @@ def shard_model(
     ]
     # One exchange for many modules: they are small, and every rank waits in each.
     for piece in in_pieces(dict.fromkeys(params), CUT_NUMEL):
-        cut_parameters(piece, ranks.replicas, dtype, device, memory)
+        cut_parameters(piece, ranks.replicas, wanted, device, memory)
         for param in piece:
-            _move_shard(param, dtype, device, memory)
+            _move_shard(param, wanted, device, memory)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                wanted = dtype if buffer.is_floating_point() and dtype != torch.float32 else None
-                module._buffers[name] = buffer.to(device=device, dtype=wanted)
+                kind = wanted if buffer.is_floating_point() else None
+                module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
     return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names)
 
@@ -144,7 +147,7 @@ def _refuse_other_models(model: nn.Module, group: dist.Group) -> None:
 
 def _described(param: nn.Parameter) -> str:
     shape = record_of(param).shape if is_zero_param(param) else param.shape
-    return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)}"
+    return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)} of {param.dtype}"
 
 
 def _take_from_other_engines(model: nn.Module) -> None:
@@ -164,13 +167,18 @@ def _take_from_other_engines(model: nn.Module) -> None:
 
 
 def _move_shard(
-    param: nn.Parameter, dtype: torch.dtype, device: torch.device | None, memory: ShardMemory
+    param: nn.Parameter,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    memory: ShardMemory,
 ) -> None:
-    """Shard -> the model's precision and memory, where `zero.Init` has left it elsewhere."""
+    """Shard -> the model's precision (None: its own) and memory, where `zero.Init` has left it
+    elsewhere.
+    """
     record = record_of(param)
-    wanted = dtype if record.shard.is_floating_point() else record.shard.dtype
+    kind = dtype if record.shard.is_floating_point() else None
     whole_on = device or record.device
-    moved = memory.place(record.shard.to(wanted), whole_on)
+    moved = memory.place(record.shard.to(kind or record.shard.dtype), whole_on)
     if moved is not record.shard or record.device != whole_on:
         record.shard, record.device = moved, whole_on
         hide(param)
