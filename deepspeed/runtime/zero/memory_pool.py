@@ -71,7 +71,9 @@ class MemoryPool:
 
     def __init__(self, has_streams: bool) -> None:
         self._has_streams = has_streams
-        self._free: list[PoolBuffer] = []
+        # What is free: of each dtype and device by size, the last that was given back at the end.
+        self._free: dict[Any, dict[int, dict[PoolBuffer, None]]] = {}
+        self._last_of: dict[Any, PoolBuffer] = {}  # who had which
         self.by_pointer: dict[int, PoolBuffer] = {}
         self.is_poisoned = False
 
@@ -79,25 +81,22 @@ class MemoryPool:
         """A buffer of at least `numel` elements that what is issued now on the current stream may
         write to.
         """
-        fitting = [
-            buffer
-            for buffer in self._free
-            if buffer.tensor.dtype == dtype
-            and buffer.tensor.device == device
-            and buffer.tensor.numel() >= numel
-        ]
-        if fitting:
-            # The smallest, of those one that has this owner's views, and then the one just given
-            # back, which caches still have.
-            buffer = min(
-                reversed(fitting), key=lambda free: (free.tensor.numel(), owner not in free.views)
-            )
-            self._free.remove(buffer)
+        sizes = self._free.get((dtype, device), {})
+        size = min((size for size, same in sizes.items() if same and size >= numel), default=None)
+        if size is not None:
+            # The smallest, of those the one that this owner had, which has its views, and then the
+            # one just given back, which caches still have.
+            buffer = self._last_of.get(owner)
+            if buffer in sizes[size]:
+                del sizes[size][buffer]
+            else:
+                buffer, _ = sizes[size].popitem()
             if self._has_streams:
                 buffer.wait_for_reads(get_accelerator().current_stream())
         else:
             buffer = PoolBuffer(torch.empty(numel, dtype=dtype, device=device))
             self.by_pointer[buffer.tensor.untyped_storage().data_ptr()] = buffer
+        self._last_of[owner] = buffer
         buffer.owner = owner
         return buffer
 
@@ -112,7 +111,9 @@ class MemoryPool:
         if self._has_streams:
             buffer.read_on(streams)
         buffer.owner = None
-        self._free.append(buffer)
+        kind = (buffer.tensor.dtype, buffer.tensor.device)
+        sizes = self._free.setdefault(kind, {})
+        sizes.setdefault(buffer.tensor.numel(), {})[buffer] = None
 
     @property
     def num_bytes(self) -> int:
@@ -121,5 +122,5 @@ class MemoryPool:
 
     def clear(self) -> None:
         """Let go of all buffers."""
-        self._free = []
+        self._free, self._last_of = {}, {}
         self.by_pointer = {}

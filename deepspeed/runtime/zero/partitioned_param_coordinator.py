@@ -122,15 +122,11 @@ class PartitionedParameterCoordinator:
     def _make_room(self, numel: int) -> None:
         while self._idle and self.live_numel + numel > self._max_live_numel:
             # The first to become idle in forward is the last to be used again in backward.
-            self._release(next(iter(self._idle)))
+            self._let_go_until_later(next(iter(self._idle)))
 
     def _prefetch(self) -> None:
-        numel = sum(unit.numel for unit in self._ahead)
-        for index in self._order.ahead() if self._prefetch_numel else ():
+        for index in self._order.ahead(self._prefetch_numel):
             unit = self.units[index]
-            numel += 0 if unit in self._ahead else unit.numel
-            if numel > self._prefetch_numel:
-                return
             if unit.is_whole or unit.is_covered or unit in self._ahead:
                 continue
             if self.live_numel + unit.numel > self._max_live_numel:
@@ -146,7 +142,11 @@ class PartitionedParameterCoordinator:
         if distance is not None and distance <= self._max_reuse_numel:
             self._idle[unit] = None
         else:
-            self._release(unit)
+            self._let_go_until_later(unit)
+
+    def _let_go_until_later(self, unit: GatherUnit) -> None:
+        self._release(unit)
+        self._order.name_again(unit.index)
 
     def _release(self, unit: GatherUnit) -> None:
         self._idle.pop(unit, None)

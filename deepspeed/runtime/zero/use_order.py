@@ -25,11 +25,12 @@ class UseOrder:
         self._kind: Hashable = None
         self._uses: list[int] = []
         self._is_expected = False
+        self._named = 0  # uses of this pass that `ahead` has named, or that are over
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins; the one before is over."""
         self._remember()
-        self._kind, self._uses = kind, []
+        self._kind, self._uses, self._named = kind, [], 0
         self._is_expected = kind in self._last
 
     def _remember(self) -> None:
@@ -45,24 +46,42 @@ class UseOrder:
         if position >= len(expected) or expected[position] != unit:
             self._is_expected = False
 
-    def ahead(self) -> Iterator[int]:
-        """The units that come next, as far as is known."""
-        if self._is_expected:
-            yield from self._last[self._kind][len(self._uses) :]
+    def ahead(self, numel: int) -> Iterator[int]:
+        """The units that come within the next `numel` elements, as far as is known. Every use is
+        named once, so that going on costs nothing for what was named before; the one at which the
+        caller stops is named again.
+        """
+        if not self._is_expected:
+            return
+        last, sums, now = self._last[self._kind], self._sums[self._kind], len(self._uses)
+        self._named = max(self._named, now)
+        while self._named < len(last) and sums[self._named + 1] - sums[now] <= numel:
+            yield last[self._named]
+            self._named += 1
+
+    def name_again(self, unit: int) -> None:
+        """`ahead` may have named the next use of `unit`, which was whole and is so no longer."""
+        position = self._next_use(unit)
+        if position is not None:
+            self._named = min(self._named, position)
 
     def distance(self, unit: int) -> int | None:
         """Elements that are used before `unit` is again; None if that is not known, or it is not
         in this pass.
         """
-        if not self._is_expected:
-            return None
-        uses, now = self._last[self._kind], len(self._uses)
-        try:
-            position = uses.index(unit, now)
-        except ValueError:
+        position = self._next_use(unit)
+        if position is None:
             return None
         sums = self._sums[self._kind]
-        return sums[position] - sums[now]
+        return sums[position] - sums[len(self._uses)]
+
+    def _next_use(self, unit: int) -> int | None:
+        if not self._is_expected:
+            return None
+        try:
+            return self._last[self._kind].index(unit, len(self._uses))
+        except ValueError:
+            return None
 
     @property
     def is_expected(self) -> bool:

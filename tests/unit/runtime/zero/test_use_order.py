@@ -11,12 +11,18 @@ def test_a_second_pass_is_foreseen() -> None:
     order.begin("train")
     for unit in (0, 1, 2, 2, 1, 0):
         order.visit(unit)
-        assert list(order.ahead()) == []
+        assert list(order.ahead(1000)) == []
         assert order.distance(unit) is None
     order.begin("train")
-    assert list(order.ahead()) == [0, 1, 2, 2, 1, 0]
+    assert list(order.ahead(0)) == []
+    assert list(order.ahead(30)) == [0, 1]
     order.visit(0)
-    assert list(order.ahead()) == [1, 2, 2, 1, 0]
+    # Kills: a window that begins with the unit in use, or names what it has named.
+    assert list(order.ahead(80)) == [2, 2]
+    assert next(order.ahead(100)) == 1  # the caller stops there
+    assert list(order.ahead(100)) == [1]
+    order.name_again(2)
+    assert list(order.ahead(100)) == [2, 2, 1]
     assert order.distance(0) == 20 + 30 + 30 + 20
     order.visit(1)
     assert order.distance(1) == 60
@@ -32,10 +38,10 @@ def test_another_order_gives_no_hint_and_is_learned() -> None:
     assert order.is_expected
     order.begin("train")
     order.visit(0)
-    assert list(order.ahead()) == [2, 1]
+    assert list(order.ahead(2)) == [2, 1]
     order.visit(1)
     assert not order.is_expected
-    assert list(order.ahead()) == []
+    assert list(order.ahead(2)) == []
 
 
 def test_kinds_are_kept_apart() -> None:
@@ -45,7 +51,7 @@ def test_kinds_are_kept_apart() -> None:
         order.begin(kind)
         for unit in uses:
             order.visit(unit)
-    assert list(order.ahead()) == [1, 0]
+    assert list(order.ahead(2)) == [1, 0]
     order.forget()
     order.begin("train")
-    assert list(order.ahead()) == []
+    assert list(order.ahead(2)) == []
