@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import lone_waits
+from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 
 
 def agree(
@@ -42,3 +44,41 @@ def agree(
     told: list[Any] = [None] * dist.get_world_size(group=group)
     dist.all_gather_object(told, said, group=group)
     raise RuntimeError(difference(told))
+
+
+def agree_on_parameters(
+    described: Sequence[tuple[str, str]], group: dist.Group, what: str, difference: str
+) -> None:
+    """Ranks that put together parameters which differ would get nonsense, or wait for ever. All
+    ranks of `group` call it.
+
+    Args:
+        described: Name and properties of each.
+        group: Who has them.
+        what: What this rank waits for while others do not come.
+        difference: How the error begins.
+
+    Raises:
+        RuntimeError: On all ranks, naming the first parameter that differs.
+    """
+
+    def told(said: Sequence[Any]) -> str:
+        by_rank = [dict(params) for params in said]
+        names = dict.fromkeys(name for params in by_rank for name in params)
+        first = next(
+            (name for name in names if len({params.get(name) for params in by_rank}) > 1), None
+        )
+        if first is None:
+            return f"{difference}: the same parameters in another order; build the model alike"
+        return f"{difference}: {first} is " + ", ".join(
+            f"{params.get(first, 'not there')} on rank {dist.get_global_rank(group, rank)}"
+            for rank, params in enumerate(by_rank)
+        )
+
+    agree(list(described), group, lambda: what, told)
+
+
+def described(param: nn.Parameter) -> str:
+    """What ranks have to have in common of a parameter."""
+    shape = record_of(param).shape if is_zero_param(param) else param.shape
+    return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)} of {param.dtype}"

@@ -28,6 +28,7 @@ from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
+from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
 from deepspeed.runtime.zero.shard_memory import ShardMemory
 from deepspeed.runtime.zero.zero_parameter import (
@@ -36,6 +37,8 @@ from deepspeed.runtime.zero.zero_parameter import (
     ordinary_copies,
     record_of,
 )
+
+_DIFFERENT = "zero.Init: ranks make different parameters"
 
 
 class _Construction:
@@ -188,6 +191,7 @@ class Init:
 
     Raises:
         DeepSpeedConfigError: For an argument that is not supported.
+        RuntimeError: On all ranks, when their modules have different parameters, naming the first.
     """
 
     def __init__(
@@ -253,12 +257,15 @@ class Init:
 
     def cut_own(self, module: nn.Module) -> None:
         """Cut the parameters that are a module's own."""
-        own = [
-            param
-            for param in dict.values(module._parameters)
+        own = {
+            param: name
+            for name, param in dict.items(module._parameters)
             if param is not None and not is_zero_param(param) and not is_lazy(param)
-        ]
+        }
         if own:
+            kind = type(module).__name__
+            named = [(f"{name} of {kind}", described(param)) for param, name in own.items()]
+            agree_on_parameters(named, self.group, f"zero.Init of {kind}", _DIFFERENT)
             cut_parameters(own, self.group, self.dtype, self.device, self.memory)
             for param in own:
                 record = record_of(param)

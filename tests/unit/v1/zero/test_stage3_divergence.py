@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.comm import intent, lone_waits
 from deepspeed.comm.intent import CollectiveMismatchError
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import config_of, engine_of
@@ -109,6 +109,19 @@ class TestChecked(DistributedTest):
         model.left.requires_grad_(not is_last)
         with pytest.raises(RuntimeError, match=r"left\.weight is \(5, 5\) of .+ 0, .*frozen"):
             engine_with(model)
+
+    def test_models_that_differ_under_init(self) -> None:
+        # Kills: a backend's error, or a wait, when shards of other shapes are handed out.
+        width = 6 if dist.get_rank() == dist.get_world_size() - 1 else 5
+        for make, text in (
+            (lambda: nn.Linear(5, width), r"weight of Linear is \(5, 5\) of .+ 0, .*\(6, 5\) of"),
+            (lambda: nn.Linear(5, 5, bias=width == 5), r"bias of Linear is .* 0, .*not there on"),
+        ):
+            with pytest.raises(RuntimeError, match=f"zero.Init: ranks make .*{text}"):
+                with Init():
+                    make()
+        with Init():
+            assert nn.Linear(5, 5).weight.numel() == 0
 
 
 class TestReported(DistributedTest):
