@@ -45,15 +45,20 @@ class ParameterDict(dict[str, Any]):
         return dict, (dict(super().items()),)
 
 
+def hears_reads(module: nn.Module) -> bool:
+    """Whether reads of this module's own parameters are heard."""
+    return type(module._parameters) is ParameterDict
+
+
 def watch_reads(module: nn.Module) -> None:
     """Let reads of this module's own parameters be heard."""
-    if type(module._parameters) is not ParameterDict:
+    if not hears_reads(module):
         module.__dict__["_parameters"] = ParameterDict(module._parameters)
 
 
 def unwatch_reads(module: nn.Module) -> None:
     """The end of `watch_reads`."""
-    if type(module._parameters) is ParameterDict:
+    if hears_reads(module):
         module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 

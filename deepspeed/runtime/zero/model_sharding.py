@@ -6,18 +6,16 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from deepspeed import comm as dist
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.zero.agreement import agree
+from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
@@ -61,7 +59,10 @@ def shard_model(
     # which `cast_model` has looked at those that are trained.
     wanted = None if dtype == torch.float32 else dtype
     _refuse_parts(ranks)
-    _refuse_other_models(model, ranks.replicas)
+    named = [(name, described(param)) for name, param in model.named_parameters()]
+    agree_on_parameters(
+        named, ranks.replicas, "deepspeed.initialize", "ranks have different models"
+    )
     _take_from_other_engines(model)
     memory = _shard_memory(zero)
     leaves = zero.leaf_module
@@ -74,18 +75,22 @@ def shard_model(
         for param in dict.values(module._parameters)
         if param is not None
     ]
-    # One exchange for many modules: they are small, and every rank waits in each.
-    for piece in in_pieces(dict.fromkeys(params), CUT_NUMEL):
-        cut_parameters(piece, ranks.replicas, wanted, device, memory)
-        for param in piece:
-            _move_shard(param, wanted, device, memory)
+
+    def cut(chosen: Iterable[nn.Parameter]) -> None:
+        # One exchange for many modules: they are small, and every rank waits in each.
+        for piece in in_pieces(dict.fromkeys(chosen), CUT_NUMEL):
+            cut_parameters(piece, ranks.replicas, wanted, device, memory)
+            for param in piece:
+                _move_shard(param, wanted, device, memory)
+
+    cut(params)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 kind = wanted if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
-    return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names)
+    return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names, cut)
 
 
 def settings_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
@@ -119,35 +124,6 @@ def _refuse_parts(ranks: ModelRanks) -> None:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage: 3 with {what} is not supported; use stage 1 or 2"
         )
-
-
-def _refuse_other_models(model: nn.Module, group: dist.Group) -> None:
-    """Ranks whose models differ would put together what does not belong together, or hang.
-
-    Raises:
-        RuntimeError: On all ranks, naming the first parameter that differs.
-    """
-    own = [(name, _described(param)) for name, param in model.named_parameters()]
-
-    def difference(told: Sequence[Any]) -> str:
-        by_rank = [dict(said) for said in told]
-        names = dict.fromkeys(name for said in by_rank for name in said)
-        first = next(
-            (name for name in names if len({said.get(name) for said in by_rank}) > 1), None
-        )
-        if first is None:
-            return "ranks have the same parameters in another order; build the model alike"
-        return f"ranks have different models: {first} is " + ", ".join(
-            f"{said.get(first, 'not there')} on rank {dist.get_global_rank(group, rank)}"
-            for rank, said in enumerate(by_rank)
-        )
-
-    agree(own, group, lambda: "deepspeed.initialize", difference)
-
-
-def _described(param: nn.Parameter) -> str:
-    shape = record_of(param).shape if is_zero_param(param) else param.shape
-    return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)} of {param.dtype}"
 
 
 def _take_from_other_engines(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ backward is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed import comm as dist
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
+from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
 from deepspeed.runtime.zero.memory_pool import PoolBuffer
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
@@ -95,6 +97,7 @@ class DeepSpeedZeRoOffload:
         group: Ranks that share them.
         settings: When parameters are whole.
         param_names: Name of each parameter.
+        cut: Cuts parameters that come later. All ranks call it with the same ones.
 
     Attributes:
         has_optimizer: An optimizer has copies of the shards.
@@ -110,9 +113,13 @@ class DeepSpeedZeRoOffload:
         group: dist.Group,
         settings: GatherSettings,
         param_names: Mapping[nn.Parameter, str],
+        cut: Callable[[Iterable[nn.Parameter]], None],
     ) -> None:
         self.module = module
         self.group = group
+        self._settings = settings
+        self._cut = cut
+        self._on_edit: Callable[[nn.Parameter], None] | None = None
         self.has_optimizer = False
         # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
         # clients ask in their backward what they ask a parameter (trl's fused losses).
@@ -122,21 +129,36 @@ class DeepSpeedZeRoOffload:
         )
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        for param, name in param_names.items():
-            record_of(param).name = name
-        plans = plan_units(module, z3_leaf_module)
-        self._make_units(plans, settings)
-        self.param_coordinator = PartitionedParameterCoordinator(
-            self.units, settings.prefetch, settings.max_live, settings.max_reuse
-        )
-        self._uses = {plan.module: self._units_of(plan) for plan in plans}
+        self.units: list[GatherUnit] = []
+        self.persistent_units: list[GatherUnit] = []
         self._frames: list[Frame] = []
         self._saving: Any = None
-        self.resources.mark_updated()
-        self.gather_persistent()
+        self._plan(param_names)
         self._register_deepspeed_module(module)
+        self._late = LateParameters(module, self._has)
 
     # Units
+
+    def _plan(self, param_names: Mapping[nn.Parameter, str]) -> None:
+        """Make units of these parameters, and gather what persists of them."""
+        for param, name in param_names.items():
+            record_of(param).name = name
+        plans = plan_units(self.module, z3_leaf_module)
+        for plan in plans:
+            plan.own = [param for param in plan.own if not self._has(param)]
+        self._make_units(plans, self._settings)
+        limits = self._settings
+        self.param_coordinator = PartitionedParameterCoordinator(
+            self.units, limits.prefetch, limits.max_live, limits.max_reuse
+        )
+        self._uses = {plan.module: self._units_of(plan) for plan in plans}
+        self.resources.mark_updated()
+        self.gather_persistent()
+
+    def _has(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is in one of the units."""
+        unit = record_of(param).unit if is_zero_param(param) else None
+        return unit is not None and unit.resources is self.resources
 
     def _make_units(self, plans: Sequence[UnitPlan], settings: GatherSettings) -> None:
         params = [param for plan in plans for param in plan.own]
@@ -144,18 +166,48 @@ class DeepSpeedZeRoOffload:
             params,
             lambda param: record_of(param).numel,
             settings.param_persistence,
-            settings.model_persistence,
+            settings.model_persistence - sum(unit.numel for unit in self.persistent_units),
         )
-        self.units: list[GatherUnit] = []
         for plan in plans:
             own = [param for param in plan.own if param not in persistent]
             self.units.extend(self._by_kind(plan.name, own, persists=False))
         together = [param for param in params if param in persistent]
-        self.persistent_units = list(self._by_kind("persistent", together, persists=True))
+        self.persistent_units.extend(self._by_kind("persistent", together, persists=True))
         for unit in (*self.units, *self.persistent_units):
             for record in unit.records:
                 record.unit, record.persists = unit, unit.persists
-                record.on_read = self._on_read
+                record.on_read, record.on_edit = self._on_read, self._on_edit
+
+    def tell_edits(self, on_edit: Callable[[nn.Parameter], None]) -> None:
+        """Let an optimizer hear when a script has changed a shard."""
+        self._on_edit = on_edit
+        for unit in (*self.units, *self.persistent_units):
+            for record in unit.records:
+                record.on_edit = on_edit
+
+    def _take_in_late(self) -> None:
+        """Take in what the model was given since it was looked at.
+
+        Raises:
+            RuntimeError: An optimizer does not know what is to be trained of it.
+        """
+        has_modules, late = self._late.find()
+        if late and self.has_optimizer:
+            refuse_untrained(late.items())
+        if late:
+            named = [(name, described(param)) for param, name in late.items()]
+            what = f"stage 3 taking in {next(iter(late.values()))}"
+            agree_on_parameters(named, self.group, what, "ranks were given different parameters")
+            self._cut(late)
+        if late or has_modules:
+            self.param_coordinator.release_all()
+            live_numel = self.param_coordinator.live_numel
+            self._plan(late)
+            self.param_coordinator.live_numel = live_numel
+            self._remove_hooks()
+            self._drop_shapes()
+            self._register_deepspeed_module(self.module)
+        self._late.taken()
 
     def _by_kind(
         self, name: str, params: Sequence[nn.Parameter], persists: bool
@@ -216,6 +268,8 @@ class DeepSpeedZeRoOffload:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         outermost = not self._frames and not in_backward()
         if outermost:
+            if self._late.may_be_there:
+                self._take_in_late()
             self.param_coordinator.begin_pass()
             self._start_saving()
         frame = Frame(module, [*self._uses.get(module, ()), *self._external(module)])
@@ -372,6 +426,7 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self) -> None:
         """Give the model plain, whole parameters back. All ranks call it."""
+        self._late.close()
         self._remove_hooks()
         self.before_update()
         for unit in (*self.units, *self.persistent_units):
@@ -386,6 +441,7 @@ class DeepSpeedZeRoOffload:
 
     def detach(self) -> None:
         """Let go of the model: another engine takes its shards. All ranks call it."""
+        self._late.close()
         self._remove_hooks()
         self.before_update()
         for unit in self.persistent_units:

@@ -156,9 +156,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         parameter_offload.has_optimizer = True
         super().__init__(init_optimizer, param_names, partition_grads=True, **kwargs)
         self._copied = [copy for unit in self._all_units() for copy in self._place_shard(unit)]
-        for unit in self._all_units():
-            for record in unit.records:
-                record.on_edit = self._on_edit
+        parameter_offload.tell_edits(self._on_edit)
 
     def _all_units(self) -> Iterator[GatherUnit]:
         yield from self.parameter_offload.units

@@ -1,0 +1,105 @@
+"""Parameters that come to a model after stage 3 has taken it: adapters, a new head.
+
+Nobody has cut them, so every rank would keep values of its own; and the optimizer does not know
+them. Whether modules were changed is told by torch's registration hooks, so a forward without a
+change looks at one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from deepspeed.runtime.sharding.parameter_reads import hears_reads
+
+
+class _Registrations:
+    """Counts what modules of this process are given, while somebody has asked for it.
+
+    Attributes:
+        count: Modules and parameters so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._listeners = 0
+        self._handles: list[Any] = []
+
+    def listen(self) -> None:
+        """Count until as many `leave`."""
+        if self._listeners == 0:
+            self._handles = [
+                hooks.register_module_module_registration_hook(self._on_registration),
+                hooks.register_module_parameter_registration_hook(self._on_registration),
+            ]
+        self._listeners += 1
+
+    def leave(self) -> None:
+        """The end of `listen`."""
+        self._listeners -= 1
+        if self._listeners == 0:
+            for handle in self._handles:
+                handle.remove()
+
+    def _on_registration(self, module: nn.Module, name: str, given: Any) -> None:
+        self.count += 1
+
+
+registrations = _Registrations()
+
+
+class LateParameters:
+    """Finds what a model has been given.
+
+    Args:
+        model: The model.
+        is_known: Whether a parameter is gathered for it.
+    """
+
+    def __init__(self, model: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:
+        self._model = model
+        self._is_known = is_known
+        self._listens = True
+        registrations.listen()
+        self._seen = registrations.count
+
+    @property
+    def may_be_there(self) -> bool:
+        """Whether any module of the process was given something since `find` found all."""
+        return registrations.count != self._seen
+
+    def find(self) -> tuple[bool, dict[nn.Parameter, str]]:
+        """Whether there are new modules, and new parameters with their names."""
+        modules = any(not hears_reads(module) for module in self._model.modules())
+        named = ((param, name) for name, param in self._model.named_parameters())
+        return modules, {param: name for param, name in named if not self._is_known(param)}
+
+    def taken(self) -> None:
+        """What was found is known now."""
+        self._seen = registrations.count
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        if self._listens:
+            registrations.leave()
+        self._listens = False
+
+
+def refuse_untrained(late: Iterable[tuple[nn.Parameter, str]]) -> None:
+    """An optimizer is there, which has been made without these parameters.
+
+    Raises:
+        RuntimeError: Naming those that are to be trained.
+    """
+    names = [name for param, name in late if param.requires_grad]
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise RuntimeError(
+            f"ZeRO stage 3: {', '.join(names[:4])}{more} came to the model after "
+            "deepspeed.initialize, so no optimizer trains them. Add them before it, or call "
+            "engine.destroy() and initialize again; what is not to be trained "
+            "(requires_grad_(False)) may be added at any time"
+        )
