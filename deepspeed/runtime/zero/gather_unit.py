@@ -63,6 +63,7 @@ class GatherResources:
         overlap: Whether the gather stream runs beside the others.
         owner: Who has the model.
         loads: Whether shards are on the host, and so are loaded before they are gathered.
+        context: The gather stream, if there is one already.
 
     Attributes:
         context: The gather stream.
@@ -79,10 +80,11 @@ class GatherResources:
         overlap: bool = True,
         owner: Any = None,
         loads: bool = False,
+        context: CommContext | None = None,
     ) -> None:
         self.owner = owner
         self.by_broadcast = by_broadcast
-        self.context = CommContext(overlap, "gather stream")
+        self.context = context or CommContext(overlap, "gather stream")
         self.load_context = (
             CommContext(overlap, "parameter load stream")
             if loads and self.context.has_streams

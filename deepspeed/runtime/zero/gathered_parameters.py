@@ -23,6 +23,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
+from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import poison
@@ -52,30 +53,62 @@ def _zero_params(params: Iterable[Any]) -> list[nn.Parameter]:
     return [param for param in dict.fromkeys(params) if is_zero_param(param)]
 
 
+class _GatherStream:
+    """The stream of all gathers by hand on a device."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, Any], CommContext] = {}
+
+    def context(self) -> CommContext:
+        """Of the current device; another accelerator (the simulated one) has streams of its own."""
+        accelerator = get_accelerator()
+        of = (accelerator, accelerator.current_device())
+        if of not in self._made:
+            self._made = {of: CommContext(True, "gather stream")}
+        return self._made[of]
+
+
+_stream = _GatherStream()
+
+
 @torch.no_grad()
 def hold_whole(params: Iterable[nn.Parameter]) -> None:
-    """Have parameters whole until as many `let_go`. All ranks call it with the same ones."""
-    absent = []
-    for param in _zero_params(params):
+    """Have parameters whole until as many `let_go`. All ranks call it with the same ones. Nobody
+    has more than before if a gather fails.
+    """
+    chosen = _zero_params(params)
+    absent = {
+        param: None
+        for param in chosen
+        if not record_of(param).readers and record_of(param).status is not ZeroParamStatus.AVAILABLE
+    }
+    try:
+        gathered = [(same, _gather(same)) for same in _kinds(list(absent))]
+    except BaseException:
+        for param in absent:
+            hide(param)
+        raise
+    for param in chosen:
         record = record_of(param)
-        if record.readers == 0 and record.status is ZeroParamStatus.AVAILABLE:
-            if record.unit is not None and record.unit.coordinator is not None:
-                record.unit.coordinator.enter([record.unit])
-                record.num_lent += 1
-            continue
-        if record.readers == 0:
-            absent.append(param)
-        record.readers += 1
-    for same in _kinds(absent):
-        # Pools of its own: the memory lives as long as somebody has it.
-        resources = GatherResources()
-        unit = GatherUnit("read by hand", same, resources, takes_shards=False)
-        unit.fetch()
-        resources.let_go()
-        for param, whole in zip(same, unit.hand_out(), strict=True):
-            show(param, whole)
+        if record.readers or param in absent:
+            record.readers += 1
+        elif record.unit is not None and record.unit.coordinator is not None:
+            record.unit.coordinator.enter([record.unit])
+            record.num_lent += 1
+    for same, whole in gathered:
+        for param, value in zip(same, whole, strict=True):
+            show(param, value)
             if record_of(param).unit is not None:
                 record_of(param).unit.num_read_apart += 1
+
+
+def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Whole parameters of one kind, in memory that lives as long as they do."""
+    resources = GatherResources(context=_stream.context())
+    unit = GatherUnit("read by hand", params, resources, takes_shards=False)
+    unit.fetch()
+    resources.let_go()
+    return unit.hand_out()
 
 
 @torch.no_grad()

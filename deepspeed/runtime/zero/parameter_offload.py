@@ -272,9 +272,12 @@ class DeepSpeedZeRoOffload:
                 self._take_in_late()
             self.param_coordinator.begin_pass()
             self._start_saving()
-        frame = Frame(module, [*self._uses.get(module, ()), *self._external(module)])
+        frame = Frame(module, [])
         self._frames.append(frame)
-        self.param_coordinator.enter(frame.units)
+        for unit in (*self._uses.get(module, ()), *self._external(module)):
+            # One by one: if a gather fails, `_after_forward` leaves what was entered.
+            frame.units.append(unit)
+            self.param_coordinator.enter([unit])
         if torch.is_grad_enabled():
             self._watch_inputs(frame, args, kwargs)
 

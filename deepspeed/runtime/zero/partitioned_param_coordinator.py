@@ -111,12 +111,12 @@ class PartitionedParameterCoordinator:
         self._idle.pop(unit, None)
         if unit.is_covered and not from_memory:
             return
-        if unit in self._ahead:
-            del self._ahead[unit]
-        elif not unit.is_whole:
-            self._make_room(unit.numel)
-            self.live_numel += unit.numel
-        unit.fetch()
+        added = 0 if unit in self._ahead or unit.is_whole else unit.numel
+        if added:
+            self._make_room(added)
+        unit.fetch()  # if it fails, nothing of it is counted
+        self._ahead.pop(unit, None)
+        self.live_numel += added
         self._prefetch()
 
     def _make_room(self, numel: int) -> None:

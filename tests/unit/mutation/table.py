@@ -445,6 +445,51 @@ FAULTS = (
         "frozen_ones",
     ),
     Fault(
+        "a unit is let go that a failed gather kept from being taken",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (
+            (
+                "        frame = Frame(module, [])",
+                "        found = (*self._uses.get(module, ()), *self._external(module))\n"
+                "        frame = Frame(module, list(found))",
+            ),
+            (
+                "            frame.units.append(unit)\n            self.param_",
+                "            self.param_",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
+        "a failed gather counts as whole",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (
+            (
+                "        unit.fetch()  # if it fails",
+                "        self.live_numel += added\n        unit.fetch()  # if it fails",
+            ),
+            (
+                "        self.live_numel += added\n        self._prefetch()",
+                "        self._prefetch()",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
+        "a block that was not entered still reads its parameters",
+        "deepspeed/runtime/zero/gathered_parameters.py",
+        (
+            (
+                "            hide(param)\n        raise",
+                "            record_of(param).readers += 1\n        raise",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
         "zero.Init hands out shards of another shape on each rank",
         "deepspeed/runtime/zero/init_context.py",
         (("            agree_on_parameters(named", "            print(named"),),

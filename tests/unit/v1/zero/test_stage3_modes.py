@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, gather_unit
+from deepspeed.runtime.zero.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
     check_as_one_process,
     config_of,
     engine_of,
+    loss_of,
     make_net,
     tokens_of,
     train,
@@ -56,6 +59,46 @@ class TestModes(DistributedTest):
         model = make_net()
         engine = engine_of(model, config)
         train(engine, 4)
+        engine.destroy()
+        check_as_one_process(model)
+
+
+class TestFailedGather(DistributedTest):
+    """A gather that raises, on all ranks."""
+
+    world_size = 2
+
+    def test_leaves_what_it_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a unit that is let go more often than it was taken, or counted as whole without
+        # being so, parameters that stay "read" by a block that was never entered.
+        zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        model = make_net()
+        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0, **zero))
+        offload, original, left = engine.parameter_offload, gather_unit.gather_from_owners, [0]
+
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError("planted")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
+        # `scale` is registered with a block, which has two units then.
+        deepspeed.zero.register_external_parameter(model.blocks[1], model.scale.weight)
+        for step in range(4):
+            for number in range(1, 7):
+                left[0] = number
+                with pytest.raises(OSError, match="planted"):
+                    loss_of(engine, tokens_of(0, 0))
+                with pytest.raises(OSError, match="planted"):
+                    left[0] = 1
+                    with GatheredParameters([model.embed.weight, model.scale.weight]):
+                        raise AssertionError("the block ran")
+                assert {unit.holds for unit in offload.units} == {0}, number
+                assert {unit.num_read_apart for unit in offload.units} == {0}
+                assert not any(record_of(param).readers for param in model.parameters())
+            train(engine, 1, first=step)
+            assert offload.param_coordinator.live_numel == 0
         engine.destroy()
         check_as_one_process(model)
 
