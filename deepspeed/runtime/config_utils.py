@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from deepspeed._lazy import lazy_attributes
+from deepspeed.utils.exceptions import MisuseError
 
 __getattr__ = lazy_attributes(
     __name__, {"DeepSpeedConfigModel": "deepspeed.runtime.config_models.base"}
 )
 
 
-class DeepSpeedConfigError(ValueError):
+class DeepSpeedConfigError(MisuseError):
     """The user's configuration cannot be honoured. Its text names the key, the value and the
     remedy.
     """

@@ -35,6 +35,7 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Backwa
 from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.model_setup import (
     broadcast_model,
+    buffer_dtype,
     cast_model,
     comm_dtype_lookup,
     make_parallel_groups,
@@ -54,10 +55,26 @@ from deepspeed.runtime.step_observers import observers_of
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups
+from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+
+def _check_loss(what: str, loss: Any, needs_graph: bool) -> None:
+    """Refuse what has no gradient to start from.
+
+    Raises:
+        MisuseError: `loss` is no tensor of one element, or with `needs_graph` nothing made it.
+    """
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    if not is_scalar or (needs_graph and not loss.requires_grad):
+        kind = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise MisuseError(
+            f"engine.{what}(loss): expected a scalar tensor that the model made, got {kind}. For "
+            "other outputs call tensor.backward(gradient)"
+        )
 
 
 class DeepSpeedEngine(EngineSettings, nn.Module):
@@ -158,6 +175,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             self._config.tree.zero_optimization,
             self.model_ranks,
             self.model_dtype,
+            buffer_dtype(self._config),
             None if dont_change_device else self.device,
         )
 
@@ -334,7 +352,9 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on
         the result.
         """
-        self._tell_opened(self._require_optimizer("scale"), loss, scale_wrt_gas=True)
+        sequence = self._require_optimizer("scale")
+        _check_loss("scale", loss, needs_graph=True)
+        self._tell_opened(sequence, loss, scale_wrt_gas=True)
         self._show_loss(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
         return self._scaled(loss, scale_wrt_gas=True)
@@ -353,6 +373,8 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         Returns:
             The loss, divided as said.
         """
+        self._require_optimizer("backward")
+        _check_loss("backward", loss, needs_graph=False)
         self._tell_opened(self._begin_managed_backward(), loss, scale_wrt_gas)
         self._show_loss(loss, scale_wrt_gas)
         loss = self._divided(loss, scale_wrt_gas)
@@ -535,7 +557,12 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards, one reduction: as `no_sync()`, and reduces at the end of the block."""
+        """Several backwards, one reduction: as `no_sync()`, and reduces at the end of the block.
+
+        Raises:
+            MisuseError: With `managed_gradient_accumulation: false`.
+        """
+        self._refuse_unmanaged("coalesce_grad_reduction")
         with self.tracker.no_sync():
             yield
         self.allreduce_gradients()
@@ -548,8 +575,20 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         return self.tracker.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it from outside; holds until set again."""
+        """Set it from outside; holds until set again.
+
+        Raises:
+            MisuseError: With `managed_gradient_accumulation: false`.
+        """
+        self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self.tracker.set_boundary(is_boundary)
+
+    def _refuse_unmanaged(self, what: str) -> None:
+        if not self.tracker.managed:
+            raise MisuseError(
+                f"engine.{what}() with managed_gradient_accumulation: false: the caller's step() "
+                "is the boundary; leave the call out, or the key"
+            )
 
     @property
     def micro_steps(self) -> int:

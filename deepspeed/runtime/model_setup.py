@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
 
@@ -29,8 +30,38 @@ def model_dtype(config: DeepSpeedConfig) -> torch.dtype:
     return torch.float16 if config.tree.fp16.enabled else torch.float32
 
 
+def buffer_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
+    """What floating-point buffers are cast to; None: each keeps the dtype that it was made in."""
+    return parse_dtype(config.tree.data_types.buffer_dtype)
+
+
+def cast_module(
+    model: nn.Module, dtype: torch.dtype | None, buffers: torch.dtype | None = None
+) -> None:
+    """Cast floating-point parameters and buffers, in place.
+
+    Buffers are what was computed once and is only read (rotary frequencies: positions beyond 256
+    are not there in bf16), or what is summed up over a run (statistics of batches), so they do not
+    follow the parameters.
+
+    Args:
+        model: The model.
+        dtype: What parameters are cast to; None leaves them.
+        buffers: What buffers are cast to; None leaves each as it was made.
+    """
+    kept = {id(buffer) for buffer in model.buffers()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = buffers if id(tensor) in kept else dtype
+        return tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
+
+    # What `Module.to` is made of: gradients follow, and modules that keep views make them anew.
+    model._apply(cast)
+
+
 def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True) -> None:
-    """Cast floating parameters and buffers to the configured dtype, in place.
+    """Cast floating parameters to the configured dtype, and buffers if `data_types.buffer_dtype` is
+    given, in place.
 
     Args:
         model: The model.
@@ -42,9 +73,10 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True)
             precision: it would be trained without master weights.
     """
     dtype = model_dtype(config)
+    _check_param_dtype(config, dtype)
+    if in_place:
+        cast_module(model, dtype if dtype != torch.float32 else None, buffer_dtype(config))
     if dtype != torch.float32:
-        if in_place:
-            model.to(dtype=dtype)
         return
     halves = [
         name
@@ -57,6 +89,17 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True)
             f"precision ({halves[0]}, ...): "
             'set "bf16": {"enabled": true} (or fp16), or pass the model in fp32'
         )
+
+
+def _check_param_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> None:
+    """Refuse `data_types.param_dtype` beside a precision block that says otherwise."""
+    name = config.tree.data_types.param_dtype
+    if parse_dtype(name, "data_types.param_dtype") in (None, dtype):
+        return
+    raise DeepSpeedConfigError(
+        f"data_types.param_dtype: {name!r} conflicts with the enabled precision ({dtype}); set the "
+        'matching "fp16" or "bf16" block, or leave the key out'
+    )
 
 
 def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:

@@ -90,8 +90,12 @@ class DataTypesConfig(DeepSpeedConfigModel):
     grad_accum_dtype: Text | None = option(
         None, "Type in which gradients accumulate; null: the model's type."
     )
-    param_dtype: Text | None = option(None, "Type that parameters are cast to.")
-    buffer_dtype: Text | None = option(None, "Type that module buffers are cast to.")
+    param_dtype: Text | None = option(
+        None, "Type of the parameters: the same as the enabled precision says; null: that."
+    )
+    buffer_dtype: Text | None = option(
+        None, "Type that module buffers are cast to; null: each keeps the type it was made in."
+    )
 
     _check = field_validator("grad_accum_dtype", "param_dtype", "buffer_dtype")(checked_dtype_name)
 

@@ -154,8 +154,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "bf16.bf16_master_weights_and_grads", _on, f"bf16 master weights {LATER_MANY}; use false"
     ),
     Refusal("bf16.bf16_optimizer_states", _on, f"bf16 optimizer state {LATER}; use false"),
-    Refusal("data_types.param_dtype", _given, f'it {LATER}; enable "fp16" or "bf16" instead'),
-    Refusal("data_types.buffer_dtype", _given, f'it {LATER}; enable "fp16" or "bf16" instead'),
     Refusal(
         "amp.enabled",
         _on,

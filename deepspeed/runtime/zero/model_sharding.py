@@ -40,6 +40,7 @@ def shard_model(
     zero: DeepSpeedZeroConfig,
     ranks: ModelRanks,
     dtype: torch.dtype,
+    buffers: torch.dtype | None,
     device: torch.device | None,
 ) -> DeepSpeedZeRoOffload:
     """Shard a model for training or evaluation. All ranks call it.
@@ -49,6 +50,7 @@ def shard_model(
         zero: The configuration's block.
         ranks: Which ranks hold what.
         dtype: The model's precision.
+        buffers: What floating-point buffers are cast to; None: each keeps its dtype.
         device: Where whole parameters and buffers go; None: they stay where they are. Shards are
             there too, or on the host.
 
@@ -87,7 +89,7 @@ def shard_model(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                kind = wanted if buffer.is_floating_point() else None
+                kind = buffers if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
     return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names, cut)

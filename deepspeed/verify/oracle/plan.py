@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import parse_dtype
-from deepspeed.runtime.model_setup import model_dtype
+from deepspeed.runtime.model_setup import buffer_dtype, model_dtype
 from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel
@@ -140,11 +140,13 @@ class Precision:
         model: Dtype of the weights.
         sums: Narrowest dtype that a sum over micro-batches or ranks passes through.
         autocast: Dtype of torch.autocast, or None.
+        buffers: Dtype that buffers are cast to; None: they keep their own.
     """
 
     model: torch.dtype
     sums: torch.dtype
     autocast: torch.dtype | None
+    buffers: torch.dtype | None = None
 
     @property
     def is_single(self) -> bool:
@@ -169,7 +171,8 @@ def precision_of(config: DeepSpeedConfig) -> Precision:
     autocast = config.torch_autocast_dtype if config.torch_autocast_enabled else None
     if autocast is not None and config.communication_data_type is None:
         sums.append(autocast)
-    return Precision(model, max(sums, key=lambda dtype: torch.finfo(dtype).eps), autocast)
+    coarsest = max(sums, key=lambda dtype: torch.finfo(dtype).eps)
+    return Precision(model, coarsest, autocast, buffer_dtype(config))
 
 
 def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from deepspeed.runtime.model_setup import cast_module
 from deepspeed.verify.oracle.plan import Precision
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload
 
@@ -237,8 +238,12 @@ class Reference:
 
     @torch.no_grad()
     def _model(self, masters: Tensors, dtype: torch.dtype) -> nn.Module:
-        model = self.workload.copy_module(self.precision.model)
-        model.to(dtype=dtype)
+        model = self.workload.copy_module(self.precision.model, self.precision.buffers)
+        cast_module(model, dtype)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(torch.promote_types(buffer.dtype, dtype))
         params = trainable(model)
         for name, master in masters.items():
             # Rounded to the model's dtype first: the whole-batch gradient is that of the weights

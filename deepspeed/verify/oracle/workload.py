@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from deepspeed.runtime.model_setup import cast_module
 from deepspeed.verify.oracle.hugging_face import build_model
 from deepspeed.verify.oracle.randomness import seed_everything, without_randomness
 from deepspeed.verify.oracle.usage import UsageError
@@ -93,10 +94,15 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     notes: list[str] = field(default_factory=list)
 
-    def copy_module(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """A module of its own with the initial weights, in training mode."""
+    def copy_module(
+        self, dtype: torch.dtype | None = None, buffers: torch.dtype | None = None
+    ) -> nn.Module:
+        """A module of its own with the initial weights, in training mode; `dtype` and `buffers` as
+        the engine casts it.
+        """
         module = copy.deepcopy(self.module).train()
-        return module if dtype is None else module.to(dtype=dtype)
+        cast_module(module, dtype, buffers)
+        return module
 
     def batch_norms(self) -> list[str]:
         """Names of modules whose output for a sample depends on the rest of its micro-batch."""

@@ -403,6 +403,25 @@ FAULTS = (
         "momentum",
     ),
     Fault(
+        "buffers are rounded with the parameters",
+        "deepspeed/runtime/model_setup.py",
+        (
+            (
+                "        wanted = buffers if id(tensor) in kept else dtype\n",
+                "        wanted = dtype\n",
+            ),
+        ),
+        "tests/unit/v1/zero/test_buffer_dtypes.py",
+        "kept",
+    ),
+    Fault(
+        "a rank without a folder to save in leaves the others in a gather",
+        "deepspeed/runtime/checkpointing/saving.py",
+        (("        if has_no_path:\n", "        if not is_path:\n"),),
+        "tests/unit/v1/checkpoint/test_options.py",
+        "client_state",
+    ),
+    Fault(
         "every rank of stage 3 reads the first one's elements of a safetensors file",
         "deepspeed/runtime/checkpointing/safetensors_loading.py",
         (("self.files.read(source, own.param_start,", "self.files.read(source, 0,"),),

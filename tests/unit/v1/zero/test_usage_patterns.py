@@ -386,13 +386,40 @@ class TestAccumulationControl(DistributedTest):
     def test_unmanaged_accumulation(self, stage: int) -> None:
         # Kills: dividing or counting by gradient_accumulation_steps when the caller said that it
         # does so.
-        engine = make_engine(stage, 4, managed_gradient_accumulation=False)
+        engine = make_engine(
+            stage, 4, zero={"overlap_comm": stage == 2}, managed_gradient_accumulation=False
+        )
         for step in range(2):
             for index in range(2):
                 engine.backward(loss_of(engine(data(2 * step + index))) / 2)
             engine.step()
         assert engine.global_steps == 2
         assert_close(engine, reference_params([[0, 1], [2, 3]]))
+
+    def test_calls_that_mean_nothing(self) -> None:
+        # Kills: a loss that starts no gradient, a boundary that nobody looks at. Upstream asserts.
+        engine = make_engine(0)
+        output = engine(data(0))
+        for wrong in (output, 1.0, torch.tensor(1.0), output.mean().detach()):
+            with pytest.raises(AssertionError, match=r"engine\.scale\(loss\): expected a scalar"):
+                engine.scale(wrong)
+        for wrong in (output, 1.0):
+            with pytest.raises(AssertionError, match=r"backward\(loss\): expected a scalar"):
+                engine.backward(wrong)
+        engine.backward(loss_of(output))
+        engine.step()
+        assert_close(engine, reference_params([[0]]))
+        own = make_engine(0, zero={"overlap_comm": False}, managed_gradient_accumulation=False)
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation: false"):
+            own.set_gradient_accumulation_boundary(True)
+        with (
+            pytest.raises(AssertionError, match="managed_gradient_accumulation: false"),
+            own.coalesce_grad_reduction(),
+        ):
+            pass
+        for stage in (0, 1):
+            with pytest.raises(AssertionError, match=r"zero_optimization\.overlap_comm: true at"):
+                make_engine(stage, managed_gradient_accumulation=False)
 
     @each(stage=STAGES)
     def test_coalesced_reduction(self, stage: int) -> None:
