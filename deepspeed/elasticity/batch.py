@@ -33,14 +33,6 @@ def elastic_batch_sizes(
     """
     block = param_dict[ELASTICITY]
     config = ElasticityConfig(block)
-    given = [f"{key}: {param_dict[key]}" for key in BATCH_KEYS if param_dict.get(key) is not None]
-    if given and not config.ignore_non_elastic_batch_info:
-        raise ElasticityConfigError(
-            f"{', '.join(given)}: elasticity.enabled chooses the batch sizes; remove these keys, "
-            "or set elasticity.ignore_non_elastic_batch_info to true to have them overridden"
-        )
-    if given:
-        logger.warning("elasticity overrides %s", ", ".join(given))
     if world_size != data_parallel_size * config.model_parallel_size:
         raise ElasticityConfigError(
             f"elasticity.model_parallel_size: {config.model_parallel_size}, but {world_size} ranks "
@@ -49,4 +41,18 @@ def elastic_batch_sizes(
         )
     ensure_immutable_elastic_config(block)
     batch, _, micro = compute_elastic_config(param_dict, version, world_size=world_size)  # type: ignore[misc]
-    return batch, micro, batch // (micro * data_parallel_size)
+    chosen = (batch, micro, batch // (micro * data_parallel_size))
+    # A configuration that was filled in before says what is chosen now, and is no contradiction.
+    given = [
+        f"{key}: {param_dict[key]}"
+        for key, value in zip(BATCH_KEYS, chosen, strict=True)
+        if param_dict.get(key) not in (None, value)
+    ]
+    if given and not config.ignore_non_elastic_batch_info:
+        raise ElasticityConfigError(
+            f"{', '.join(given)}: elasticity.enabled chooses the batch sizes; remove these keys, "
+            "or set elasticity.ignore_non_elastic_batch_info to true to have them overridden"
+        )
+    if given:
+        logger.warning("elasticity overrides %s", ", ".join(given))
+    return chosen

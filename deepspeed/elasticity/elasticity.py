@@ -189,7 +189,14 @@ def _choose_v02(config: ElasticityConfig, world_size: int) -> _Choice:
             _largest_dividing(config.micro_batches, batch * replicas // size),
         )
     if not config.min_gpus <= world_size <= config.max_gpus:
-        raise _incompatible(world_size, [count * parallel for count in valid])
+        # As upstream, which starts nodes by the limits and trains with what came.
+        logger.warning(
+            "elasticity: %d ranks are outside min_gpus..max_gpus (%d..%d); they get a batch of "
+            "their own",
+            world_size,
+            config.min_gpus,
+            config.max_gpus,
+        )
     return _own_batch(config, world_size, size)
 
 

@@ -114,6 +114,32 @@ def _env_world_size() -> int:
     return int(text)
 
 
+def read_tree(
+    config: str | os.PathLike[str] | dict[str, Any],
+) -> tuple[TrainingConfig, dict[str, Any]]:
+    """The typed configuration, and the dict that it was read from under present names. Batch sizes
+    are as given: which ranks share them is for `DeepSpeedConfig` to find out.
+
+    Raises:
+        DeepSpeedConfigError: It cannot be read, is wrong, or asks for what is not supported.
+    """
+    # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
+    from deepspeed.runtime.config_models.reader import (
+        apply_deprecated_names,
+        apply_dotted_keys,
+        read_block,
+    )
+    from deepspeed.runtime.config_models.refusals import refuse_unsupported
+    from deepspeed.runtime.config_models.training import TrainingConfig
+
+    param_dict = load_config(config)
+    apply_dotted_keys(TrainingConfig, param_dict)
+    apply_deprecated_names(param_dict)
+    tree = read_block(TrainingConfig, param_dict)
+    refuse_unsupported(tree)
+    return tree, param_dict
+
+
 class DeepSpeedConfig:
     """The configuration of one engine.
 
@@ -141,19 +167,9 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
     ) -> None:
         # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
-        from deepspeed.runtime.config_models.reader import (
-            apply_deprecated_names,
-            apply_dotted_keys,
-            read_block,
-        )
-        from deepspeed.runtime.config_models.refusals import inert_keys_of, refuse_unsupported
-        from deepspeed.runtime.config_models.training import TrainingConfig
+        from deepspeed.runtime.config_models.refusals import inert_keys_of
 
-        param_dict = load_config(config)
-        apply_dotted_keys(TrainingConfig, param_dict)
-        apply_deprecated_names(param_dict)
-        self.tree: TrainingConfig = read_block(TrainingConfig, param_dict)
-        refuse_unsupported(self.tree)
+        self.tree, param_dict = read_tree(config)
         world = self._beside_sequences(data_parallel_world_size(mpu, mesh_device), mpu, mesh_device)
         self._check_together(world)
         inert = list(inert_keys_of(self.tree))
@@ -251,6 +267,17 @@ class DeepSpeedConfig:
                 "fp16.enabled and bf16.enabled are both true; enable one of them"
             )
         self._check_instances(world)
+        stage = int(tree.zero_optimization.stage)
+        if (
+            not tree.managed_gradient_accumulation
+            and stage < 2
+            and tree.zero_optimization.overlap_comm
+        ):
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation: false with zero_optimization.overlap_comm: true at "
+                f"stage {stage}: gradients are reduced when step() is called, and no backward is "
+                "left to overlap with; use overlap_comm: false, or stage 2"
+            )
         if (
             tree.fp16.enabled
             and tree.vocabulary_size

@@ -106,7 +106,7 @@ def configure(
     Raises:
         DeepSpeedConfigError: For settings that cannot be honoured together.
     """
-    block = _block_of(deepspeed_config, mpu_)
+    block = _block_of(deepspeed_config)
     chosen = settings.Settings(
         mpu=mpu_,
         partition_activations=_chosen(partition_activations, block, "partition_activations", False),
@@ -128,18 +128,17 @@ def _chosen(argument: Any, block: Any, key: str, default: Any) -> Any:
     return default if block is None else getattr(block, key)
 
 
-def _block_of(deepspeed_config: Any, mpu: Any) -> Any:
+def _block_of(deepspeed_config: Any) -> Any:
     if deepspeed_config is None:
         return None
     # startup: configuration models load pydantic.
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, read_tree
 
-    config = (
-        deepspeed_config
-        if isinstance(deepspeed_config, DeepSpeedConfig)
-        else DeepSpeedConfig(deepspeed_config, mpu)
-    )
-    return config.activation_checkpointing_config
+    if isinstance(deepspeed_config, DeepSpeedConfig):
+        return deepspeed_config.activation_checkpointing_config
+    # Not a `DeepSpeedConfig`: that would want to know which ranks share the batch, which an
+    # engine's filled-in configuration does not tell.
+    return read_tree(deepspeed_config)[0].activation_checkpointing
 
 
 def configure_for_engine(config: Any, mpu: Any) -> None:

@@ -1,8 +1,8 @@
 """Base class and value types of every configuration model.
 
-Owns how a JSON value becomes a Python value. The types are stricter than pydantic's own where
-leniency hides a mistake (``"8"`` is no integer, ``1`` is no boolean) and looser where clients rely
-on it (``2e8`` is an integer).
+Owns how a JSON value becomes a Python value: as upstream reads it where the value has one meaning
+(``"8"`` is 8 and ``1`` is true, with a line in the debug log), looser where clients rely on it
+(``2e8`` is an integer), and stricter where leniency hides a mistake (``true`` is no number).
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from deepspeed.utils.logging import logger
+
+# What upstream's models take for a boolean, in any case; numbers are compared as such.
+_SPELLINGS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -70,7 +78,25 @@ def _wrong(expected: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_type", "{expected}", {"expected": expected})
 
 
+def _read_as(value: Any, meant: Any) -> Any:
+    logger.debug("configuration: %r is read as %r", value, meant)
+    return meant
+
+
+def plain_number(value: Any) -> Any:
+    """`value`, or the number that a string spells; other strings as they are."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return _read_as(value, kind(value))
+        except ValueError:
+            continue
+    return value
+
+
 def _integer(value: Any) -> Any:
+    value = plain_number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -79,6 +105,7 @@ def _integer(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
+    value = plain_number(value)
     # Clients compute sizes (0.9 * hidden * hidden); the fraction of an element means nothing.
     if isinstance(value, float) and not math.isnan(value):
         return sys.maxsize if value == math.inf else int(value)
@@ -86,20 +113,31 @@ def _size(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
+    value = plain_number(value)
     # accelerate writes infinity for "never".
     return None if value is None or value == math.inf else _integer(value)
 
 
 def _number(value: Any) -> Any:
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong("a number")
     return float(value)
 
 
-def _boolean(value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise _wrong("true or false")
-    return value
+def read_boolean(value: Any) -> Any:
+    """True or False for every value that upstream takes for one.
+
+    Raises:
+        PydanticCustomError: For others.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and value in (0, 1):
+        return _read_as(value, bool(value))
+    if isinstance(value, str) and value.lower() in _SPELLINGS:
+        return _read_as(value, _SPELLINGS[value.lower()])
+    raise _wrong("true or false")
 
 
 def _text(value: Any) -> Any:
@@ -112,5 +150,5 @@ Int = Annotated[int, BeforeValidator(_integer)]
 Size = Annotated[int, BeforeValidator(_size)]
 Interval = Annotated[int | None, BeforeValidator(_interval)]
 Float = Annotated[float, BeforeValidator(_number)]
-Bool = Annotated[bool, BeforeValidator(_boolean)]
+Bool = Annotated[bool, BeforeValidator(read_boolean)]
 Text = Annotated[str, BeforeValidator(_text)]

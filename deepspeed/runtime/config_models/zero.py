@@ -19,6 +19,7 @@ from deepspeed.runtime.config_models.base import (
     Size,
     Text,
     option,
+    plain_number,
 )
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -40,6 +41,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 def _stage(value: Any) -> Any:
+    value = plain_number(value)
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("wrong_stage", "0, 1, 2 or 3")
     return ZeroStageEnum(int(value))

@@ -287,8 +287,19 @@ def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> S
     offload = block if isinstance(block, Mapping) else {}
     device = remote_device or offload.get("device")
     return ShardMemory(
-        device == "cpu", pin_memory or offload.get("pin_memory", bool(block)) is True
+        device == "cpu", pin_memory or _is_on(offload.get("pin_memory", bool(block)))
     )
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a configuration's value means true; "auto" and what is not there do not."""
+    # startup: configuration models load pydantic.
+    from deepspeed.runtime.config_models.base import read_boolean
+
+    try:
+        return bool(read_boolean(value))
+    except ValueError:
+        return False
 
 
 def _mapping(source: Any) -> Mapping[str, Any]:
@@ -306,7 +317,7 @@ def _configured_dtype(source: Any) -> torch.dtype | None:
 
     def is_enabled(*names: str) -> bool:
         blocks = (config.get(name) for name in names)
-        return any(isinstance(block, Mapping) and block.get("enabled") is True for block in blocks)
+        return any(isinstance(block, Mapping) and _is_on(block.get("enabled")) for block in blocks)
 
     if is_enabled("bf16", "bfloat16"):
         return torch.bfloat16

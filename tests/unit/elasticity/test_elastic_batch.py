@@ -56,11 +56,9 @@ def differs(block: dict[str, Any], world_size: int, ours: Any, theirs: Any) -> b
     """Whether a difference is one of the documented ones (docs/elasticity.md)."""
     parallel = block.get("model_parallel_size", 1)
     refused = ours == "ElasticityIncompatibleWorldSize"
-    outside = not block.get("min_gpus", 1) <= world_size <= block.get("max_gpus", 10000)
     empty = isinstance(theirs, list) and theirs[0] == 0
     return any(
         (
-            block["version"] == 0.2 and refused and outside,
             empty,
             parallel > 1 and (not refused or world_size % parallel),
             isinstance(theirs, list) and theirs[1] is None and ours[1] == [],

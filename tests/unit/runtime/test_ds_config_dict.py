@@ -26,6 +26,7 @@ from deepspeed.runtime.config_models.refusals import AT_STAGE_3, INERT, REFUSALS
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
+from deepspeed.runtime.zero.init_context import _configured_dtype
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils.logging import logger
 
@@ -220,12 +221,15 @@ def test_steps_per_print_may_be_infinite(given, read):
 @pytest.mark.parametrize(
     "keys, path, expected",
     [
-        (dict(train_batch_size="8"), "train_batch_size: '8' (str)", "an integer"),
+        (dict(train_batch_size="8.5"), "train_batch_size: '8.5' (str)", "an integer"),
+        (dict(train_batch_size="many"), "train_batch_size: 'many' (str)", "an integer"),
         (dict(train_batch_size=True), "train_batch_size: True (bool)", "an integer"),
         (dict(train_batch_size=0), "train_batch_size: 0 (int)", "at least 1"),
         (dict(fp16=True), "fp16: True (bool)", "an object"),
-        (dict(fp16={"enabled": "yes"}), "fp16.enabled: 'yes' (str)", "true or false"),
-        (dict(gradient_clipping="1"), "gradient_clipping: '1' (str)", "a number"),
+        (dict(fp16={"enabled": "perhaps"}), "fp16.enabled: 'perhaps' (str)", "true or false"),
+        (dict(fp16={"enabled": 2}), "fp16.enabled: 2 (int)", "true or false"),
+        (dict(gradient_clipping="one"), "gradient_clipping: 'one' (str)", "a number"),
+        (dict(gradient_clipping=True), "gradient_clipping: True (bool)", "a number"),
         (dict(gradient_clipping=-1), "gradient_clipping", "at least 0"),
         (
             dict(gradient_allreduce_op="avg"),
@@ -267,6 +271,35 @@ def test_steps_per_print_may_be_infinite(given, read):
 def test_wrong_types_name_path_value_and_expectation(keys, path, expected):
     text = error(**keys)
     assert path in text and expected in text
+
+
+def test_numbers_and_switches_in_other_words_mean_what_they_say():
+    # Kills: a value that upstream takes and this does not, one that is read as its opposite.
+    tree = config(
+        train_batch_size="8",
+        gradient_clipping="1e-1",
+        steps_per_print="5.0",
+        prescale_gradients="no",
+        bf16={"enabled": 1, "check_grad_overflow": 0},
+        zero_optimization={"stage": "2", "reduce_bucket_size": "2e8", "overlap_comm": "True"},
+    ).tree
+    assert tree.train_batch_size == 8 and tree.gradient_clipping == 0.1
+    assert tree.steps_per_print == 5 and tree.prescale_gradients is False
+    assert tree.bf16.enabled is True and tree.bf16.check_grad_overflow is False
+    zero = tree.zero_optimization
+    assert zero.stage == 2 and zero.reduce_bucket_size == 200_000_000 and zero.overlap_comm is True
+    assert _configured_dtype({"bf16": {"enabled": 1}}) == torch.bfloat16
+    assert _configured_dtype({"bf16": {"enabled": "auto"}}) == torch.float32
+
+
+def test_a_filled_in_configuration_reads_as_itself(monkeypatch):
+    # Kills: batch sizes that elasticity chose, refused as the user's.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    block = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 5]}
+    for keys in ({"train_batch_size": 8}, {"elasticity": block}):
+        once = DeepSpeedConfig(keys)
+        again = DeepSpeedConfig(once._param_dict)
+        assert again._param_dict == once._param_dict and again.tree == once.tree
 
 
 def test_a_missing_key_is_named():
@@ -403,8 +436,6 @@ REFUSED_EXAMPLES = [
     ("fp16.fp16_master_weights_and_grads", True),
     ("bf16.bf16_master_weights_and_grads", True),
     ("bf16.bf16_optimizer_states", True),
-    ("data_types.param_dtype", "bf16"),
-    ("data_types.buffer_dtype", "bf16"),
     ("amp", {"enabled": True, "opt_level": "O1"}),
     ("msamp", {"enabled": True, "opt_level": "O2"}),
     ("sparse_gradients", True),

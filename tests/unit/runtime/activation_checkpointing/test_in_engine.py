@@ -154,3 +154,19 @@ class TestOnASimulatedDevice(DistributedTest):
             stream_collectives.install()
             deepspeed.checkpointing.configure(None, checkpoint_in_cpu=cpu)
             train(KINDS[kind], stage, form, bucket=20)
+
+
+def test_configured_by_an_engines_filled_in_configuration() -> None:
+    # Kills: asking which ranks share the batch, which a pipeline's configuration does not tell.
+    filled = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    }
+    before = settings.current()
+    try:
+        checkpointing.configure(None, deepspeed_config=filled)
+        assert settings.current().cpu
+    finally:
+        settings.choose(before)
