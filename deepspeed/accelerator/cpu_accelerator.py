@@ -7,6 +7,7 @@ nothing.
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -63,8 +64,18 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """1: how many processes share the host is the launcher's decision."""
-        return 1
+        """How many processes share the host, as the launcher says in `LOCAL_SIZE`; 1 without one.
+
+        Raises:
+            ValueError: `LOCAL_SIZE` is no positive number.
+        """
+        text = os.environ.get("LOCAL_SIZE", "1")
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(
+                f"environment variable LOCAL_SIZE={text!r} is not a positive integer; set it to "
+                "the number of processes on this machine, or unset it"
+            )
+        return int(text)
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Nothing is ever pending."""

@@ -25,7 +25,8 @@ def select_device(local_rank: int, told_by: str = "LOCAL_RANK") -> int:
     """
     accelerator = get_accelerator()
     count = accelerator.device_count()
-    if count > 1 and local_rank >= count:
+    # The host's count is of processes, as the launcher counts them: no device is missing there.
+    if count > 1 and local_rank >= count and accelerator.device_name() != "cpu":
         visible = ", ".join(accelerator.visible_devices_envs())
         raise ValueError(
             f"{told_by}={local_rank}, but this process sees {count} devices (device_count()="

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,7 @@ from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.verification import check_folder, raise_problems
 from deepspeed.utils.logging import logger
@@ -86,7 +88,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--inject_missing_state",
         action="store_true",
-        help="go on without universal_checkpoint_info, which only tensor-parallel runs need",
+        help="go on without universal_checkpoint_info: what all tensor-parallel ranks have alike "
+        "is one parameter, other slices are put together in dimension 0",
     )
     return parser.parse_args(arguments)
 
@@ -152,7 +155,45 @@ def _read(source: str, inject: bool) -> ConsolidatedCheckpoint:
     manifest = read_manifest(source)
     if manifest is not None:
         raise_problems(source, check_folder(source, manifest))
-    return ConsolidatedCheckpoint(source)
+    if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is not None:
+        return ConsolidatedCheckpoint(source)
+    return _with_inferred_patterns(ConsolidatedCheckpoint(source, {}))
+
+
+def _with_inferred_patterns(state: ConsolidatedCheckpoint) -> ConsolidatedCheckpoint:
+    """`state`, of whose slices nothing is told: those that are equal in all their state are copies,
+    and the others are concatenated in dimension 0, as upstream does with all.
+    """
+    if state.tensor_size == 1:
+        return state
+
+    def is_replicated(name: str) -> bool:
+        # Weights alone would not do: slices of a bias all begin as zeros.
+        return all(
+            torch.equal(part, first)
+            for slot in state.slots(name)
+            for first, *others in [state.slices(name, slot)]
+            for part in others
+        )
+
+    names = state.names()
+    copies = [name for name in names if is_replicated(name)]
+    sliced = [name for name in names if name not in copies]
+    logger.warning(
+        "%s has no %s: %d parameters that all %d tensor-parallel ranks have alike are taken for "
+        "copies, %d (%s, ...) are put together in dimension 0. Where that is wrong (row-parallel "
+        "weights, stacked queries, keys and values) save with client_state={%r: ...}",
+        state.folder,
+        keys.UNIVERSAL_CHECKPOINT_INFO,
+        len(copies),
+        state.tensor_size,
+        len(sliced),
+        ", ".join(sliced[:3]),
+        keys.UNIVERSAL_CHECKPOINT_INFO,
+    )
+    patterns = [f"{re.escape(name)}$" for name in copies]
+    state.patterns = SlicePatterns({keys.TP_REPLICATED_PARAMETER_PATTERNS: patterns})
+    return state
 
 
 class _Output:

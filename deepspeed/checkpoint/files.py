@@ -27,6 +27,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file and what to do."""
 
 
+class CheckpointTagError(CheckpointError, AssertionError):
+    """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail". Upstream asserts
+    there, and scripts written for it catch that.
+    """
+
+
 _load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default=None)
 
 

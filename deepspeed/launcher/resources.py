@@ -73,16 +73,16 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
 def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
     """Split `NODE_SPEC[@NODE_SPEC ...]` into slots by host, as `parse_node_config` reads each part.
 
+    A host that occurs twice has the slots of both, each once and in rising order, or all.
+
     Raises:
-        ValueError: a part does not parse, or a host occurs twice.
+        ValueError: a part does not parse.
     """
     nodes: dict[str, list[int]] = {}
     for part in node_config_list.split("@"):
         host, slots = parse_node_config(part)
         if host in nodes:
-            raise ValueError(
-                f"host {host!r} occurs twice in {node_config_list!r}; list its slots in one place"
-            )
+            slots = sorted({*nodes[host], *slots}) if nodes[host] and slots else []
         nodes[host] = slots
     return nodes
 

@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, together
+from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, together
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.torch_files import check_loadable
 from deepspeed.checkpoint.utils import separate
@@ -71,7 +71,8 @@ class Saver:
         """
         state = self._state
         tag = self._agreed_tag(
-            str(tag) if tag is not None else file_names.default_tag(state.global_steps)
+            save_dir,
+            str(tag) if tag is not None else file_names.default_tag(state.global_steps),
         )
         client_state = dict(client_state or {})
         taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
@@ -121,41 +122,53 @@ class Saver:
         node = storage_node(checkpoint.use_node_local_storage)
         return SaveJob(writer, info, node, checkpoint.keep_last, head)
 
-    def _agreed_tag(self, tag: str) -> str:
+    def _agreed_tag(self, save_dir: str, tag: str) -> str:
         """The tag under which all ranks save. Files of one checkpoint under several tags could
         never be loaded.
 
         Raises:
-            CheckpointError: Ranks gave different tags, and `checkpoint.tag_validation` is "Fail";
-                "Warn" takes rank 0's.
-            ValueError: It is no folder name.
+            CheckpointTagError: Ranks gave different tags, and `checkpoint.tag_validation` is
+                "Fail"; "Warn" and "Ignore" take rank 0's, with and without a warning.
+            ValueError: It is no folder name, or some rank gave no `save_dir`; on all ranks.
         """
         config = self._state._config
-        if config.checkpoint_tag_validation_enabled and not self._is_tag_of_all(tag):
+        if not self._is_tag_of_all(save_dir, tag):
             tags: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(tags, tag)
             message = f"tag: ranks save under different tags {sorted(set(tags))}"
             if config.checkpoint_tag_validation_fail:
-                raise CheckpointError(
+                raise CheckpointTagError(
                     f"{message}; every rank must give the same (checkpoint.tag_validation is "
                     '"Fail")'
                 )
-            logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
+            if config.checkpoint_tag_validation_enabled:
+                logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
             tag = tags[0]
         if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
             raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
         return tag
 
-    def _is_tag_of_all(self, tag: str) -> bool:
-        """Whether all ranks have the same, by one collective of a number; which they are is asked
+    def _is_tag_of_all(self, save_dir: str, tag: str) -> bool:
+        """Whether all ranks have the same, by one collective of numbers; which they are is asked
         when they differ.
+
+        Raises:
+            ValueError: A rank has no folder to save in (`save_dir` is what users leave None on all
+                ranks but the first).
         """
-        if dist.get_world_size() == 1:
-            return True
+        is_path = isinstance(save_dir, (str, os.PathLike)) and bool(os.fspath(save_dir))
         number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
-        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self._state.device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        highest, negative_of_lowest = bounds.tolist()
+        facts = torch.tensor(
+            [number, -number, int(not is_path)], dtype=torch.int64, device=self._state.device
+        )
+        if dist.get_world_size() > 1:
+            dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+        highest, negative_of_lowest, has_no_path = facts.tolist()
+        if has_no_path:
+            raise ValueError(
+                "save_checkpoint(save_dir=...): every rank must give the folder to save in; this "
+                f"one gave {save_dir!r}"
+            )
         return bool(highest == -negative_of_lowest)
 
     def _put_files(

@@ -50,6 +50,19 @@ def kept_accelerator() -> Iterator[None]:
     set_accelerator(before)
 
 
+def test_the_host_counts_processes(kept_accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As upstream: scripts divide ranks by it. A rank beyond the count lacks no device.
+    set_accelerator(CPU_Accelerator())
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert get_accelerator().device_count() == 3
+    assert get_accelerator().current_device_name() == "cpu" and select_device(5) == 5
+    monkeypatch.delenv("LOCAL_SIZE")
+    assert get_accelerator().device_count() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "some")
+    with pytest.raises(ValueError, match="LOCAL_SIZE='some' is not a positive integer"):
+        get_accelerator().device_count()
+
+
 @pytest.mark.parametrize(
     "count, local_rank, device", [(1, 0, 0), (1, 5, 0), (8, 0, 0), (8, 5, 5), (8, 7, 7)]
 )
