@@ -21,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
+from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.saving import Saver
 from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
@@ -69,6 +70,7 @@ class EngineCheckpoint:
         exclude_frozen_parameters: bool,
     ) -> bool:
         """See `DeepSpeedEngine.save_checkpoint`."""
+        self._refuse_sharded_experts("save_checkpoint")
         self._background_save = self._saver.save(
             self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -78,7 +80,16 @@ class EngineCheckpoint:
         self, load_dir: str, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
+        self._refuse_sharded_experts("load_checkpoint")
         return self._loader.load(self.engine, load_dir, tag, options)
+
+    def _refuse_sharded_experts(self, what: str) -> None:
+        if self._state.parameter_offload is not None and ModelExperts(self._state.module).layers:
+            raise CheckpointError(
+                f"{what} of experts (deepspeed.moe) at ZeRO stage 3 is not supported: their files "
+                "are for whole experts; use zero_optimization.stage 1 or 2, or save what "
+                "engine.destroy() leaves in the model"
+            )
 
     # The engine's life
 

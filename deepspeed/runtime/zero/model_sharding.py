@@ -6,11 +6,13 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
@@ -25,6 +27,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     is_zero_param,
     record_of,
 )
+from deepspeed.utils.logging import log_dist
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -55,7 +58,7 @@ def shard_model(
             there too, or on the host.
 
     Raises:
-        DeepSpeedConfigError: For a model whose parts are on other ranks, or experts.
+        DeepSpeedConfigError: For a model whose parts are on other ranks.
     """
     # As below stage 3: without a precision block parameters keep the dtype that they come with, of
     # which `cast_model` has looked at those that are trained.
@@ -79,13 +82,19 @@ def shard_model(
     ]
 
     def cut(chosen: Iterable[nn.Parameter]) -> None:
-        # One exchange for many modules: they are small, and every rank waits in each.
-        for piece in in_pieces(dict.fromkeys(chosen), CUT_NUMEL):
-            cut_parameters(piece, ranks.replicas, wanted, device, memory)
-            for param in piece:
-                _move_shard(param, wanted, device, memory)
+        # Experts are shared by fewer ranks than the rest.
+        families: dict[dist.Group, dict[nn.Parameter, None]] = {}
+        for param in chosen:
+            families.setdefault(ranks.holders(param), {})[param] = None
+        for group, params in families.items():
+            # One exchange for many modules: they are small, and every rank waits in each.
+            for piece in in_pieces(params, CUT_NUMEL):
+                cut_parameters(piece, group, wanted, device, memory)
+                for param in piece:
+                    _move_shard(param, wanted, device, memory)
 
     cut(params)
+    _check_experts(params, ranks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -117,15 +126,38 @@ def _shard_memory(zero: DeepSpeedZeroConfig) -> ShardMemory:
 
 
 def _refuse_parts(ranks: ModelRanks) -> None:
-    what = None
     if ranks.has_parts:
-        what = "a model whose stages or slices are on other ranks (pipeline, tensor parallelism)"
-    elif ranks.experts:
-        what = f"experts (groups {sorted(ranks.experts)}), which are on fewer ranks"
-    if what is not None:
         raise DeepSpeedConfigError(
-            f"zero_optimization.stage: 3 with {what} is not supported; use stage 1 or 2"
+            "zero_optimization.stage: 3 with a model whose stages or slices are on other ranks "
+            "(pipeline, tensor parallelism) is not supported; use stage 1 or 2"
         )
+
+
+def _check_experts(params: Iterable[nn.Parameter], ranks: ModelRanks) -> None:
+    """Say what is not there for experts.
+
+    Raises:
+        DeepSpeedConfigError: `zero.Init` has cut experts, before it was known which ranks share
+            them.
+    """
+    if not ranks.experts:
+        return
+    for param in params:
+        cut_for, shared_by = (
+            dist.get_all_ranks_from_group(group)
+            for group in (record_of(param).group, ranks.holders(param))
+        )
+        if cut_for != shared_by:
+            raise DeepSpeedConfigError(
+                f"zero.Init with experts: {record_of(param).label} was cut for ranks {cut_for}, "
+                f"but is shared by {shared_by}; make experts outside of zero.Init"
+            )
+    log_dist(
+        "ZeRO stage 3 with experts: save_checkpoint is not supported; use stage 1 or 2 for "
+        "checkpoints",
+        ranks=[0],
+        level=logging.WARNING,
+    )
 
 
 def _take_from_other_engines(model: nn.Module) -> None:

@@ -215,7 +215,7 @@ class DeepSpeedZeRoOffload:
         kinds: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             record = record_of(param)
-            kinds.setdefault((record.shard.dtype, record.device), []).append(param)
+            kinds.setdefault((record.shard.dtype, record.device, record.group), []).append(param)
         for same in kinds.values():
             yield GatherUnit(name, same, self.resources, persists)
 

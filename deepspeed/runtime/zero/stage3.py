@@ -239,7 +239,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         for kind, at in kinds.items():
             for chunk in self._chunks(sorted(at), whole=not unit.persists):
                 numels = tuple(self.groups[group].table.numels[index] for group, index in chunk)
-                table = ParameterCutTable.cut(numels, self.num_shards)
+                table = ParameterCutTable.cut(numels, unit.num_shards)
                 yield UnitBucket(table, tuple(chunk), self._parts(chunk, table), kind)
 
     def _chunks(

@@ -509,6 +509,25 @@ FAULTS = (
         "leaves_what",
     ),
     Fault(
+        "experts of stage 3 are cut for all ranks",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (
+            (
+                "families.setdefault(ranks.holders(param)",
+                "families.setdefault(ranks.replicas",
+            ),
+        ),
+        "tests/unit/v1/moe/test_moe_contract.py",
+        "stage_3",
+    ),
+    Fault(
+        "gradients of experts of stage 3 are cut for all ranks",
+        "deepspeed/runtime/zero/stage3.py",
+        (("cut(numels, unit.num_shards)", "cut(numels, self.num_shards)"),),
+        "tests/unit/v1/moe/test_moe_contract.py",
+        "stage_3",
+    ),
+    Fault(
         "zero.Init hands out shards of another shape on each rank",
         "deepspeed/runtime/zero/init_context.py",
         (("            agree_on_parameters(named", "            print(named"),),

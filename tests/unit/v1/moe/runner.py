@@ -218,13 +218,15 @@ class CaseRun:
         return {"moe.deepspeed_moe.gate.wg.weight": "wg"}.get(name, name.removeprefix("moe."))
 
     def _config(self) -> dict[str, Any]:
+        # Biases persist; what is larger is gathered.
+        whole = {"stage3_param_persistence_threshold": WIDTH} if self.case.stage == 3 else {}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.case.accumulation,
             "gradient_clipping": CLIP,
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
             "bf16": {"enabled": self.case.precision == "bf16"},
-            "zero_optimization": {"stage": self.case.stage, "reduce_bucket_size": 50},
+            "zero_optimization": {"stage": self.case.stage, "reduce_bucket_size": 50, **whole},
             "use_data_before_expert_parallelism": self.case.data_first,
             "verify": {"ledger": self.ledger},
         }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm import intent
 from deepspeed.moe import layer, sharded_moe
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
@@ -68,6 +69,23 @@ class TestFourRanks(DistributedTest):
             )
         finally:
             intent.disable()
+
+    def test_stage_3(self) -> None:
+        # Kills: an expert that is cut for all ranks, or gathered with dense parameters; a bucket
+        # that is cut for as many ranks as the dense ones.
+        run_all(
+            [
+                Case(1, 1, True, 3, "fp32", accumulation=2),
+                Case(2, 2, False, 3, "fp32", residual=True),
+                Case(2, 1, True, 3, "bf16"),
+                Case(4, 1, True, 3, "fp32"),
+            ]
+        )
+        engine = CaseRun(Case(2, 1, True, 3, "fp32")).engine
+        for act in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(CheckpointError, match="experts .* stage 3 is not supported"):
+                act("nowhere")
+        engine.destroy()
 
 
 def scale_by_ep_size(patch: pytest.MonkeyPatch) -> None:
