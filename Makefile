@@ -6,7 +6,7 @@
 #   make wheel      build the wheel into dist/
 #   make campaign   list what runs long on purpose; NAME=... runs one, ARGS="--help" tells its parameters
 #   make upstream-patches UPSTREAM=0.19.6   this project's fixes as patches for an upstream release, or for the checkout
-#                   at a path, each proved (docs/fixes/README.md)
+#                   at a path, each proved (docs/fixes/README.md); ARGS="--only NAME ..." tests some of them
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
 # DEMO_DEVICE (accelerator of the demo), DEMO_ARGS (its flags), TESTS (what `make test` runs), PYTEST_ARGS (flags for
 # it), ARGS (those of a campaign), PIP_ARGS (flags for pip, such as an index with the build of torch that you want).
@@ -79,7 +79,7 @@ $(UPSTREAM_VENV)/.stamp: $(CONSTRAINTS) requirements/requirements-upstream.txt
 
 upstream-patches: $(UPSTREAM_VENV)/.stamp
 	@test -n "$(UPSTREAM)" || { echo "say which release or checkout: make upstream-patches UPSTREAM=0.19.6" >&2; exit 1; }
-	PYTHONPATH= $(UPSTREAM_VENV)/bin/python scripts/upstream $(UPSTREAM)
+	PYTHONPATH= $(UPSTREAM_VENV)/bin/python scripts/upstream $(UPSTREAM) $(ARGS)
 
 # pre-commit wants a git checkout; the hooks themselves are local and need no network.
 check: $(VENV)/.stamp-dev

@@ -6,7 +6,8 @@ Its argument is a version, whose source distribution comes from the package inde
 upstream checkout. Below ``--folder`` it leaves a git repository with a branch per fix, and the
 patches as `git format-patch` writes them. Then every regression test is run without its fix, with
 its fix alone, and with all fixes; a small training of every stage follows. The result goes into the
-table of docs/fixes/README.md.
+table of docs/fixes/README.md. A command that was ended goes on where it was: what a test file has
+shown is kept in ``logs``, for as long as the tree and the file stay the same.
 """
 
 from __future__ import annotations
@@ -73,39 +74,49 @@ def same_in_every_order(repository: Repository, patches: list[Path]) -> int:
 
 
 def prove(
-    repository: Repository, rows: list[table.Row], folder: Path, jobs: int
+    repository: Repository, rows: list[table.Row], folder: Path, jobs: int, only: Sequence[str]
 ) -> tuple[list[table.Row], Counts]:
     """Run the regression tests without fixes, with each alone, and with all of them, and train with
-    all of them. Returns the rows with the counts, and those of the training.
+    all of them: what has not been run yet. Returns the rows with the counts, and those of the
+    training. With ``only`` the fixes of these names are run, without and with each alone.
     """
-    logs = folder / "logs"
-    shutil.rmtree(logs, ignore_errors=True)
-    repository.git("checkout", "--quiet", BASE)
-    # Once before the tree is copied: the copies then have what Python compiled.
-    run_all([Run(repository.root, (), logs / "import.log")], 1)
+    chosen = [
+        (one, row) for one, row in zip(FIXES, rows, strict=True) if one.name in only or not only
+    ]
+    runs: list[Run] = []
 
     def on(branch: str, fixes: Sequence[fix.Fix], *more: Path) -> Run:
         checkout = folder / "checkouts" / branch
-        repository.copy_at(branch, checkout)
+        files = (*(checkout / one.test_path for one in fixes), *more)
         for one in fixes:
             fix.put_test(one, checkout)
-        files = (*(checkout / one.test_path for one in fixes), *more)
-        return Run(checkout, files, logs / f"{branch}.log")
+        run = Run(checkout, files, folder / "logs" / f"{branch}.log", repository.tree(branch))
+        if run.missing():
+            repository.copy_at(branch, checkout)
+            for one in fixes:
+                fix.put_test(one, checkout)
+        runs.append(run)
+        return run
 
-    applied = [one for one, row in zip(FIXES, rows, strict=True) if row.outcome.what == fix.APPLIED]
-    before = on(BASE, FIXES)
-    alone = {one.name: on(one.name, [one]) for one in applied}
+    # Once before the tree is copied: the copies then have what Python compiled.
+    repository.git("checkout", "--quiet", BASE)
+    run_all([Run(repository.root, (), folder / "logs" / "import.log")], 1)
+    applied = [one for one, row in chosen if row.outcome.what == fix.APPLIED]
     smoke = HERE / "smoke.py"
-    together = on(ALL, applied, smoke)
-    run_all([before, together, *alone.values()], jobs)
+    before = on(BASE, [one for one, _ in chosen])
+    alone = {one.name: on(one.name, [one]) for one in applied}
+    together = on(ALL, applied, smoke) if not only else None
+    run_all(runs, jobs)
     proved = []
-    for one, row in zip(FIXES, rows, strict=True):
+    for one, row in chosen:
         counts = [before.counts()[one.test], None, None]
         if one.name in alone:
-            counts[1:] = [alone[one.name].counts()[one.test], together.counts()[one.test]]
+            counts[1] = alone[one.name].counts()[one.test]
+            counts[2] = together.counts()[one.test] if together is not None else None
         proved.append(table.Row(row.name, row.outcome, *counts))
+    trained = together.counts()[smoke.name] if together is not None else Counts()
     shutil.rmtree(folder / "checkouts")
-    return proved, together.counts()[smoke.name]
+    return proved, trained
 
 
 def main() -> int:
@@ -115,6 +126,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "upstream")
     parser.add_argument("--no-tests", action="store_true", help="make the patches only")
     parser.add_argument("--jobs", type=int, default=2, help="test runs at a time")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=[one.name for one in FIXES],
+        metavar="FIX",
+        help="run the tests of these fixes, without and with each alone; the table stays as it is",
+    )
     arguments = parser.parse_args()
     source = Path(arguments.upstream)
     release = arguments.upstream
@@ -134,7 +153,11 @@ def main() -> int:
     print(f"{len(patches)} patches in {folder / 'patches'}, the same tree in {tried} orders")
     if arguments.no_tests:
         return int(any(row.outcome.what == fix.FAILED for row in rows))
-    proved, smoke = prove(repository, rows, folder, arguments.jobs)
+    proved, smoke = prove(repository, rows, folder, arguments.jobs, arguments.only)
+    if arguments.only:
+        for row in proved:
+            print(f"{row.name}: without it {row.before}, with it alone {row.alone}")
+        return int(not all(row.shown for row in proved))
     section = table.Section(
         release,
         datetime.date.today().isoformat(),

@@ -103,6 +103,10 @@ class Repository:
             written.append(path)
         return written
 
+    def tree(self, branch: str) -> str:
+        """The hash of a branch's files; commits made anew from the same files have the same."""
+        return self.git("rev-parse", f"{branch}^{{tree}}")
+
     def copy_at(self, branch: str, folder: Path) -> None:
         """Copy the tree, with what Python compiled, and check out ``branch`` in the copy."""
         shutil.rmtree(folder, ignore_errors=True)
@@ -114,11 +118,13 @@ class Repository:
         self.git("checkout", "--quiet", "-B", branch, BASE)
         for patch in patches:
             self.git("am", "--quiet", "--no-3way", str(patch))
-        return self.git("rev-parse", "HEAD^{tree}")
+        return self.tree("HEAD")
 
 
 def orders(patches: Sequence[Path]) -> list[list[Path]]:
-    """The order of the files, its reverse, and both turned by half."""
+    """The order of the files, its reverse, and both turned by half. In the first two each patch comes
+    before and after each other one, so that one that does not apply beside another is found.
+    """
     forward = list(patches)
     half = len(forward) // 2
     turned = forward[half:] + forward[:half]

@@ -1,9 +1,12 @@
 """Runs pytest on trees, each in a process that has imported torch but not deepspeed: that import is
-most of the time of a small test.
+most of the time of a small test. What a file has shown is kept, so that a run that was ended goes
+on where it was.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -11,27 +14,45 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
 NOT_RUN = "did not run"
-TIMEOUT_S = "240"
+TIMEOUT_S = "500"
 """After that ranks are given up: machines may be busy."""
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "DS_UNITTEST_TIMEOUT": TIMEOUT_S,
+    # Upstream compiles the gate of experts; a C++ compiler for each rank takes minutes.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+HARNESS = (
+    HERE / "harness.py",
+    ROOT / "tests" / "unit" / "common.py",
+    ROOT / "tests" / "unit" / "rank_server.py",
+)
+"""What a result depends on beside the tree and the test file."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many tests of one file ended how."""
+    """How many tests of one file ended how. Ranks that were given up show nothing, neither a fault
+    nor its absence: a busy machine does that too.
+    """
 
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    given_up: int = 0
 
     def __str__(self) -> str:
         words = [
             f"{number} {word}"
             for number, word in (
+                (self.given_up, "given up"),
                 (self.failed, "failed"),
                 (self.passed, "passed"),
                 (self.skipped, "skipped"),
@@ -43,26 +64,12 @@ class Counts:
     @property
     def good(self) -> bool:
         """Whether something passed and nothing failed."""
-        return self.passed > 0 and self.failed == 0
+        return self.passed > 0 and self.failed == self.given_up == 0
 
-
-class Tally:
-    """A pytest plugin that counts by file."""
-
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
-
-    def pytest_runtest_logreport(self, report: object) -> None:
-        """Keep the worst of setup, call and teardown."""
-        nodeid, outcome = report.nodeid, report.outcome  # type: ignore[attr-defined]  # pytest's
-        if report.when == "call" or outcome != "passed":  # type: ignore[attr-defined]  # pytest's
-            if self.outcomes.get(nodeid) != "failed":
-                self.outcomes[nodeid] = outcome
-
-    def pytest_collectreport(self, report: object) -> None:
-        """A file that cannot be imported has failed."""
-        if report.outcome == "failed":  # type: ignore[attr-defined]  # pytest's
-            self.outcomes[report.nodeid] = "failed"  # type: ignore[attr-defined]  # pytest's
+    @property
+    def bad(self) -> bool:
+        """Whether something failed and every test came to its end."""
+        return self.failed > 0 and self.given_up == 0
 
 
 @dataclass(frozen=True)
@@ -73,25 +80,62 @@ class Run:
         tree: Root of an upstream source tree.
         files: What pytest runs; nothing but imports the package.
         log: File for what is printed.
+        state: What the tree is; a result counts for the same state and the same test only.
     """
 
     tree: Path
     files: tuple[Path, ...]
     log: Path
+    state: str = ""
 
     @property
     def results(self) -> Path:
         """Where the child leaves the counts."""
         return self.log.with_suffix(".json")
 
+    def key(self, file: Path) -> str:
+        """Of a result: changes with everything that a test file's result depends on."""
+        parts = [self.state, sys.version, importlib.metadata.version("torch")]
+        parts += [path.read_text(encoding="utf-8") for path in (file, *HARNESS)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """What has been found before, by file name, with the key that it was found under."""
+        if not self.results.exists():
+            return {}
+        known: dict[str, dict[str, Any]] = json.loads(self.results.read_text(encoding="ascii"))
+        return known
+
+    def keep(self, file: Path, counts: dict[str, int]) -> None:
+        """Keep what a file has shown."""
+        entry = {"key": self.key(file), "counts": counts}
+        partial = self.results.with_suffix(".partial")
+        text = json.dumps({**self.known(), file.name: entry}, indent=1)
+        partial.write_text(text, encoding="ascii")
+        partial.rename(self.results)
+
     def counts(self) -> dict[str, Counts]:
-        """By file name; zeros if the child did not come to its end."""
-        found = json.loads(self.results.read_text()) if self.results.exists() else {}
-        return {file.name: Counts(**found.get(file.name, {})) for file in self.files}
+        """By file name; zeros for those that have not come to their end."""
+        known, found = self.known(), {}
+        for file in self.files:
+            entry = known.get(file.name, {})
+            kept = entry.get("counts", {}) if entry.get("key") == self.key(file) else {}
+            found[file.name] = Counts(**kept)
+        return found
+
+    def missing(self) -> tuple[Path, ...]:
+        """The files that are to be run: without a result, or with ranks that were given up."""
+        counts = self.counts()
+        return tuple(
+            file
+            for file in self.files
+            if counts[file.name] == Counts() or counts[file.name].given_up
+        )
 
 
 def run_all(runs: Sequence[Run], jobs: int) -> None:
-    """Run all of them, ``jobs`` at a time."""
+    """Run what is missing of all of them, ``jobs`` at a time."""
+    os.environ.update(ENVIRONMENT)
     # startup: children inherit what is imported here.
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
@@ -100,8 +144,9 @@ def run_all(runs: Sequence[Run], jobs: int) -> None:
 
     children: set[int] = set()
     for one in runs:
+        if one.files and not one.missing():
+            continue
         one.log.parent.mkdir(parents=True, exist_ok=True)
-        one.results.unlink(missing_ok=True)
         if len(children) >= jobs:
             children.discard(os.wait()[0])
         child = os.fork()
@@ -121,12 +166,12 @@ def run_all(runs: Sequence[Run], jobs: int) -> None:
 
 def _in_child(one: Run) -> int:
     import pytest
+    from tally import Tally
 
     tree = one.tree
-    output = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_UNITTEST_TIMEOUT=TIMEOUT_S)
     os.chdir(tree)
     own_harness = (tree / "tests" / "unit" / "common.py").is_file()
     harness = [] if own_harness else ["-p", "harness"]
@@ -136,16 +181,10 @@ def _in_child(one: Run) -> int:
 
         print(deepspeed.__file__)
         return 0
-    tally = Tally()
-    code = pytest.main(
-        ["-q", "-rf", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tree)]
-        + [*harness, *map(str, one.files)],
-        plugins=[tally],
+    return int(
+        pytest.main(
+            ["-v", "-rf", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tree)]
+            + ["--continue-on-collection-errors", *harness, *map(str, one.missing())],
+            plugins=[Tally(one.keep)],
+        )
     )
-    counts: dict[str, dict[str, int]] = {}
-    for nodeid, outcome in tally.outcomes.items():
-        name = Path(nodeid.split("::")[0]).name
-        numbers = counts.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
-        numbers[outcome] += 1
-    one.results.write_text(json.dumps(counts))
-    return int(code)

@@ -35,12 +35,18 @@ class Row:
     together: Counts | None = None
 
     @property
-    def good(self) -> bool:
+    def shown(self) -> bool:
         """Applied, and the test fails without and passes with it; or there, and the test passes."""
         if self.outcome.what == ALREADY:
             return self.before.good
-        fixed = [counts is not None and counts.good for counts in (self.alone, self.together)]
-        return self.outcome.what == APPLIED and self.before.failed > 0 and all(fixed)
+        passes = self.alone is not None and self.alone.good
+        return self.outcome.what == APPLIED and self.before.bad and passes
+
+    @property
+    def good(self) -> bool:
+        """Shown, and the test passes with all fixes too."""
+        passes = self.together is not None and self.together.good
+        return self.shown and (passes or self.outcome.what == ALREADY)
 
     def line(self) -> str:
         """The row as it stands in the document."""

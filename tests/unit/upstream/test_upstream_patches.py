@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +19,17 @@ import pytest
 from unit.upstream import made_up
 
 ROOT = Path(__file__).resolve().parents[3]
-RELEASE = "0.19.6"
+RELEASES = {
+    "0.18.6": {"fix2-hook-stream"},
+    "0.19.6": {"fix2-hook-stream", "fix4-boundary-micro-batch"},
+    "0.19.8": {
+        "fix2-hook-stream",
+        "fix4-boundary-micro-batch",
+        "expert-norm",
+        "ulysses-layout",
+    },
+}
+"""What releases have already."""
 NAMES = (
     "fix1-bucket-streams",
     "fix2-hook-stream",
@@ -205,12 +218,79 @@ def test_commits_are_signed_off_and_apply_in_any_order(
     assert len({repository.apply_in_order("all", order) for order in orders}) == 1
 
 
+def a_run(programs: Any, folder: Path, state: str = "one state") -> Any:
+    file = folder / "test_something.py"
+    if not file.exists():
+        file.write_text("def test(): pass\n")
+    return programs["runs"].Run(folder, (file,), folder / "run.log", state)
+
+
+def test_what_a_file_has_shown_is_kept_while_nothing_changes(programs: Any, tmp_path: Path) -> None:
+    # Kills: a result that is used for another tree or another test, or never.
+    run, counts = a_run(programs, tmp_path), programs["runs"].Counts
+    (file,) = run.files
+    assert run.missing() == (file,) and not run.counts()[file.name].good
+    run.keep(file, {"passed": 2})
+    assert run.missing() == () and run.counts() == {file.name: counts(2)}
+    other = a_run(programs, tmp_path, "another state")
+    assert other.missing() == (file,) and other.counts() == {file.name: counts()}
+    file.write_text("def test(): assert False\n")
+    assert run.missing() == (file,) and run.counts() == {file.name: counts()}
+
+
+def test_ranks_that_were_given_up_show_nothing(programs: Any, tmp_path: Path) -> None:
+    # Kills: a time-out on a busy machine that counts as the hazard, or as done.
+    run, counts = a_run(programs, tmp_path), programs["runs"].Counts
+    run.keep(run.files[0], {"failed": 1, "passed": 1, "given_up": 1})
+    (shown,) = run.counts().values()
+    assert run.missing() == run.files
+    assert not shown.good and not shown.bad and counts(1, 1).bad and counts(1).good
+    assert str(shown) == "1 given up, 1 failed, 1 passed"
+
+
+def test_the_tally_counts_each_file(programs: Any, tmp_path: Path) -> None:
+    # Kills: counts of one file that go to the next, and a file that cannot be imported.
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n"
+        "def test_pass(): pass\n"
+        "def test_fail(): assert False\n"
+        "def test_skip(): pytest.skip()\n"
+        "def test_busy(): pytest.fail('ranks [0] of 2 did not end within 9 s', pytrace=False)\n"
+    )
+    (tmp_path / "test_b.py").write_text("def test(): pass\n")
+    (tmp_path / "test_c.py").write_text("import nothing_of_that_name\n")
+    program = (
+        "import json, pytest, tally\n"
+        "kept = {}\n"
+        "plugin = tally.Tally(lambda file, counts: kept.update({file.name: counts}))\n"
+        "options = ['-q', '-p', 'no:cacheprovider', '--continue-on-collection-errors']\n"
+        "pytest.main([*options, '-c', '/dev/null', '--rootdir', '.', '.'], [plugin])\n"
+        "print('kept', json.dumps(kept))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts" / "upstream")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept = json.loads(done.stdout.rsplit("kept", 1)[1])
+    one_each = {"passed": 1, "failed": 1, "skipped": 1, "given_up": 1}
+    passed = {"passed": 1, "failed": 0, "skipped": 0, "given_up": 0}
+    assert kept == {"test_a.py": one_each, "test_b.py": passed, "test_c.py": {"failed": 1}}
+
+
 def test_the_table_keeps_other_releases(programs: Any) -> None:
     table, fix, counts = programs["table"], programs["fix"], programs["runs"].Counts
     good = table.Row("a", fix.Outcome(fix.APPLIED), counts(0, 2), counts(2), counts(2))
     there = table.Row("b", fix.Outcome(fix.ALREADY), counts(1))
     bad = table.Row("c", fix.Outcome(fix.APPLIED), counts(2), counts(2), counts(2))
     assert good.good and there.good and not bad.good
+    alone = table.Row("d", fix.Outcome(fix.APPLIED), counts(0, 2), counts(2))
+    assert alone.shown and not alone.good, "not run with all fixes"
+    busy = table.Row("e", fix.Outcome(fix.APPLIED), counts(0, 1, 0, 1), counts(2), counts(2))
+    assert not busy.shown and not busy.good
     document = f"# Page\n\n{table.BEGIN}\n\n{table.END}\n\nend\n"
     for release, row in (("0.19.6", good), ("0.18.6", there), ("0.19.6", bad)):
         section = table.Section(release, "today", "torch 1", (row,), 4, counts(3))
@@ -225,10 +305,11 @@ def test_the_table_keeps_other_releases(programs: Any) -> None:
         table.merged("# Page\n", section)
 
 
-def test_the_release_itself(programs: Any, tmp_path: Path) -> None:
-    source = ROOT / "build" / "upstream" / "sources" / f"deepspeed-{RELEASE}"
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_release_itself(programs: Any, tmp_path: Path, release: str) -> None:
+    source = ROOT / "build" / "upstream" / "sources" / f"deepspeed-{release}"
     if not source.is_dir():
-        pytest.skip(f"`make upstream-patches UPSTREAM={RELEASE}` gets the source of {RELEASE}")
+        pytest.skip(f"`make upstream-patches UPSTREAM={release}` gets the source of {release}")
     files = {
         file
         for one in programs["catalogue"].FIXES
@@ -242,7 +323,7 @@ def test_the_release_itself(programs: Any, tmp_path: Path) -> None:
         one.name: programs["fix"].apply(one, tmp_path).what for one in programs["catalogue"].FIXES
     }
     there = {name for name, what in outcomes.items() if what == programs["fix"].ALREADY}
-    assert there == {"fix2-hook-stream", "fix4-boundary-micro-batch"}
+    assert there == RELEASES[release]
     assert set(outcomes.values()) == {programs["fix"].ALREADY, programs["fix"].APPLIED}
     for file in files:
         compile((tmp_path / file).read_text(), file, "exec")
