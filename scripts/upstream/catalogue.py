@@ -12,6 +12,7 @@ import fix4_boundary_micro_batch
 import gathered_writes
 import loss_scale_step
 import mesh_gradients
+import stage0_loss_scale
 import ulysses_layout
 from fix import Fix
 
@@ -23,6 +24,7 @@ FIXES: tuple[Fix, ...] = (
     fix3_pipe_dtype.FIX,
     fix4_boundary_micro_batch.FIX,
     loss_scale_step.FIX,
+    stage0_loss_scale.FIX,
     mesh_gradients.FIX,
     gathered_writes.FIX,
     expert_norm.FIX,

@@ -184,6 +184,25 @@ class DeepSpeedEngine:
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.backward_epilogue()
             self.optimizer.exit_backward()
+
+    def scale(self, loss):
+        scaled_loss = loss
+        if isinstance(self.optimizer, ZeROOptimizer):
+            scaled_loss = self.optimizer.scale_if_loss(scaled_loss)
+        elif self.scaler:
+            scaled_loss = self.scaler.scale(scaled_loss)
+        return scaled_loss
+
+    def backward(self, loss):
+        try:
+            if isinstance(self.optimizer, ZeROOptimizer):
+                loss = self.optimizer.scale_if_loss(loss)
+            elif self.scaler:
+                loss = self.scaler.scale(loss)
+
+            loss.backward()
+        finally:
+            self.running = False
 """,
     "deepspeed/runtime/utils.py": """
 def get_norm_with_moe_layers(non_expert_norm, expert_tensors):

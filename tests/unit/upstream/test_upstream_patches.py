@@ -38,6 +38,7 @@ NAMES = (
     "fix3-pipe-dtype",
     "fix4-boundary-micro-batch",
     "loss-scale-step",
+    "stage0-loss-scale",
     "mesh-gradients",
     "gathered-writes",
     "expert-norm",
@@ -216,6 +217,18 @@ def test_commits_are_signed_off_and_apply_in_any_order(
     orders = releases.orders(patches)
     assert len({tuple(order) for order in orders}) == 4
     assert len({repository.apply_in_order("all", order) for order in orders}) == 1
+
+
+def test_the_loss_is_scaled_where_nothing_else_scales_it(programs: Any, tree: Path) -> None:
+    programs["fix"].apply(fix_of(programs, "stage0-loss-scale"), tree)
+    text = (tree / "deepspeed/runtime/engine.py").read_text()
+    scale = text[text.index("def scale(") : text.index("def backward(")]
+    backward = text[text.index("def backward(") :]
+    for part, loss in ((scale, "scaled_loss"), (backward, "loss")):
+        added = f" {loss} = {loss}.float() * self.optimizer.loss_scale_config.cur_scale"
+        assert part.count(added) == 1
+        assert part.index(f"self.scaler.scale({loss})") < part.index(added)
+    assert backward.index("cur_scale") < backward.index("loss.backward()")
 
 
 def a_run(programs: Any, folder: Path, state: str = "one state") -> Any:
