@@ -156,7 +156,8 @@ def main() -> int:
     proved, smoke = prove(repository, rows, folder, arguments.jobs, arguments.only)
     if arguments.only:
         for row in proved:
-            print(f"{row.name}: without it {row.before}, with it alone {row.alone}")
+            alone = f", with it alone {row.alone}" if row.alone is not None else ""
+            print(f"{row.name}: without it {row.before}{alone}")
         return int(not all(row.shown for row in proved))
     section = table.Section(
         release,
