@@ -77,13 +77,12 @@ class TestExperts(DistributedTest):
         torch.manual_seed(11 + dist.get_rank())
         engine.backward(engine(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().square().mean())
         dense, experts = optimizer.get_grads_for_norm()
-        # Experts of a layer with ep_size 2 are on one rank each, all others are on both.
-        total = sum(grad.square().sum() for grad in dense).clone()
-        for name, grads in experts.items():
+        # Experts of a layer with ep_size 2 are on one rank each, of all others both ranks hold copies.
+        total = torch.zeros([])
+        for name, grads in [("dense", dense), *experts.items()]:
             part = sum(grad.square().sum() for grad in grads).clone()
-            if name == "ep_size_2":
-                torch.distributed.all_reduce(part)
-            total += part
+            torch.distributed.all_reduce(part)
+            total += part / (1 if name == "ep_size_2" else 2)
         reductions, patch = float_reductions()
         with patch:
             engine.step()
