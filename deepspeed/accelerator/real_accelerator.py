@@ -8,6 +8,7 @@ group ``deepspeed.accelerators``.
 
 import importlib
 import os
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -29,6 +30,9 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
 SUPPORTED_ACCELERATOR_LIST = list(_BUILT_IN)
 
 ds_accelerator: DeepSpeedAccelerator | None = None
+# Called when `set_accelerator` has changed it, by what is above accelerators and depends on which
+# one there is.
+_followers: list[Callable[[], None]] = []
 
 
 def _plugins() -> dict[str, EntryPoint]:
@@ -107,7 +111,16 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
     """
     global ds_accelerator
     ds_accelerator = _validate(accel_obj, "set_accelerator's argument")
+    for follower in _followers:
+        follower()
     return ds_accelerator
+
+
+def follow_accelerator(follower: Callable[[], None]) -> None:
+    """Call `follower` each time that `set_accelerator` has changed what `get_accelerator()`
+    returns.
+    """
+    _followers.append(follower)
 
 
 def is_current_accelerator_supported() -> bool:

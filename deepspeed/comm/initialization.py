@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.device_choice import select_device
+from deepspeed.accelerator.real_accelerator import follow_accelerator
 from deepspeed.comm import discovery, process_groups
 from deepspeed.comm.ccl import CCLBackend
 from deepspeed.comm.constants import CCL_BACKEND, TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
@@ -41,6 +42,10 @@ def _follow_device() -> None:
         from deepspeed.comm import stream_collectives
 
         stream_collectives.install()
+
+
+# A simulation may begin when the process group is there already.
+follow_accelerator(_follow_device)
 
 
 def init_deepspeed_backend(

@@ -6,6 +6,10 @@ node on the stream that was current when *it* was made, which is when its parame
 or earlier if somebody holds it. A node's stream waits for those of its producers; at the end the
 caller's stream waits for all streams that accumulated. Hooks run inside of their node.
 
+Where several nodes hand gradients to one, the engine adds them up as they come, before that one
+runs. Here it does so on the stream of the later producer, which waits for the sum so far; whoever
+uses the sum waits for the last of them, and no summand's memory is handed out before it was read.
+
 torch numbers nodes in the order in which they are made, so a list of stream switches says where
 each one was. Accumulation nodes have no number. One that was held since earlier carries a mark, set
 while a side stream is current; otherwise the first node that uses it was made together with it.
@@ -213,7 +217,10 @@ class _Run:
         self._producers = nodes
         self._streams = streams
         self._caller = scheduler.current
+        # Behind a node's work, and the sums into which the engine put its gradients.
         self._done: dict[Any, Event] = {}
+        self._left: Any = None
+        self._begun: Event | None = None
         self._captures = captures
         self._copies = copies
         self._finished: list[Stream] = []
@@ -224,23 +231,30 @@ class _Run:
     def __enter__(self) -> None:
         crossing = set()
         for node, producers in self._producers.items():
-            crossing |= {p for p in producers if self._streams[p] is not self._streams[node]}
+            used_on = {self._streams[one] for one in (node, *producers)}
+            crossing |= set(producers) if len(used_on) > 1 else set()
             for producer in producers:
                 self._consumers.setdefault(producer, []).append(node)
         for node in self._streams:
             self._handles.callback(node.register_prehook(self._entering(node)).remove)
             if node in crossing:
                 self._handles.callback(node.register_hook(self._leaving(node)).remove)
-        self._begun = self._caller.record_event()
 
     def __exit__(self, *exc: object) -> None:
         self._handles.close()
+        self._settle()
         self._join()
 
     def _join(self) -> None:
         self._scheduler.switch(self._caller)
         while self._finished:
             self._caller.wait_stream(self._finished.pop())
+
+    def _settle(self) -> None:
+        """The engine has put the gradients of the node that ran last where they belong."""
+        if self._left is not None:
+            self._done[self._left] = self._streams[self._left].record_event()
+        self._left, self._scheduler.is_summing = None, False
 
     def _mixed(self, node: Any) -> bool:
         return len({self._streams[producer] for producer in self._producers[node]}) > 1
@@ -250,6 +264,10 @@ class _Run:
         accumulates = hasattr(node, "variable")
 
         def enter(grads: Any) -> Any:
+            self._settle()
+            if self._begun is None:
+                # Behind the gradient of the roots, which is made on the caller's stream.
+                self._begun = self._caller.record_event()
             if not self._is_joining:
                 # Queued first, so that callbacks queued by hooks find the caller's stream current,
                 # and joined.
@@ -276,27 +294,22 @@ class _Run:
 
     def _await_producers(self, node: Any) -> None:
         stream, producers = self._streams[node], self._producers[node]
-        if not producers and stream is not self._caller:
+        if not producers and stream is not self._caller and self._begun is not None:
             stream.wait_event(self._begun)
         for producer in producers:
-            if self._streams[producer] is stream:
-                continue
-            if len(producers) > 1:
-                # The engine has added the gradients up on the stream of the last producer, after
-                # that one's own event.
-                stream.wait_stream(self._streams[producer])
-            elif producer in self._done:
+            if producer in self._done and self._streams[producer] is not stream:
                 stream.wait_event(self._done[producer])
 
     def _leaving(self, node: Any) -> Callable[[Any, Any], None]:
         stream = self._streams[node]
 
         def leave(inputs: Any, outputs: Any) -> None:
-            self._done[node] = stream.record_event()
+            self._left = node
             for consumer in self._consumers.get(node, ()):
                 if self._mixed(consumer):
                     # The engine adds this gradient to those of other streams next, on the stream
                     # that is current now.
+                    self._scheduler.is_summing = True
                     for other in self._producers[consumer]:
                         if other in self._done and self._streams[other] is not stream:
                             stream.wait_event(self._done[other])

@@ -258,6 +258,15 @@ class Operators(TorchDispatchMode):
             for tensor in operators.tensors_in(result):
                 self._allocator.give_to_host(tensor)
             return result
+        if func._schema.name in _MAY_BE_MASKED and _has_mask(args):
+            self._host_waits.indexed(func, args)
+            return self._now(func, args, kwargs)
+        if facts.kind is Kind.READ:
+            raise RuntimeError(
+                f"{facts.name}: one tensor is on the device and another in page-locked host memory,"
+                " which a device refuses; compare a copy of the one where the other is, such as "
+                "get_accelerator().to_host(tensor)"
+            )
         # Under a key of its own: not every such call could be deferred without host memory.
         plan = self._plan(func, args, kwargs, (key, "host memory"))
         result = self._defer(facts, args, kwargs, tensors, plan)
@@ -330,6 +339,8 @@ class Operators(TorchDispatchMode):
             block = allocator.block_of(tensor)
             if block is not None:
                 block.uses[stream] = stream.issued + 1
+                if scheduler.is_summing:
+                    allocator.record_stream(tensor, stream)
         scheduler.put(stream, Work(operator, run, waits_for_ranks))
 
     def _accesses(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> list[Any]:

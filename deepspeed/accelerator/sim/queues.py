@@ -237,6 +237,8 @@ class Scheduler:
         default: The stream that is current when none was chosen.
         current: The stream that work is issued on.
         tracer: Who listens; None when nobody does.
+        is_summing: Whether what is issued now is autograd's sum of gradients of several streams,
+            which keeps their memory until it was read.
         on_switch: Called with the new current stream when it changes.
         on_host_wait: Called with what the host waits by, before it does.
         on_device_wait: Called before the program lets the host wait for the whole device; it may
@@ -254,6 +256,7 @@ class Scheduler:
         self.stream_class: type[Stream] = type("Stream", (Stream,), {"scheduler": self})
         self.default: Stream = self.stream_class(name="default stream")
         self.current: Stream = self.default
+        self.is_summing = False
         self._running = False
         self._in_progress: list[tuple[Stream, int]] = []
 

@@ -67,3 +67,17 @@ def test_waiting_before_the_change_is_no_race(sim: Sim_Accelerator) -> None:
         sim.current_stream().synchronize()
         host.fill_(7.0)
     assert device.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_comparison_across_the_bus_is_refused(sim: Sim_Accelerator) -> None:
+    # Kills: an answer that nothing was compared for, where a device raises.
+    device, host = torch.ones(3), sim.pin_memory(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"refuses; compare a copy .*to_host"):
+        torch.equal(device, host)
+    assert torch.equal(sim.to_host(device), host) and torch.equal(device, torch.ones(3))
+
+
+def test_a_mask_on_the_host_chooses(sim: Sim_Accelerator) -> None:
+    # Kills: a result of as many elements as a mask without values would choose.
+    device, mask = torch.arange(3.0), sim.pin_memory(torch.tensor([True, False, True]))
+    assert device[mask].tolist() == [0.0, 2.0]

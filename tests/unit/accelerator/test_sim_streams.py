@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.verify import check_streams
 
 
 @pytest.fixture
@@ -216,6 +217,40 @@ def test_nodes_run_where_forward_made_them(sim: Sim_Accelerator) -> None:
     assert seen == [side]
     assert inputs.grad is not None
     assert inputs.grad.tolist() == [6.0] * 4
+
+
+def many_streams(sim: Sim_Accelerator, x: torch.Tensor, case: str) -> torch.Tensor:
+    """A loss whose gradients for one node come from several streams."""
+    main, sides = sim.current_stream(), [sim.Stream(), sim.Stream()]
+    w = x * 1.0
+    parts = [w * 3]
+    for number, side in enumerate(sides):
+        side.wait_stream(main)
+        with sim.stream(side):
+            parts += [w * 2, w * float(number)] if case == "several each" else [w * 2]
+    for side in sides:
+        main.wait_stream(side)
+    parts.append(w * 5)
+    if case == "loss on a side stream":
+        sides[0].wait_stream(main)
+        with sim.stream(sides[0]):
+            loss = torch.stack(parts).sum()
+        main.wait_stream(sides[0])
+        return loss
+    return sum(parts[1:], parts[0]).sum()
+
+
+@pytest.mark.parametrize("case", ["one each", "several each", "loss on a side stream"])
+def test_sums_of_gradients_wait_for_their_parts(case: str) -> None:
+    # Kills: a false race, and poison, where autograd adds gradients of several streams: a summand
+    # that is not waited for, a sum of sums that is not, memory that is reused while it is added,
+    # and the gradient of a loss that a side stream made.
+    expected = {"one each": 12.0, "several each": 13.0, "loss on a side stream": 12.0}[case]
+    for schedule in range(3):
+        with simulate(schedule=schedule) as sim, check_streams():
+            x = torch.ones(4, requires_grad=True)
+            many_streams(sim, x, case).backward()
+            assert x.grad is not None and x.grad.tolist() == [expected] * 4
 
 
 def test_host_reads_see_the_current_stream(sim: Sim_Accelerator, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
 from unit.common import DistributedTest
 
@@ -25,7 +24,6 @@ class TestOrder(DistributedTest):
         # Kills: a collective that is done before its handle was waited for, and a wait that orders
         # nothing.
         with simulate() as sim:
-            stream_collectives.install()
             value = torch.full((4,), float(dist.get_rank() + 1))
             gathered = torch.empty(8)
             work = dist.all_gather_into_tensor(gathered, value, async_op=True)
@@ -37,9 +35,9 @@ class TestOrder(DistributedTest):
             assert work.is_completed()
 
     def test_reads_what_the_calling_stream_made(self) -> None:
-        # Kills: a collective that waits for the default stream, or that doesn't wait.
+        # Kills: a collective that waits for the default stream, or that doesn't wait, and a
+        # simulation begun after the process group that leaves collectives off the streams.
         with simulate() as sim:
-            stream_collectives.install()
             side = sim.Stream()
             with sim.stream(side):
                 ordered = torch.ones(3) * 2
@@ -54,7 +52,6 @@ class TestOrder(DistributedTest):
     def test_ranks_that_force_different_operations_meet(self) -> None:
         # Kills: starting operations in the order in which they are forced.
         with simulate() as sim:
-            stream_collectives.install()
             streams = [sim.Stream() for _ in range(2)]
             values = [torch.full((3,), float(index + 1)) for index in range(2)]
             groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -69,7 +66,6 @@ class TestOrder(DistributedTest):
     def test_pairs_that_send_before_they_receive_meet(self) -> None:
         # Kills: point-to-point operations that are started one by one.
         with simulate():
-            stream_collectives.install()
             rank, other = dist.get_rank(), 1 - dist.get_rank()
             sent, received = torch.full((1000,), float(rank)), torch.empty(1000)
             works = [dist.isend(sent, other), dist.irecv(received, other)]
@@ -110,7 +106,6 @@ class TestResults(DistributedTest):
         rank = dist.get_rank()
         expected = everything(rank)
         with simulate(schedule=schedule):
-            stream_collectives.install()
             found = [value.clone() for value in everything(rank)]
         for index, (wanted, value) in enumerate(zip(expected, found, strict=True)):
             assert torch.equal(wanted, value), f"result {index}: {value} is not {wanted}"

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives, stuck_ranks
+from deepspeed.comm import stuck_ranks
 from deepspeed.comm.stuck_ranks import HostWaitError
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
@@ -27,7 +27,6 @@ def stuck(run: Callable[[], None]) -> str:
     """What is said of `run`, which must not return; ends the test's world."""
     started = time.monotonic()
     with pytest.raises(RuntimeError) as told, simulate():
-        stream_collectives.install()
         run()
     assert time.monotonic() - started < SOON_S
     leave_together()
@@ -42,7 +41,6 @@ class TestPosted(DistributedTest):
     def test_device_wait(self) -> None:
         # Kills: a device-wide wait that is let through, because here the other rank sends anyway.
         with simulate() as accelerator:
-            stream_collectives.install()
             other = 1 - dist.get_rank()
             received = torch.empty(3)
             work = dist.irecv(received, other)
@@ -59,7 +57,6 @@ class TestPosted(DistributedTest):
     def test_waits_for_less(self) -> None:
         # Kills: an error about a stream or an event that nothing posted holds up.
         with simulate() as accelerator:
-            stream_collectives.install()
             other = 1 - dist.get_rank()
             received = torch.empty(3)
             work = dist.irecv(received, other)
@@ -155,7 +152,6 @@ class TestSilence(DistributedTest):
         logger.addHandler(handler)
         monkeypatch.setattr(stuck_ranks, "REPORT_S", 0.5)
         with simulate():
-            stream_collectives.install()
             value = torch.ones(2)
             for _ in range(2):
                 if dist.get_rank() == 0:
