@@ -43,6 +43,8 @@ LAST_STEP = 24
 ROUND_STEPS = 5
 # How long survivors go on.
 SURVIVAL_S = 0.3
+# How long ranks may be silent until it is looked whether the one that kills itself has done so.
+LOOK_S = 0.2
 ROUND_LIMIT_S = 60.0
 # Problems after which a campaign ends.
 TOO_MANY = 5
@@ -374,12 +376,18 @@ class _Ranks:
             os.waitpid(pid, 0)
         os.close(self.inbox)
 
-    def messages(self, limit_s: float = ROUND_LIMIT_S) -> Any:
-        """What ranks tell, until all have closed their end or the time is over."""
+    def messages(
+        self, limit_s: float = ROUND_LIMIT_S, is_over: Callable[[], bool] = lambda: False
+    ) -> Any:
+        """What ranks tell, until all have closed their end, the time is over, or nothing is left to
+        read and `is_over()`.
+        """
         deadline = time.monotonic() + limit_s
-        while (left := deadline - time.monotonic()) > 0 and select.select(
-            [self.inbox], [], [], left
-        )[0]:
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([self.inbox], [], [], min(left, LOOK_S))[0]:
+                if is_over():
+                    return
+                continue
             data = os.read(self.inbox, 1 << 16)
             if not data:
                 return
@@ -388,9 +396,14 @@ class _Ranks:
 
     def follow(self, progress: Progress, kill: Kill | None) -> bool:
         """Take the messages of a round, kill as planned; whether somebody was killed."""
+
+        def is_dead() -> bool:
+            # A survivor that waits for the dead rank says nothing for as long as it waits.
+            return kill is not None and kill.operation is not None and self._is_dead(kill.rank)
+
         limit = ROUND_LIMIT_S
         first = time.monotonic()
-        for message in self.messages(limit):
+        for message in self.messages(limit, is_dead):
             progress.take(message)
             if kill is not None and message[:2] == ("begin", kill.rank) and kill.operation is None:
                 begun = message[2] - (progress.loaded or 0)
@@ -399,12 +412,14 @@ class _Ranks:
                     self._kill(kill.rank)
                     self._drain(progress)
                     return True
-            if kill is not None and kill.operation is not None and self._is_dead(kill.rank):
-                self._drain(progress)
-                return True
+            if is_dead():
+                break
         if time.monotonic() - first >= limit:
             progress.problems.append("the ranks neither ended nor died")
-        return kill is not None and kill.operation is not None and self._is_dead(kill.rank)
+        if not is_dead():
+            return False
+        self._drain(progress)
+        return True
 
     def _kill(self, rank: int) -> None:
         os.kill(self.pids[rank], signal.SIGKILL)
