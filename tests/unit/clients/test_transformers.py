@@ -15,25 +15,34 @@ from .launching import launch, need
 
 STEPS, SAVED_AT = 6, 3
 STAGES = ["1", "2", "3"]
+KINDS = ["config", "client"]
 OPTIMIZERS = {"1": "DeepSpeedZeroOptimizer", "2": "DeepSpeedZeroOptimizer"}
 OPTIMIZERS["3"] = "DeepSpeedZeroOptimizer_Stage3"
 
 
-@pytest.fixture(scope="module", params=["config", "client"])
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """A run of six steps, and one that goes on from the third in new processes."""
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs of six steps, and such as go on from the third in new processes."""
     need("transformers", "accelerate")
-    out = tmp_path_factory.mktemp(request.param)
-    # Optimizer and schedule once from the DeepSpeed configuration and once the Trainer's own, then
-    # with activation checkpointing.
-    args = ["--stages", *STAGES, *(["--client"] if request.param == "client" else [])]
-    straight = launch("train_with_trainer.py", out, *args)
+    out = tmp_path_factory.mktemp("trainer")
+    args = ["--stages", *STAGES, "--kinds", *KINDS]
     return {
         "out": out,
-        "straight": straight,
+        "straight": launch("train_with_trainer.py", out, *args),
         "resumed": launch("train_with_trainer.py", out, *args, "--resume"),
+    }
+
+
+@pytest.fixture(params=KINDS)
+def runs(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
+    """Those whose optimizer and schedule are the DeepSpeed configuration's, or the Trainer's own,
+    the latter with activation checkpointing.
+    """
+    kind = request.param
+    return {
+        "out": launched["out"] / kind,
+        "straight": launched["straight"][kind],
+        "resumed": launched["resumed"][kind],
     }
 
 

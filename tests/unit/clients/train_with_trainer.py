@@ -147,15 +147,20 @@ def main() -> None:
         "--stages", type=int, nargs="+", help="ZeRO stages, run one after the other"
     )
     parser.add_argument(
-        "--client",
-        action="store_true",
-        help="the Trainer's optimizer and schedule, not the configuration's",
+        "--kinds",
+        choices=["config", "client"],
+        nargs="+",
+        help="whose optimizer and schedule: the configuration's, or the Trainer's own; one after "
+        "the other",
     )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
     result = {
-        stage: train(args.out / f"stage{stage}", stage, args.resume, args.client)
-        for stage in args.stages
+        kind: {
+            stage: train(args.out / kind / f"stage{stage}", stage, args.resume, kind == "client")
+            for stage in args.stages
+        }
+        for kind in args.kinds
     }
     if torch.distributed.get_rank() == 0:
         (args.out / "result.json").write_text(json.dumps(result))
