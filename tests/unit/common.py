@@ -11,6 +11,7 @@ This module is a pytest plugin: ``tests/conftest.py`` imports its hooks.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import inspect
 import os
@@ -445,9 +446,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect tests without Python's garbage collector: what is imported and collected stays, and
+    walking through it over and over takes a fifth of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the template while everything is imported and nothing has run."""
+    # From here on the collector leaves alone what is there: it need not walk through it in any test
+    # or rank, and so does not copy pages that ranks share.
+    gc.freeze()
     _items.update({item.nodeid: item for item in session.items})
     if any(_is_dist_test(item) for item in session.items) and not session.config.option.collectonly:
         server.start()
