@@ -40,6 +40,23 @@ GRACE_AFTER_FAILURE_S = 5.0
 # How long a rank that is being given up gets to write its stacks.
 DUMP_S = 0.2
 
+# What is imported when it is first needed, by most ranks.
+PRELOADED = (
+    *(f"deepspeed.accelerator.{kind}_accelerator" for kind in ("cuda", "xpu", "npu", "hpu", "mps")),
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.model_sharding",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.config_models.refusals",
+    "deepspeed.runtime.config_models.training",
+    *(f"deepspeed.ops.{kind}" for kind in ("adagrad", "lamb", "lion", "muon")),
+    "psutil",
+    # The first optimizer of a process imports it, which takes more than a second.
+    "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+)
+
 PASSED, SKIPPED, XFAILED, FAILED = "passed", "skipped", "xfailed", "failed"
 
 
@@ -279,18 +296,22 @@ def _become_rank(job: Job, rank: int, connection: socket.socket) -> None:
 
 
 def preload() -> None:
+    """Do here once what every rank would do at its start: import, and build the configuration's
+    models, which takes as long as a small test. Nothing else of deepspeed runs: a warning that is
+    given once, or a counter, would not be as new in the ranks.
+    """
     import torch
 
     torch.set_num_threads(1)
-    # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
-    for name in (
-        "deepspeed.runtime.engine",
-        "deepspeed.runtime.config_models.training",
-        "torch._dynamo",
-    ):
+    for name in PRELOADED:
         # A broken import is the tests' to report: they meet it again in the rank.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        from deepspeed.runtime.config_models.reader import read_block
+        from deepspeed.runtime.config_models.training import TrainingConfig
+
+        read_block(TrainingConfig, {})
 
 
 def _serve(connection: socket.socket) -> None:
@@ -303,6 +324,11 @@ def _serve(connection: socket.socket) -> None:
     os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    if hasattr(os, "SCHED_BATCH"):
+        # There are more ranks than cores. The thread that a message wakes would push its sender off
+        # the core while that still holds the connection, and gloo polls until it has let go: half
+        # of all time. Threads of this class do not push others off when they wake.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     preload()
     gc.collect()
     # This keeps the collector from touching, and thereby copying, shared pages in every rank.
