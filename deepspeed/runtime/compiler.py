@@ -1,11 +1,11 @@
-"""Whether, and how, models may be compiled by torch, and which parts of them. Does not compile
-anything: ``engine.compile`` does.
+"""Whether, and how, models may be compiled by torch, and which parts of them; ``engine.compile``
+says when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,3 +52,57 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _has_forward_and_children(module: nn.Module) -> bool:
     return is_called(module) and next(module.children(), None) is not None
+
+
+def parts_between_hooks(
+    roots: Iterable[nn.Module], has_hooks: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """The outermost modules at or below `roots` whose forward runs no module with hooks, so that
+    hooks stay outside of graphs. Those that consist of modules themselves, if there are any: there
+    is little to gain in others.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop(0)
+        below = (other for other in module.modules() if other is not module)
+        if is_called(module) and not any(has_hooks(other) for other in below):
+            found[module] = None
+        else:
+            waiting.extend(module.children())
+    return [part for part in found if next(part.children(), None) is not None] or list(found)
+
+
+class CompiledForward:
+    """A module's `forward`, compiled by itself: hooks of the module run around it, not in its
+    graph. Copied and pickled as the forward that it was.
+
+    Args:
+        module: The module; `remove` gives it its own forward back.
+        how: Arguments of torch.compile.
+    """
+
+    def __init__(self, module: nn.Module, **how: Any) -> None:
+        self._module = module
+        self._of_instance = vars(module).get("forward")
+        self._own = module.forward
+        self._compiled = torch.compile(self._own, **how)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs."""
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See class."""
+        return _same, (self._own,)
+
+    def remove(self) -> None:
+        """The end of it."""
+        del self._module.forward
+        if self._of_instance is not None:
+            self._module.forward = self._of_instance
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -26,7 +26,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import configure_f
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
-from deepspeed.runtime.compiler import blocks_of
+from deepspeed.runtime.compiler import CompiledForward, blocks_of, parts_between_hooks
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_settings import EngineSettings
@@ -228,6 +228,7 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         self._unscaled_plain = False  # a plain backward is running that needed a loss scale
         self._step_taken = False  # or skipped
         self._is_compiled = False
+        self._compiled: list[CompiledForward] = []
 
     def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
         if client is None and self._config.tree.optimizer is None:
@@ -887,7 +888,8 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         Where gradients are reduced, or moved to their place, while backward goes on, its repeated
         blocks (`runtime.compiler.blocks_of`) are compiled one by one, and what is around them is
         not: the backward of one graph gives all its gradients at its end, too late for either. A
-        model without such blocks is compiled as a whole.
+        model without such blocks is compiled as a whole. At ZeRO stage 3 it is the forwards of
+        blocks, so that gathering stays outside of graphs.
 
         Args:
             backend: torch.compile backend; None is the accelerator's.
@@ -900,18 +902,22 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
                 "compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both "
                 "out"
             )
-        if self.parameter_offload is not None:
-            raise NotImplementedError(
-                "compile() with zero_optimization.stage 3 is not supported in this release; leave "
-                "it out, or use stage 1 or 2"
-            )
         if self._is_compiled:
             return
+        how = {
+            "backend": backend or get_accelerator().get_compile_backend(),
+            **(compile_kwargs or {}),
+        }
         blocks = blocks_of(self.module) if self._works_during_backward else []
-        for module in blocks or [self.module]:
-            module.compile(
-                backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {})
-            )
+        if self.parameter_offload is not None:
+            gathers = self.parameter_offload.gathers_for
+            self._compiled = [
+                CompiledForward(part, **how)
+                for part in parts_between_hooks(blocks or [self.module], gathers)
+            ]
+        else:
+            for module in blocks or [self.module]:
+                module.compile(**how)
         self._is_compiled = True
 
     @property
@@ -932,6 +938,9 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
         verification.engines.discard(self)
         for hook in self._sequence_parallel_hooks:
             hook.remove()
+        for compiled in self._compiled:
+            compiled.remove()
+        self._compiled = []
         if self._sequence is not None:
             self._step_taken, self._skipped_elsewhere = self.was_step_applied(), self.skipped_steps
             self._sequence.destroy()

@@ -178,6 +178,10 @@ class DeepSpeedZeRoOffload:
                 record.unit, record.persists = unit, unit.persists
                 record.on_read, record.on_edit = self._on_read, self._on_edit
 
+    def gathers_for(self, module: nn.Module) -> bool:
+        """Whether hooks gather what the forward of `module` uses."""
+        return bool(self._uses.get(module))
+
     def tell_edits(self, on_edit: Callable[[nn.Parameter], None]) -> None:
         """Let an optimizer hear when a script has changed a shard."""
         self._on_edit = on_edit

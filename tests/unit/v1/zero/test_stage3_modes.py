@@ -63,6 +63,31 @@ class TestModes(DistributedTest):
         check_as_one_process(model)
 
 
+class TestCompiled(DistributedTest):
+    """`engine.compile` against eager."""
+
+    world_size = 2
+
+    def test_same_gradients(self) -> None:
+        # Kills: gathers that are traced into a graph, memory of parameters that a compiled
+        # backward reads after it was given to another unit, a forward that stays compiled.
+        bounded = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        for zero, recompute in ((bounded, None), (bounded, False), ({}, None)):
+            models = [make_net(recompute=recompute) for _ in range(2)]
+            for model, compiled in zip(models, (False, True), strict=True):
+                engine = engine_of(model, config_of(3, **zero))
+                if compiled:
+                    engine.compile(backend="aot_eager", compile_kwargs={"fullgraph": True})
+                    # Where all persists, no hook is in the way of one graph.
+                    parts = set(model.blocks) if zero else {model}
+                    assert {m for m in model.modules() if "forward" in vars(m)} == parts
+                train(engine, 4)
+                engine.destroy()
+                assert not any("forward" in vars(module) for module in model.modules())
+            assert all(map(torch.equal, *(model.parameters() for model in models))), zero
+            check_as_one_process(models[1])
+
+
 class TestFailedGather(DistributedTest):
     """A gather that raises, on all ranks."""
 

@@ -16,7 +16,7 @@
 | composite and packed models | `test_same_weights_as_without` |
 | `generate()` that gathers for each token | `test_generation_gathers_once` |
 | gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays` |
-| compiled models | `test_compile_and_a_second_trainer`: refused |
+| compiled models | `TestCompiled` of `test_stage3_modes` |
 """
 
 from __future__ import annotations
