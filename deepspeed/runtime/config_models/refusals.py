@@ -263,11 +263,6 @@ AT_STAGE_3: tuple[Refusal, ...] = (
     ),
     Refusal("zero_optimization.elastic_checkpoint", _on, f"at stage 3 it {LATER}; use false"),
     Refusal(
-        "zero_optimization.module_granularity_threshold",
-        _on,
-        "blocks are gathered as one already; use 0, and zero_optimization.leaf_module for others",
-    ),
-    Refusal(
         "zero_optimization.use_all_reduce_for_fetch_params",
         _on,
         "it moves twice the bytes; use false",

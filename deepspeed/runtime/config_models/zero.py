@@ -212,8 +212,19 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     module_granularity_threshold: Size = option(
         0,
-        "Gather small modules together (stage 3).",
+        "A module with at most so many elements per module in it, itself counted, is gathered as "
+        "one with all that is below it (stage 3); 0: none.",
+        ge=0,
         alias="stage3_module_granularity_threshold",
+        needs=STAGE_3,
+    )
+    unit_fusion_size: Size = option(
+        800_000,
+        "Gather neighbouring modules together, up to so many elements, of which each has up to an "
+        "eighth (stage 3); not more than prefetch_bucket_size, reduce_bucket_size and "
+        "max_live_parameters. 0: none.",
+        ge=0,
+        alias="stage3_unit_fusion_size",
         needs=STAGE_3,
     )
     use_all_reduce_for_fetch_params: Bool = option(

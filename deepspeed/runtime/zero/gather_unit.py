@@ -152,6 +152,7 @@ class GatherUnit:
         resources: What units share.
         persists: Whole between steps, in memory of its own.
         takes_shards: The parameters' shards lie in the unit's buffer from now on.
+        is_fused: Several modules share it; see [Note: units of several modules].
 
     Attributes:
         index: Its place among the units of a model.
@@ -172,9 +173,11 @@ class GatherUnit:
         resources: GatherResources,
         persists: bool = False,
         takes_shards: bool = True,
+        is_fused: bool = False,
     ) -> None:
         self.name = name
         self.params = list(params)
+        self.is_fused = is_fused
         self.persists = persists
         self.index = -1
         self.coordinator: Any = None

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
+from deepspeed.runtime.zero.units import fine_grained
 from deepspeed.runtime.zero.zero_parameter import (
     cut_parameters,
     hide,
@@ -28,7 +29,9 @@ from deepspeed.runtime.zero.zero_parameter import (
     record_of,
 )
 from deepspeed.utils.logging import log_dist
+from deepspeed.utils.tensor_fragment import logical_shape
 from deepspeed.utils.z3_leaf_module import (
+    set_z3_leaf_module,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
@@ -74,6 +77,7 @@ def shard_model(
     set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    _mark_fine_grained(model, zero.module_granularity_threshold)
     params = [
         param
         for module in model.modules()
@@ -115,7 +119,26 @@ def settings_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
         by_broadcast=not zero.allgather_partitions,
         overlap=bool(zero.overlap_comm),
         loads=_shard_memory(zero).on_host,
+        fusion=min(
+            zero.unit_fusion_size,
+            zero.prefetch_bucket_size,
+            zero.reduce_bucket_size,
+            zero.max_live_parameters,
+        ),
     )
+
+
+def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
+    fine = fine_grained(model, lambda param: logical_shape(param).numel(), threshold)
+    for module in fine:
+        set_z3_leaf_module(module, True)
+    if threshold and not fine:
+        log_dist(
+            f"zero_optimization.stage3_module_granularity_threshold: {threshold} has no effect: no "
+            "module has so few elements per module in it",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
 
 def _shard_memory(zero: DeepSpeedZeroConfig) -> ShardMemory:

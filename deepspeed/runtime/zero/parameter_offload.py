@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,13 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     in_backward,
 )
-from deepspeed.runtime.zero.units import UnitPlan, choose_persistent, is_called, plan_units
+from deepspeed.runtime.zero.units import (
+    UnitPlan,
+    choose_persistent,
+    fuse,
+    is_called,
+    plan_units,
+)
 from deepspeed.runtime.zero.zero_parameter import (
     ShardedParameter,
     ZeroParamStatus,
@@ -61,6 +68,7 @@ class GatherSettings:
         by_broadcast: Gather by one broadcast per rank.
         overlap: Gather beside the model's work.
         loads: Shards are on the host (`offload_param`).
+        fusion: Small units are gathered together up to so many.
     """
 
     param_persistence: int = 100_000
@@ -71,6 +79,7 @@ class GatherSettings:
     by_broadcast: bool = False
     overlap: bool = True
     loads: bool = False
+    fusion: int = 800_000
 
 
 class Frame(NamedTuple):
@@ -168,9 +177,19 @@ class DeepSpeedZeRoOffload:
             settings.param_persistence,
             settings.model_persistence - sum(unit.numel for unit in self.persistent_units),
         )
-        for plan in plans:
-            own = [param for param in plan.own if param not in persistent]
-            self.units.extend(self._by_kind(plan.name, own, persists=False))
+
+        def stays(param: nn.Parameter) -> bool:
+            return param in persistent or record_of(param).persists
+
+        def used(plan: UnitPlan) -> int:
+            return sum(record_of(param).numel for param in plan.params if not stays(param))
+
+        for fused in fuse(plans, used, settings.fusion):
+            own = {plan.name: [param for param in plan.own if not stays(param)] for plan in fused}
+            names = [name for name, params in own.items() if params]
+            name = " to ".join((names[0], names[-1])) if len(names) > 1 else "".join(names)
+            theirs = list(chain.from_iterable(own.values()))
+            self.units.extend(self._by_kind(name, theirs, is_fused=len(names) > 1))
         together = [param for param in params if param in persistent]
         self.persistent_units.extend(self._by_kind("persistent", together, persists=True))
         for unit in (*self.units, *self.persistent_units):
@@ -214,14 +233,14 @@ class DeepSpeedZeRoOffload:
         self._late.taken()
 
     def _by_kind(
-        self, name: str, params: Sequence[nn.Parameter], persists: bool
+        self, name: str, params: Sequence[nn.Parameter], **unit: bool
     ) -> Iterator[GatherUnit]:
         kinds: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             record = record_of(param)
             kinds.setdefault((record.shard.dtype, record.device, record.group), []).append(param)
         for same in kinds.values():
-            yield GatherUnit(name, same, self.resources, persists)
+            yield GatherUnit(name, same, self.resources, **unit)
 
     @staticmethod
     def _units_of(plan: UnitPlan) -> tuple[GatherUnit, ...]:
@@ -299,9 +318,11 @@ class DeepSpeedZeRoOffload:
         if self._frames:
             self._hand_up(frame, self._frames[-1], outputs)
         self.param_coordinator.leave(frame.units)
-        if not self._frames and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        if not self._frames and not in_backward():  # recomputation is followed by its backward
+            self.param_coordinator.end_forward()
+            if self._saving is not None:
+                self._saving.__exit__(None, None, None)
+                self._saving = None
 
     def _hand_up(self, frame: Frame, above: Frame, outputs: Any) -> None:
         """Who returns a parameter, or a view of one, lends it to its caller."""
@@ -364,7 +385,7 @@ class DeepSpeedZeRoOffload:
         return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
 
     def _watch_inputs(self, frame: Frame, args: Any, kwargs: Any) -> None:
-        if not frame.units:
+        if all(unit.is_fused for unit in frame.units):
             return
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         made = [tensor for tensor in inputs if tensor.grad_fn is not None]

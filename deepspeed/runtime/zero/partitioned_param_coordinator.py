@@ -7,6 +7,13 @@ which is not ours). When nobody does it is *idle*: it goes back at once, or stay
 again within `max_reuse_numel` elements, as the order seen last time says, and no more than
 `max_live_numel` elements are whole. Nothing is idle over a step: shards change there.
 
+[Note: units of several modules]
+A unit that small neighbours share (`GatherUnit.is_fused`) is not retired while it is the last that
+was used: the next module is likely one of its own. It is retired when another unit is used, and
+when the forward or the backward is over. So its modules come and go without asking the order, and
+without hooks on their inputs that say when their backward is over. The same neighbours have several
+such units if their parameters are of several kinds; these have one name, and stay together.
+
 What is gathered when depends on the entries of modules alone and on numbers that are the same on
 all ranks, so all ranks issue the same gathers in the same order.
 """
@@ -54,6 +61,7 @@ class PartitionedParameterCoordinator:
         self._idle: dict[GatherUnit, None] = {}
         self._kept: dict[GatherUnit, None] = {}
         self._ahead: dict[GatherUnit, None] = {}
+        self._last_fused: list[GatherUnit] = []  # of one name; if one of them was used last
         self.live_numel = 0
 
     # Forward
@@ -67,7 +75,9 @@ class PartitionedParameterCoordinator:
         """A forward that uses `units` begins."""
         for unit in units:
             unit.holds += 1
-            if in_backward():
+            if unit in self._last_fused:
+                unit.fetch()  # it may be another stream that reads now
+            elif in_backward():
                 self.use_in_backward(unit)
             else:
                 self._use(unit)
@@ -77,6 +87,10 @@ class PartitionedParameterCoordinator:
         for unit in units:
             unit.holds -= 1
             self._retire(unit)
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self._end_fused()
 
     # Backward
 
@@ -94,19 +108,22 @@ class PartitionedParameterCoordinator:
     def done_in_backward(self, units: Iterable[GatherUnit]) -> None:
         """The backward of a forward that used `units` is over."""
         for unit in units:
-            if unit.is_kept_for_backward:
+            if unit.is_kept_for_backward and unit not in self._last_fused:
                 unit.is_kept_for_backward = False
                 del self._kept[unit]
                 self._retire(unit)
 
     def end_backward(self) -> None:
         """The whole backward is over."""
+        self._end_fused()
         self.done_in_backward(list(self._kept))
         self._release_idle()
 
     # What is whole
 
     def _use(self, unit: GatherUnit, from_memory: bool = False) -> None:
+        if not unit.is_fused or any(last.name != unit.name for last in self._last_fused):
+            self._end_fused()
         self._order.visit(unit.index)
         self._idle.pop(unit, None)
         if unit.is_covered and not from_memory:
@@ -116,8 +133,17 @@ class PartitionedParameterCoordinator:
             self._make_room(added)
         unit.fetch()  # if it fails, nothing of it is counted
         self._ahead.pop(unit, None)
+        if unit.is_fused and unit not in self._last_fused:
+            self._last_fused.append(unit)
         self.live_numel += added
         self._prefetch()
+
+    def _end_fused(self) -> None:
+        """What is used from now on is not the unit that was used last."""
+        units, self._last_fused = self._last_fused, []
+        self.done_in_backward(units)
+        for unit in units:
+            self._retire(unit)
 
     def _make_room(self, numel: int) -> None:
         while self._idle and self.live_numel + numel > self._max_live_numel:
@@ -137,6 +163,8 @@ class PartitionedParameterCoordinator:
 
     def _retire(self, unit: GatherUnit) -> None:
         if unit.holds or unit.is_kept_for_backward or not unit.is_whole:
+            return
+        if unit in self._last_fused:
             return
         distance = self._order.distance(unit.index)
         if distance is not None and distance <= self._max_reuse_numel:
@@ -165,6 +193,7 @@ class PartitionedParameterCoordinator:
 
     def release_all(self) -> None:
         """Shards are about to change: nothing is whole but what a running forward holds."""
+        self._end_fused()
         self.done_in_backward(list(self._kept))
         self._release_idle()
 

@@ -11,6 +11,11 @@ needs it:
    that is.
 
 A parameter that several modules have belongs to the unit of the first; the others use that one.
+
+[Note: small units]
+A collective costs the same however little it moves, so neighbours that are small are one unit
+(`fuse`). Which module comes after which is not known here: a unit of several modules is gathered
+when the first of them runs, in whatever order, and goes when a module of another unit does.
 """
 
 from __future__ import annotations
@@ -133,6 +138,66 @@ def runs_experts(module: nn.Module) -> bool:
     return (
         experts is not None and not is_called(experts) and bool(repeated_types(experts, _has_any))
     )
+
+
+def fuse(
+    plans: Sequence[UnitPlan], numel_of: Callable[[UnitPlan], int], limit: int
+) -> list[list[UnitPlan]]:
+    """Which plans are gathered together, in their order: neighbours of up to an eighth of `limit`
+    elements each, until they are `limit`. A plan goes together with others only if all that is
+    below its module does, which would otherwise keep them whole while it runs.
+
+    Args:
+        plans: As `plan_units` gives them.
+        numel_of: Elements that are gathered for a plan; one without any is left out.
+        limit: In elements; 0: every plan by itself.
+    """
+    fused: list[list[UnitPlan]] = []
+    room = 0
+    index = 0
+    while index < len(plans):
+        end = index + 1
+        while end < len(plans) and _is_below(plans[end], plans[index]):
+            end += 1
+        together = [plan for plan in plans[index:end] if numel_of(plan)]
+        numel = sum(map(numel_of, together))
+        if numel * 8 > limit:
+            end = index + 1
+            together, room = together[: bool(numel_of(plans[index]))], 0
+            fused += [together] if together else []
+        elif 0 < numel <= room:
+            fused[-1] += together
+            room -= numel
+        elif together:
+            fused.append(together)
+            room = limit - numel
+        index = end
+    return fused
+
+
+def _is_below(plan: UnitPlan, above: UnitPlan) -> bool:
+    return not above.name or plan.name.startswith(f"{above.name}.")
+
+
+def fine_grained(
+    model: nn.Module, numel_of: Callable[[nn.Parameter], int], threshold: int
+) -> list[nn.Module]:
+    """Modules that upstream's `stage3_module_granularity_threshold` makes one unit each: the
+    topmost with a forward that have at most `threshold` elements per module, counting themselves
+    and all that are below.
+    """
+    found: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        below = list(module.modules())
+        params = {param for each in below for param in _own(each) if param is not None}
+        numel = sum(map(numel_of, params))
+        if is_called(module) and 0 < numel <= threshold * len(below):
+            found.append(module)
+        elif numel:
+            waiting += module.children()
+    return found
 
 
 def choose_persistent(

@@ -468,7 +468,6 @@ REFUSED_AT_STAGE_3 = {
     "num_optimizer_instances": 2,
     "round_robin_gradients": True,
     "elastic_checkpoint": True,
-    "stage3_module_granularity_threshold": 10,
     "stage3_use_all_reduce_for_fetch_params": True,
     "stage3_allgather_sequential": True,
     "override_module_apply": False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.units import choose_persistent, plan_units
+from deepspeed.runtime.zero.units import choose_persistent, fine_grained, fuse, plan_units
 
 
 class Block(nn.Module):
@@ -104,3 +104,65 @@ def test_persistent_parameters() -> None:
     params = [nn.Parameter(torch.zeros(numel)) for numel in (0, 4, 5, 6, 4)]
     chosen = choose_persistent(params, lambda param: param.numel(), 5, 10)
     assert [param in chosen for param in params] == [True, True, True, False, False]
+
+
+def fused(model: nn.Module, limit: int, leaves: tuple[nn.Module, ...] = ()) -> list[list[str]]:
+    plans = plan_units(model, lambda module: module in leaves)
+    found = fuse(plans, lambda plan: sum(param.numel() for param in plan.own), limit)
+    return [[plan.name for plan in group] for group in found]
+
+
+def test_small_neighbours_are_fused() -> None:
+    # Kills: a large unit that is gathered with small ones, small ones on both sides of it that go
+    # together, a unit beyond the limit, a plan without parameters that parts its neighbours or is
+    # gathered.
+    tiny = [nn.Linear(2, 2) for _ in range(5)]  # 6 elements each
+    model = nn.Sequential(*tiny[:3], nn.ReLU(), nn.Linear(20, 20), *tiny[3:])
+    assert fused(model, 0) == [[name] for name in "012456"]
+    assert fused(model, 47) == [[name] for name in "012456"]  # none has an eighth
+    assert fused(model, 48) == [["0", "1", "2"], ["4"], ["5", "6"]]
+    many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    assert [len(group) for group in fused(many, 50)] == [8, 8, 4]
+    many[3].weight = many[2].weight
+    assert [len(group) for group in fused(many, 8 * 20 * 6)] == [20]
+
+
+def test_a_module_is_fused_with_all_below_it_or_not_at_all() -> None:
+    # Kills: a module that keeps its first children whole while the others run.
+    class Scaled(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.large, self.last = nn.Linear(2, 2), Scaled(20), Scaled(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    assert fused(Both(), 100) == [
+        ["first"],
+        ["large"],
+        ["large.a"],
+        ["large.b"],
+        ["last", "last.a", "last.b"],
+    ]
+
+
+def test_fine_grained_modules() -> None:
+    # Kills: a container that is never called, a child of one that is found already, a module
+    # without parameters, a shared parameter that counts twice.
+    def found(model: nn.Module, threshold: int) -> list[nn.Module]:
+        return fine_grained(model, lambda param: param.numel(), threshold)
+
+    model = Net()  # 90 elements in 14 modules; a block has 24 in 3
+    assert found(model, 0) == found(model, 6) == []
+    assert found(model, 7) == [model]
+    assert set(found(model.blocks, 8)) == set(model.blocks)
+    assert found(model.blocks, 7) == found(nn.ReLU(), 7) == []

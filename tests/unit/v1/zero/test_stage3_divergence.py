@@ -19,7 +19,7 @@ from deepspeed.comm.intent import CollectiveMismatchError
 from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import config_of, engine_of
+from unit.v1.zero.stage3_models import SHARDED, config_of, engine_of
 
 WIDTH = 5
 # Half of what waiting for a rank that never comes would take. Without other work on the machine it
@@ -44,7 +44,7 @@ class Forks(nn.Module):
 
 
 def engine_with(model: nn.Module, **verify: Any) -> Any:
-    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    zero = {**SHARDED, "stage3_max_reuse_distance": 0}
     return engine_of(model, {**config_of(3, 1, **zero), "verify": verify})
 
 

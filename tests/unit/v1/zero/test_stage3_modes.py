@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import GatheredParameters, gather_unit
 from deepspeed.runtime.zero.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
+    SHARDED,
     check_as_one_process,
     config_of,
     engine_of,
@@ -32,7 +33,7 @@ class TestModes(DistributedTest):
     def test_inference_mode_between_steps(self) -> None:
         # Kills: memory that is made in inference mode, which training may not write to.
         model = make_net()
-        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+        engine = engine_of(model, config_of(3, **SHARDED))
         for step in range(4):
             with torch.inference_mode():
                 engine.eval()(tokens_of(0, dist.get_rank()))
@@ -43,7 +44,7 @@ class TestModes(DistributedTest):
 
     def test_gradients_are_checked(self) -> None:
         # Kills: a ledger that takes placeholders for parameters, and so cries wolf or sees nothing.
-        config: dict[str, Any] = config_of(3, stage3_param_persistence_threshold=0)
+        config: dict[str, Any] = config_of(3, **SHARDED)
         config["verify"] = {"ledger": True, "collectives": True}
         model = make_net()
         engine = engine_of(model, config)
@@ -98,7 +99,7 @@ class TestFailedGather(DistributedTest):
         # being so, parameters that stay "read" by a block that was never entered.
         zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
         model = make_net()
-        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0, **zero))
+        engine = engine_of(model, config_of(3, **SHARDED, **zero))
         offload, original, left = engine.parameter_offload, gather_unit.gather_from_owners, [0]
 
         def gather(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from deepspeed.utils import safe_set_full_fp32_param
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
+    SHARDED,
     Net,
     Tensors,
     config_of,
@@ -41,6 +42,7 @@ PARAMS: dict[str, Any] = {"offload_param": {"device": "cpu"}}
 BOTH: dict[str, Any] = {**PARAMS, "offload_optimizer": {"device": "cpu"}}
 GATHERS: tuple[dict[str, Any], ...] = tuple(
     {
+        **SHARDED,
         "stage3_param_persistence_threshold": threshold,
         "stage3_prefetch_bucket_size": ahead,
         "stage3_max_reuse_distance": 0,

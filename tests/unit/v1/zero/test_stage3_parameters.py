@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
+    SHARDED,
     Net,
     check_as_one_process,
     config_of,
@@ -106,7 +107,7 @@ class TestInit(DistributedTest):
         torch.manual_seed(0)
         with Init():
             model = Net()
-        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+        engine = engine_of(model, config_of(3, **SHARDED))
         train(engine, 4)
         engine.destroy()
         check_as_one_process(model)
@@ -151,7 +152,7 @@ class TestInterface(DistributedTest):
     def test_gathering(self) -> None:
         # Kills: duplicates and nesting that free what somebody still reads.
         model = make_net()
-        engine = engine_of(model, config_of(3, stage3_param_persistence_threshold=0))
+        engine = engine_of(model, config_of(3, **SHARDED))
         weight = model.embed.weight
         with GatheredParameters([weight, weight, torch.ones(2), nn.Parameter(torch.ones(1))]):
             with GatheredParameters(p for p in model.parameters()):
@@ -169,7 +170,7 @@ class TestInterface(DistributedTest):
     def test_edits(self) -> None:
         # Kills: an edit that masters do not see, or that a unit gathered ahead does not have.
         model = make_net()
-        config = config_of(3, 1, stage3_param_persistence_threshold=10)
+        config = config_of(3, 1, stage3_param_persistence_threshold=10, stage3_unit_fusion_size=0)
         config["bf16"] = {"enabled": True}
         engine = engine_of(model, config)
         train(engine, 2, accumulation=1)
@@ -193,7 +194,9 @@ class TestInterface(DistributedTest):
     def test_a_step_while_somebody_reads(self) -> None:
         # Kills: values of before the step that a forward inside the block goes on with.
         model = make_net()
-        engine = engine_of(model, config_of(3, 1, stage3_param_persistence_threshold=10))
+        engine = engine_of(
+            model, config_of(3, 1, stage3_param_persistence_threshold=10, stage3_unit_fusion_size=0)
+        )
         with GatheredParameters(model.blocks[1].up.weight):
             with pytest.raises(RuntimeError, match=r"blocks\.1 are whole .* before step\(\)"):
                 train(engine, 1, accumulation=1)

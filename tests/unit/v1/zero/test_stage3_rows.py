@@ -33,6 +33,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
     LR,
+    SHARDED,
     Tensors,
     config_of,
     distance,
@@ -45,7 +46,6 @@ from unit.v1.zero.stage3_models import (
 )
 
 WIDTH = 5
-SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 BOUNDED: dict[str, Any] = {**SHARDED, "stage3_max_reuse_distance": 0}
 
 

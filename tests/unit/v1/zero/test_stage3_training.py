@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.observation import add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
+    SHARDED,
     check_as_one_process,
     config_of,
     distance,
@@ -24,7 +25,6 @@ from unit.v1.zero.stage3_models import (
     trained,
 )
 
-SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 SETTINGS: tuple[dict[str, Any], ...] = (
     SHARDED,
     {},
@@ -170,7 +170,6 @@ class TestRefusals(DistributedTest):
         [
             ("num_optimizer_instances", 2),
             ("round_robin_gradients", True),
-            ("stage3_module_granularity_threshold", 100),
             ("stage3_use_all_reduce_for_fetch_params", True),
             ("offload_param", {"device": "nvme"}),
             ("zero_hpz_partition_size", 2),

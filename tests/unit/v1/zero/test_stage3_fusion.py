@@ -1,0 +1,377 @@
+"""Many tiny layers at stage 3, gathered together: against one process, in whatever order they run,
+by few collectives and in bounded memory.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import LR, Tensors, config_of, distance, engine_of
+
+WIDTH = 5
+LAYERS = 24
+STEPS = 3
+# A tiny layer has 30 elements and is small, the wide one is not; twelve tiny ones fill a unit.
+FUSED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 360}
+BOUNDED: dict[str, Any] = {**FUSED, "stage3_max_reuse_distance": 0}
+ON_HOST: dict[str, Any] = {
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu"},
+}
+SETTINGS: tuple[dict[str, Any], ...] = (
+    FUSED,
+    BOUNDED,
+    {**BOUNDED, "stage3_prefetch_bucket_size": 400, "stage3_max_live_parameters": 400},
+    {**FUSED, "stage3_unit_fusion_size": 800_000},
+    {**BOUNDED, "stage3_module_granularity_threshold": 30},
+    {**BOUNDED, **ON_HOST},
+)
+
+
+class Pair(nn.Module):
+    """Two layers, which run together or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x).relu())
+        return out
+
+
+class Many(nn.Module):
+    """Tiny layers, of which some are frozen, unused, tied, used twice or read by others.
+
+    Args:
+        recompute: None, or `use_reentrant` of torch's activation checkpointing of each layer.
+    """
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 12 * WIDTH)
+        self.narrow = nn.Linear(12 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.pair = Pair()
+        self.layers[3].requires_grad_(False)
+        self.layers[13].weight = self.layers[2].weight
+        self.register_buffer("shift", torch.ones(WIDTH))
+        self.recompute = recompute
+        self.order = list(range(LAYERS - 1))  # the last is not used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(x)
+        for index in [*self.order, self.order[0]]:
+            x = x + self._run(self.layers[index], x).tanh()
+            if index == 11:
+                x = x + self.narrow(wide)
+            if index == 20:
+                x = x * self.layers[5].weight[0] + self.shift
+        out: torch.Tensor = self.pair(x)
+        return out
+
+    def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute is None:
+            return layer(x)  # type: ignore[no-any-return]  # a module's result
+        out: torch.Tensor = checkpoint(layer, x, use_reentrant=self.recompute)
+        return out
+
+
+def make_many(**kwargs: Any) -> Many:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Many(**kwargs)
+
+
+def loss_of(model: Any, index: int, rank: int) -> torch.Tensor:
+    """Other data on each rank; its layers run in another order at every second step."""
+    inner = model.module if hasattr(model, "module") else model
+    if index % 4 >= 2:
+        inner.order.reverse()
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    x = torch.randn(4, WIDTH, generator=generator)
+    # Reentrant checkpoints have no gradient otherwise.
+    x.requires_grad_(inner.recompute is True or index % 2 == 0)
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def train(engine: Any, steps: int = STEPS, first: int = 0) -> None:
+    for index in range(2 * first, 2 * (first + steps)):
+        engine.backward(loss_of(engine, index, dist.get_rank()))
+        engine.step()
+
+
+def trained(stage: int, model: nn.Module | None = None, **zero: Any) -> Tensors:
+    model = make_many() if model is None else model
+    engine = engine_of(model, config_of(stage, **zero))
+    train(engine)
+    engine.destroy()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def reference() -> Tensors:
+    """One process that sees the batches of all ranks."""
+    model = make_many()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    world = dist.get_world_size()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            index, order = 2 * step + micro, list(model.order)
+            for rank in range(world):
+                model.order = list(order)
+                (loss_of(model, index, rank) / (2 * world)).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+class TestTraining(DistributedTest):
+    world_size = [2, 3]
+
+    def test_equals_one_process_and_stage_2(self) -> None:
+        # Kills: a unit that goes while one of its modules still runs, or that is whole for the
+        # first of them only; memory that the backward of the next module reads when it is gone;
+        # gradients that are sent when the first of its modules is done.
+        wanted, stage2 = reference(), trained(2)
+        assert distance(stage2, wanted) < 1e-5
+        # Every setting on some number of ranks.
+        for zero in SETTINGS[dist.get_world_size() - 2 :: 2]:
+            found = trained(3, **zero)
+            assert distance(found, wanted) < 1e-5, zero
+            if "offload_optimizer" not in zero:
+                assert all(torch.equal(found[name], stage2[name]) for name in found), zero
+        found = trained(3, make_many(recompute=dist.get_world_size() == 2), **BOUNDED)
+        assert distance(found, wanted) < 1e-5
+
+
+class TestSteps(DistributedTest):
+    world_size = 2
+
+    def test_streams(self) -> None:
+        # Kills: a module that reads what another stream has gathered without waiting for it,
+        # memory or shards on the host that are written while they are read.
+        wanted = trained(3, **BOUNDED)
+        with simulate(backward_streams=2), check_streams():
+            assert distance(trained(3, **{**BOUNDED, **ON_HOST}), wanted) < 1e-5
+
+    def test_between_steps(self) -> None:
+        # Kills: a unit that stays after a forward without backward, after an evaluation or a
+        # script, an edit of one of its parameters that gathers of the others do not see.
+        model = make_many()
+        engine = engine_of(model, config_of(3, **FUSED))
+        coordinator = engine.parameter_offload.param_coordinator
+        plain = make_many()
+        train(engine, 1)
+        for step in range(1, 4):
+            with torch.no_grad():
+                engine.eval()(torch.ones(1, WIDTH))
+                assert coordinator.live_numel == 0
+                model.layers[1](torch.ones(1, WIDTH))  # one of its modules alone
+                assert coordinator.live_numel == 0
+            engine.train()
+            engine(torch.ones(1, WIDTH))
+            train(engine, 1, first=step)
+            assert coordinator.live_numel == 0
+            assert all(param.numel() == 0 for param in model.parameters())
+        with GatheredParameters(model.layers[7].weight, modifier_rank=1):
+            model.layers[7].weight.data.fill_(0.125)
+        with GatheredParameters(model.parameters()):
+            plain.load_state_dict(model.state_dict())
+            assert plain.layers[7].weight.unique().tolist() == [0.125]
+        with torch.no_grad():
+            inputs = torch.ones(2, WIDTH)
+            plain.order = list(model.order)
+            assert torch.equal(engine.eval()(inputs), plain(inputs))
+        engine.destroy()
+
+    def test_a_lent_parameter(self) -> None:
+        # Kills: a unit that is given away although a module has returned a view of it.
+        class Lends(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self) -> torch.Tensor:
+                return self.layer.weight[1:]
+
+        class Borrows(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lends = nn.ModuleList([Lends(), Lends()])
+                self.wide = nn.ModuleList([nn.Linear(WIDTH, 12 * WIDTH) for _ in range(2)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                lent = self.lends[0]()
+                x = sum(wide(x)[:, :WIDTH] for wide in self.wide)
+                out: torch.Tensor = x @ lent.t()
+                return out
+
+        torch.manual_seed(0)
+        model = Borrows()
+        x = torch.ones(2, WIDTH)
+        wanted = model(x).detach()
+        config = config_of(3, **BOUNDED)
+        config["verify"] = {"poison": True}
+        engine = engine_of(model, config)
+        for _ in range(2):
+            found = engine(x)
+            assert torch.equal(found.detach(), wanted)
+            found.sum().backward()
+            engine.zero_grad()
+        engine.destroy()
+
+    def test_collectives_and_names(self) -> None:
+        # Kills: a gather or a reduction for each layer, a unit that is gathered again when its
+        # next module runs, a report that does not say which modules it is about.
+        class Issued:
+            def __init__(self) -> None:
+                self.names: list[str] = []
+
+            def run(self, call: Any, proceed: Any) -> Any:
+                self.names.append(call.name)
+                return proceed()
+
+        for zero, recompute in (
+            (FUSED, None),
+            (BOUNDED, None),
+            (BOUNDED, False),
+            ({**FUSED, **ON_HOST}, None),
+        ):
+            model = make_many(recompute=recompute)
+            # One broadcast per rank is a gather.
+            by_names = {"allgather_partitions": False, "reduce_scatter": False}
+            engine = engine_of(model, config_of(3, 1, **zero, **by_names))
+            units = engine.parameter_offload.units
+            fused = [unit for unit in units if unit.is_fused]
+            assert [unit.label for unit in fused] == [
+                "the gather of layers.0 to layers.11",
+                "the gather of layers.12 to layers.23",
+                "the gather of pair.up to pair.down",
+            ]
+            order = list(range(LAYERS - 1))
+            for step in range(4):
+                model.order = list(order)
+                issued = Issued()
+                add_observer(issued)
+                engine.backward(model_loss(engine, step))
+                engine.step()
+                remove_observer(issued)
+                gathers = issued.names.count("broadcast") / dist.get_world_size()
+                if step:
+                    # The first layers' unit three times: layer 5's weight is read beside the
+                    # others, which then go on, and layer 0 runs once more.
+                    assert gathers <= 2 * (len(units) + 3), (zero, gathers)
+                    assert issued.names.count("all_reduce") == len(units) + 1  # and the norm
+            engine.destroy()
+
+
+def model_loss(model: Any, step: int) -> torch.Tensor:
+    """Layers in one order."""
+    loss: torch.Tensor = model(torch.full((2, WIDTH), 0.5 + step)).square().mean()
+    return loss
+
+
+class Shifted(nn.Linear):
+    """A layer with a frozen parameter of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) + self.shift).tanh()
+
+
+class TestBounds(DistributedTest):
+    """Which keys say how much goes together, and what stays."""
+
+    world_size = 1
+
+    def test_memory_stays(self) -> None:
+        # Kills: a pool, a list or a table that grows with the steps.
+        engine = engine_of(make_many(), config_of(3, 1, **BOUNDED))
+        shared = engine.parameter_offload.resources
+        held = []
+        for step in range(200):
+            engine.backward(model_loss(engine, step % 3))
+            engine.step()
+            if step in (20, 199):
+                gc.collect()
+                objects = sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+                held.append((shared.rows.num_bytes, shared.whole.num_bytes, objects))
+        assert held[0] == held[1], held
+        engine.destroy()
+
+    def test_keys(self) -> None:
+        # Kills: a key that is accepted and ignored, a unit larger than what may be gathered ahead,
+        # reduced at once or whole at a time; a marked module that is divided.
+        for zero, largest in (
+            (FUSED, 12 * 30),
+            ({**FUSED, "stage3_prefetch_bucket_size": 240}, 240),
+            ({**FUSED, "reduce_bucket_size": 250}, 240),
+            ({**FUSED, "stage3_max_live_parameters": 269}, 258),
+            ({**FUSED, "stage3_unit_fusion_size": 0}, 30),
+            ({"stage3_param_persistence_threshold": 0}, 360 + 305 + (LAYERS - 1) * 30 + 5 + 38),
+        ):
+            engine = engine_of(make_many(), config_of(3, **zero))
+            units = engine.parameter_offload.units
+            found = max(unit.numel for unit in units if unit.name not in ("wide", "narrow"))
+            assert found == largest, (zero, found)
+            engine.destroy()
+        engine = engine_of(make_many(), config_of(3))
+        assert not engine.parameter_offload.units  # everything small stays whole
+        engine.destroy()
+
+    def test_two_dtypes(self) -> None:
+        # Kills: two units of the same modules that make each other go.
+        model = nn.Sequential(*(Shifted() for _ in range(8)))
+        engine = engine_of(model, config_of(3, 1, **BOUNDED))
+        gathers: list[str] = []
+        for unit in engine.parameter_offload.units:
+            unit.start = lambda start=unit.start, unit=unit: (  # type: ignore[method-assign]  # counts
+                None if unit.is_whole or unit.is_on_its_way else gathers.append(unit.name),
+                start(),
+            )
+        for step in range(3):
+            gathers.clear()
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+            # Backward reads the trained ones only, which stay from the second step on: the order
+            # is known then.
+            assert len(gathers) == (3 if step == 0 else 2), gathers
+        engine.destroy()
+
+    def test_granularity(self) -> None:
+        # Kills: a threshold that is compared with a module's elements, or that marks containers.
+        units_of = {}
+        for threshold in (1, 14, 40):
+            model = make_many()
+            zero = {**FUSED, "stage3_unit_fusion_size": 0}
+            engine = engine_of(
+                model, config_of(3, **zero, stage3_module_granularity_threshold=threshold)
+            )
+            units_of[threshold] = [unit.name for unit in engine.parameter_offload.units]
+            engine.destroy()
+        # 38 elements in 3 modules, 1,398 in 31.
+        assert "pair.up" in units_of[1] and len(units_of[1]) == 2 + LAYERS + 2
+        assert "pair" in units_of[14] and len(units_of[14]) == 2 + LAYERS + 1
+        assert units_of[40][-1] == "pair" and "layers.0" in units_of[40]
+        model = make_many()
+        set_z3_leaf_modules(model, [Many])
+        engine = deepspeed.initialize(model=model, config=config_of(3, **FUSED))[0]
+        assert [unit.name for unit in engine.parameter_offload.units] == [""]
+        engine.destroy()
