@@ -24,6 +24,11 @@ from gpt import GPT, GPTConfig  # noqa: E402  the path above is where it lies
 
 LEARNING_RATE = 1e-4
 TINY_WIDTH = 16
+SCALED_TO = 7e9
+# Defaults in elements. A parameter of so few stays whole at stage 3, which are the vectors of large
+# models; in these models they have less than `SCALED_THRESHOLD`, and matrices more.
+BUCKET, PREFETCH, LIVE = 5e8, 5e7, 1e9
+SCALED_THRESHOLD = 1000
 Step = Callable[[], None]
 
 
@@ -42,6 +47,8 @@ class Workload:
         wide_products: The GPT multiplies in fp32 though its weights are bf16 (see examples/gpt.py).
         width: Features per position of the GPT.
         device: Type of the device that it is trained on; its index is the current device.
+        scaled: Buckets and the sizes of stage 3 are to the model what the defaults of `deepspeed`
+            are to one of `SCALED_TO` elements, in all systems; False: everybody's defaults.
     """
 
     model: str
@@ -54,6 +61,7 @@ class Workload:
     wide_products: bool
     width: int = 256
     device: str = "cpu"
+    scaled: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +129,8 @@ def build_torch(work: Workload, variant: str) -> Step:
     dtype = torch.float32 if autocast else work.dtype
     model = build_model(work).to(dtype)
     if name == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
+        size = {"bucket_cap_mb": _scaled(model, BUCKET) * dtype.itemsize / 2**20}
+        model = nn.parallel.DistributedDataParallel(model, **(size if work.scaled else {}))
     optimizer = _adamw(model, options)
     batches = _inputs(work, dist.get_rank(), dtype)
 
@@ -147,6 +156,12 @@ def build_torch(work: Workload, variant: str) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+def _scaled(model: nn.Module, default: float) -> int:
+    """What is to `model` as `default` is to one of `SCALED_TO` elements; a multiple of 16."""
+    numel = sum(param.numel() for param in model.parameters())
+    return 16 * int(numel * default / SCALED_TO / 16)
 
 
 def _adamw(model: nn.Module, options: Iterable[str]) -> torch.optim.Optimizer:
@@ -233,6 +248,15 @@ def build_engine(work: Workload, variant: str, torch_adam: bool) -> Any:
 
     model = build_model(work)
     config = deepspeed_config(work, variant, torch_adam)
+    if work.scaled:
+        config["zero_optimization"] |= {
+            "reduce_bucket_size": _scaled(model, BUCKET),
+            "allgather_bucket_size": _scaled(model, BUCKET),
+            "stage3_prefetch_bucket_size": _scaled(model, PREFETCH),
+            "stage3_max_live_parameters": _scaled(model, LIVE),
+            "stage3_max_reuse_distance": _scaled(model, LIVE),
+            "stage3_param_persistence_threshold": SCALED_THRESHOLD,
+        }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
