@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.call_stacks import capture, describe
+from deepspeed.accelerator.sim.issue_log import IssueLog
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
@@ -157,15 +158,19 @@ class StreamCollectives:
         if call.name in _BY_THE_HOST:
             # As on a device: the host's part comes after everything that was issued.
             simulator.scheduler.synchronize(call.name)
-            return self._by_the_host(call, proceed)
+            return self._by_the_host(call, proceed, simulator.scheduler.log)
         work = self._issue(simulator, call)
         if call.async_op:
             return work
         work.wait()
         return call.argument("src") if call.name == "recv" else None
 
-    def _by_the_host(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+    def _by_the_host(
+        self, call: CollectiveCall, proceed: Callable[[], Any], log: IssueLog | None
+    ) -> Any:
         operation = self._operation(call, "host")
+        if log is not None:
+            log.host_meeting(operation.name, *_keys(operation))
         self._stuck.begun(operation)
         with self._stuck.waiting(operation):
             return proceed()
@@ -212,6 +217,21 @@ class StreamCollectives:
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
+        scheduler = simulator.scheduler
+        with scheduler.unlogged() as log:
+            work, issued, stream = self._queue(simulator, call)
+        if log is not None:
+            # On a device it is one kernel, where it is one start and one finish here.
+            current, end = scheduler.current, stream.issued
+            log.stream_wait(stream, end, current, current.issued)
+            is_message = call.name in _POINT_TO_POINT
+            operation = issued.operation
+            log.communication(stream, end, operation.name, *_keys(operation), is_message)
+        return work
+
+    def _queue(
+        self, simulator: Simulator, call: CollectiveCall
+    ) -> tuple[StreamWork, _Issued, Stream]:
         stream = self._stream(simulator, call)
         starts = (
             self._stream(simulator, call, starts=True) if call.name in _POINT_TO_POINT else stream
@@ -240,7 +260,7 @@ class StreamCollectives:
         if call.name == "irecv":
             simulator.scheduler.on_device_wait = self.refuse_device_wait
             self._posted[issued] = done
-        return StreamWork(issued, done, self._waited)
+        return StreamWork(issued, done, self._waited), issued, stream
 
     def _waited(self, issued: _Issued) -> None:
         """A stream waits for an operation."""
@@ -290,6 +310,10 @@ class StreamCollectives:
                 scheduler.drain(later.stream, later.started)
         issued.finish(self._stuck)
 
+    def num_issued(self) -> dict[str, int]:
+        """See the function of the same name."""
+        return self._stuck.num_issued()
+
     def start_issued(self, before: int | None = None) -> None:
         """Start every operation issued so far (the first `before`), in order."""
         for earlier in list(self._unstarted):
@@ -298,6 +322,17 @@ class StreamCollectives:
             earlier.stream.scheduler.drain(earlier.stream, earlier.started)
         while self._unstarted and self._unstarted[0].is_started:
             self._unstarted.popleft()
+
+
+def _keys(operation: Operation) -> tuple[Any, Any]:
+    """The parts of an operation as a log of what was issued has them."""
+    own, others = operation.own, operation.others
+    return (own.kind, own.number), tuple((one.rank, (one.kind, one.number)) for one in others)
+
+
+def num_issued() -> dict[str, int]:
+    """How many operations of each kind this rank has issued in this world."""
+    return _collectives.num_issued()
 
 
 def _simulator() -> Simulator | None:

@@ -125,6 +125,10 @@ class StuckRanks:
             capture(),
         )
 
+    def num_issued(self) -> dict[str, int]:
+        """How many operations of each kind were issued in this world."""
+        return dict(self._issued)
+
     def begun(self, operation: Operation) -> None:
         """This rank's part was handed to the backend."""
         self._begun[operation.own.kind] += 1

@@ -4,6 +4,7 @@ training unless it is switched on.
 `check_streams()`: races and lifetime errors on streams. `ledger()`: every gradient contribution
 counted exactly once. `lowered_sizes()`: pieces of work so small that a small model has several.
 `memory_peak()`: who holds the simulated device's memory when most of it is in use.
+`check_budgets()`: what can hang for want of hardware queues and processors.
 """
 
 from deepspeed._lazy import lazy_attributes
@@ -20,6 +21,7 @@ _NAMES = {
     "ledger": "deepspeed.verify.ledgers",
     "lowered_sizes": "deepspeed.verify.sizes",
     "memory_peak": "deepspeed.verify.memory",
+    **dict.fromkeys(("Budget", "BudgetError", "check_budgets"), "deepspeed.verify.budgets"),
     "GradientLedgerError": "deepspeed.runtime.gradients.ledger.gradient_ledger",
 }
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepspeed.accelerator.sim.issue_log import IssueLog
 from deepspeed.accelerator.stream_trace import StreamTracer
 
 # Real devices hold about a thousand launches; a program that never waits may not use memory without
@@ -97,7 +98,9 @@ class Stream:
         if event.stream is None:
             return
         self.scheduler.trace(lambda tracer: tracer.event_waited(event, self))
-        if event.stream is not self and event.stream.done < event.position:
+        if event.stream is self:
+            return
+        if event.stream.done < event.position or self.scheduler.log is not None:
             self.scheduler.put(self, Wait(event.stream, event.position))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -191,6 +194,7 @@ class Event:
         """Let the host wait."""
         if self.stream is not None:
             self.stream.scheduler.on_host_wait("event.synchronize")
+            self.stream.scheduler.note_host_wait(self.stream, self.position)
             self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
             self.stream.scheduler.drain(self.stream, self.position)
 
@@ -237,6 +241,7 @@ class Scheduler:
         default: The stream that is current when none was chosen.
         current: The stream that work is issued on.
         tracer: Who listens; None when nobody does.
+        log: Keeps what the program issues; None when nobody wants it.
         is_summing: Whether what is issued now is autograd's sum of gradients of several streams,
             which keeps their memory until it was read.
         on_switch: Called with the new current stream when it changes.
@@ -249,6 +254,7 @@ class Scheduler:
         self._random = random.Random(f"{seed}/{schedule}")
         self.schedule = schedule
         self.tracer: StreamTracer | None = None
+        self.log: IssueLog | None = None
         self.on_switch: Callable[[Stream], None] = lambda stream: None
         self.on_host_wait: Callable[[str], None] = lambda kind: None
         self.on_device_wait: Callable[[], None] = lambda: None
@@ -283,6 +289,20 @@ class Scheduler:
         if self.tracer is not None:
             tell(self.tracer)
 
+    def note_host_wait(self, stream: Stream, position: int) -> None:
+        """The program lets the host wait."""
+        if self.log is not None and not self._running:
+            self.log.host_wait(stream, position)
+
+    @contextmanager
+    def unlogged(self) -> Iterator[IssueLog | None]:
+        """Within it nothing is logged; whoever enters logs what it stands for."""
+        log, self.log = self.log, None
+        try:
+            yield log
+        finally:
+            self.log = log
+
     # Issuing
 
     def put(self, stream: Stream, entry: Work | Wait) -> int:
@@ -290,6 +310,11 @@ class Scheduler:
         stream.queue.append(entry)
         stream.issued += 1
         position = stream.issued
+        if self.log is not None and not self._running:
+            if isinstance(entry, Wait):
+                self.log.stream_wait(stream, position, entry.stream, entry.position)
+            else:
+                self.log.kernel(stream, position)
         if len(stream.queue) > MAX_QUEUED:
             self.drain(stream, stream.done + MAX_QUEUED // 2)
         if self.schedule and not self._running and self._random.random() < EXPLORE_PROBABILITY:
@@ -323,11 +348,14 @@ class Scheduler:
     def complete(self, stream: Stream) -> None:
         """Run all work of a stream: what the host learns by waiting, uncounted."""
         self.trace(lambda tracer: tracer.stream_synchronized(stream))
+        self.note_host_wait(stream, stream.issued)
         self.drain(stream)
 
     def complete_all(self) -> None:
         """Run all work of all streams, uncounted."""
         self.trace(lambda tracer: tracer.device_synchronized())
+        for stream in self.streams:
+            self.note_host_wait(stream, stream.issued)
         for stream in self.streams:
             self.drain(stream)
 

@@ -12,6 +12,7 @@ since the receiver knows what gradients look like.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -38,6 +39,21 @@ from deepspeed.runtime.pipe.wire import (
 
 # How many messages are received ahead of need: one arrives while the one before it is worked on.
 AHEAD = 2
+# The hardware queues that a device has if it is not told another number, and what tells it.
+DEFAULT_QUEUES = 8
+QUEUES_ENV = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def messages_ahead() -> int:
+    """How many messages are received ahead of need on one stream: `AHEAD`, or 1 where streams share
+    few hardware queues.
+
+    The second receive stands in its queue until the first is over, and whatever stands behind it
+    there cannot begin: stages in a ring would wait for each other (`verify.check_budgets` finds
+    it).
+    """
+    given = os.environ.get(QUEUES_ENV, "")
+    return 1 if given.isdecimal() and int(given) < DEFAULT_QUEUES else AHEAD
 
 
 class Lane(Protocol):
@@ -104,7 +120,7 @@ class Channel:
         watch: Ends waits when another rank has failed.
 
     Attributes:
-        lane: At the receiver, decides when a message is posted; None: as far ahead as `AHEAD`.
+        lane: At the receiver, decides when a message is posted; None: `messages_ahead()`.
         messages: How many messages this end has sent and received.
         metadata_messages: How many of them had a description.
     """
@@ -135,6 +151,7 @@ class Channel:
         self._pending_sends = PendingSends(not is_gloo, self._wait)
         # Receiver
         self._spec: MessageSpec | None = None  # of all messages, on a static channel
+        self._ahead = messages_ahead()
         self._expected = 0  # messages announced by `expect` and not posted
         # Announced by `expect_like` and not posted.
         self._likes: deque[tuple[TensorSpec, ...]] = deque()
@@ -309,7 +326,9 @@ class Channel:
         if self.lane is not None:
             self.lane.post()
         elif self.src != self.dst:
-            while len(self._posted) < AHEAD and not self.awaits_description and self.post_one():
+            while (
+                len(self._posted) < self._ahead and not self.awaits_description and self.post_one()
+            ):
                 pass
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe.channel import AHEAD, Channel
+from deepspeed.runtime.pipe.channel import Channel, messages_ahead
 from deepspeed.runtime.pipe.failure import FailureWatch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.p2p import make_channel_groups
@@ -48,6 +48,7 @@ class _Lane:
     def __init__(self) -> None:
         self._coming: deque[tuple[Channel, int]] = deque()
         self._issued = 0
+        self._ahead = messages_ahead()
         self._num_posted = 0
         self._last: Channel | None = None  # whose message was posted last
 
@@ -63,11 +64,11 @@ class _Lane:
         self.post()
 
     def post(self) -> None:
-        """Post what depends on issued instructions only, `AHEAD` messages at most."""
+        """Post what depends on issued instructions only, `messages_ahead()` at most."""
         while (
             self._coming
             and self._coming[0][1] <= self._issued
-            and self._num_posted < AHEAD
+            and self._num_posted < self._ahead
             and not (self._last is not None and self._last.awaits_description)
             and self._post_next()
         ):

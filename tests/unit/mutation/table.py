@@ -311,6 +311,27 @@ FAULTS = (
         "test_the_users_factor_is_used",
     ),
     Fault(
+        "two receives ahead on one hardware queue",
+        "deepspeed/runtime/pipe/channel.py",
+        (("int(given) < DEFAULT_QUEUES else", "int(given) < 1 else"),),
+        "tests/unit/v1/device/test_pipelines.py",
+        "one_queue",
+    ),
+    Fault(
+        "a device whose blocked queues block no other stream",
+        "deepspeed/verify/budgets.py",
+        (("for _ in range(budget.queues)]", "for _ in range(99)]"),),
+        "tests/unit/verify/test_budgets.py",
+        "blocks_its_queue",
+    ),
+    Fault(
+        "kernels that hold no processors while they wait for other ranks",
+        "deepspeed/verify/budgets.py",
+        (("            self.free -= self._budget.needs(entry)\n", ""),),
+        "tests/unit/verify/test_budgets.py",
+        "receives_ahead",
+    ),
+    Fault(
         "a receive is posted too early",
         "deepspeed/runtime/pipe/stage_channels.py",
         (("            and self._coming[0][1] <= self._issued\n", ""),),

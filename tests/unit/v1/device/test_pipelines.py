@@ -17,7 +17,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.comm import stream_collectives
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import stage_channels
+from deepspeed.runtime.pipe.channel import QUEUES_ENV
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.verify import Budget, BudgetError, check_budgets
 from unit.common import DistributedTest
 from unit.v1.looping import each
 
@@ -28,6 +31,8 @@ MICRO_BATCHES = 4
 BATCHES = 4
 LAYERS = 8
 LR = 0.1
+# A device, and one on which three messages fill all processors and streams share two queues.
+BUDGETS = (Budget(), Budget(queues=2, processors=12))
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 
@@ -93,7 +98,7 @@ def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
     """The losses, and the waits for the whole device by place."""
     with on_device() as accelerator:
         engine = make_engine(schedule, **keys)
-        with accelerator.count_host_waits() as waits:
+        with accelerator.count_host_waits() as waits, check_budgets(*BUDGETS):
             losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
         found = [loss.item() for loss in losses]
         engine.destroy()
@@ -135,6 +140,37 @@ class TestSchedules(DistributedTest):
         assert not waits
 
 
+def post_at_once(lane: stage_channels._Lane, count: int) -> None:
+    """Planted for `_Lane.issued`: all that a receive depends on counts as issued."""
+    lane._issued = 1 << 30
+    lane.post()
+
+
+def run_two(schedule: str, budget: Budget) -> None:
+    """Two batches, of which a device of this budget must not hang in one."""
+    with on_device():
+        engine = make_engine(schedule)
+        try:
+            with check_budgets(budget):
+                for step in range(2):
+                    engine.train_batch(iter(batch(step)))
+        finally:
+            engine.destroy()
+
+
+class TestFewQueues(DistributedTest):
+    world_size = 4
+    exec_timeout = 100
+
+    def test_one_queue(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a receive behind another in the only queue, which holds up all other streams.
+        with pytest.raises(BudgetError, match="what is before it in its stream is not over"):
+            run_two("interleaved", Budget(queues=1))
+        monkeypatch.setenv(QUEUES_ENV, "1")
+        for schedule in CHUNKS:
+            run_two(schedule, Budget(queues=1, processors=8))
+
+
 class TestTwoStages(DistributedTest):
     world_size = 2
     exec_timeout = 100
@@ -158,6 +194,14 @@ class TestTwoStages(DistributedTest):
             dist.configure(enabled=False)
         assert losses == pytest.approx(expected(), rel=1e-5)
         assert not waits
+
+    def test_receives_that_are_posted_at_once_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a check of budgets that sees no pipeline; receives posted whatever they depend on.
+        budget = Budget(queues=2)
+        run_two("interleaved", budget)
+        monkeypatch.setattr(stage_channels._Lane, "issued", post_at_once)
+        with pytest.raises(BudgetError, match="_post_next"):
+            run_two("interleaved", budget)
 
     @each(stage=[0, 1], schedule=CHUNKS)
     def test_posts_what_depends_on_nothing_to_come(self, stage: int, schedule: str) -> None:

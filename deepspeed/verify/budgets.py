@@ -1,0 +1,270 @@
+"""Whether a program can hang because a device has few queues and few processors.
+
+[Note: what a device runs]
+A program issues to streams; a device has a number of hardware queues, and every stream is in one of
+them. A queue hands out its entries in the order of issue. The entry at its head waits until what
+comes before it in its own stream is over and what it waits for has happened; until then nothing
+behind it in the queue begins, whatever stream it is on. A kernel that communicates needs several
+processors, and holds them until all ranks' kernels of the same operation are there. Where such
+kernels hold all processors, nothing else begins.
+
+Each rank logs what it issues; the logs are run together on devices that are as adverse as the
+program allows: hosts issue all that they can at once, kernels begin as soon as they can, in the
+order of issue, and operations end only when nothing else can happen. What is left then would hang.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim.issue_log import (
+    Communication,
+    Entry,
+    HostMeeting,
+    HostWait,
+    IssueLog,
+    Kernel,
+    StreamWait,
+)
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
+from deepspeed.comm import stream_collectives
+from deepspeed.comm.stuck_ranks import HostWaitError
+
+_SHOWN = 6
+Key = tuple[str, int]
+_Queued = Kernel | StreamWait | Communication
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of one device.
+
+    Attributes:
+        queues: Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); streams take them in turn.
+        processors: Streaming multiprocessors.
+        per_collective: Of them, what a kernel of a collective holds at most.
+        per_message: What one between two ranks holds; channels of pipelines ask for four.
+    """
+
+    queues: int = 8
+    processors: int = 132
+    per_collective: int = 32
+    per_message: int = 4
+
+    def needs(self, entry: Communication) -> int:
+        """Processors of a kernel."""
+        wanted = self.per_message if entry.is_message else self.per_collective
+        return min(wanted, self.processors)
+
+
+@dataclass
+class RankLog:
+    """What one rank issued.
+
+    Attributes:
+        entries: In the order of issue.
+        names: Of the streams.
+        before, after: How many operations of each kind it had issued when the log began and ended.
+    """
+
+    entries: Sequence[Entry]
+    names: Sequence[str]
+    before: dict[str, int]
+    after: dict[str, int]
+
+    def has(self, key: Key) -> bool:
+        """Whether a part is in the log; others are no matter of it."""
+        kind, number = key
+        return self.before.get(kind, 0) <= number < self.after.get(kind, 0)
+
+
+class BudgetError(HostWaitError):
+    """A device of these limits can hang in what was issued."""
+
+
+class _Device:
+    """One rank's host and device."""
+
+    def __init__(self, log: RankLog, budget: Budget) -> None:
+        self._log = log
+        self._budget = budget
+        self._next = 0
+        # With the place in the order of issue.
+        self._queues: list[deque[tuple[int, _Queued]]] = [deque() for _ in range(budget.queues)]
+        # Of each stream, the positions of what is not over.
+        self._open: dict[int, deque[int]] = {}
+        self.running: list[Communication] = []
+        self.free = budget.processors
+        self._begun: set[Key] = set()
+
+    def has_begun(self, key: Key) -> bool:
+        """Whether this rank's part of an operation is there."""
+        return key in self._begun or not self._log.has(key)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        left = self._next < len(self._log.entries) or any(self._queues)
+        return not left and not self.running
+
+    def _is_over(self, stream: int, until: int) -> bool:
+        positions = self._open.get(stream)
+        return not positions or positions[0] > until
+
+    # One move each; False: there is none
+
+    def issue(self, devices: Sequence[_Device]) -> bool:
+        """Let the host go on to where it waits."""
+        start = self._next
+        entries = self._log.entries
+        while self._next < len(entries):
+            entry = entries[self._next]
+            if isinstance(entry, HostWait):
+                if not self._is_over(entry.stream, entry.until):
+                    break
+            elif isinstance(entry, HostMeeting):
+                self._begun.add(entry.own)
+                if _missing(entry, devices):
+                    break
+            else:
+                self._queues[entry.stream % len(self._queues)].append((self._next, entry))
+                self._open.setdefault(entry.stream, deque()).append(entry.position)
+            self._next += 1
+        return self._next > start
+
+    def begin(self) -> bool:
+        """Begin what can begin."""
+        moved = False
+        while ready := [
+            queue for queue in self._queues if queue and not self._obstacle(queue[0][1])
+        ]:
+            self._begin(min(ready, key=lambda queue: queue[0][0]).popleft()[1])
+            moved = True
+        return moved
+
+    def _obstacle(self, entry: _Queued) -> str:
+        """Why an entry at the head of its queue does not begin; empty if it does."""
+        if any(other.stream == entry.stream for other in self.running):
+            return "what is before it in its stream is not over"
+        if isinstance(entry, StreamWait):
+            over = self._is_over(entry.other, entry.until)
+            return "" if over else "its stream waits for another"
+        needed = self._budget.needs(entry) if isinstance(entry, Communication) else 1
+        if self.free >= needed:
+            return ""
+        return "no processor is free" if not self.free else f"{needed} processors are not free"
+
+    def _begin(self, entry: _Queued) -> None:
+        if isinstance(entry, Communication):
+            self.running.append(entry)
+            self._begun.add(entry.own)
+            self.free -= self._budget.needs(entry)
+        else:
+            self._open[entry.stream].popleft()
+
+    def end(self, devices: Sequence[_Device]) -> bool:
+        """End operations whose parts are all there."""
+        over = [entry for entry in self.running if not _missing(entry, devices)]
+        for entry in over:
+            self.running.remove(entry)
+            self.free += self._budget.needs(entry)
+            self._open[entry.stream].popleft()
+        return bool(over)
+
+    # Messages
+
+    def report(self, rank: int, devices: Sequence[_Device]) -> str:
+        """What holds this rank up."""
+        total = self._budget.processors
+        lines = [f"  rank {rank}: {total - self.free} of {total} processors are held"]
+        for entry in self.running[:_SHOWN]:
+            ranks = ", ".join(map(str, _missing(entry, devices))) or "nobody"
+            lines.append(f"    by {entry.name}, which waits for rank(s) {ranks}, issued at")
+            lines.append(entry.place)
+        lines += [self._waiting(queue) for queue in self._queues if queue][:_SHOWN]
+        if self._next < len(self._log.entries):
+            host = self._log.entries[self._next]
+            if isinstance(host, (HostWait, HostMeeting)):
+                lines.append(f"    its host waits at\n{host.place}")
+        return "\n".join(line for line in lines if line)
+
+    def _waiting(self, queue: deque[tuple[int, _Queued]]) -> str:
+        """What of a queue does not begin, and why; empty if it is computation that waits."""
+        (_, head), name = queue[0], self._log.names
+        reason = self._obstacle(head)
+        first = next((entry for _, entry in queue if isinstance(entry, Communication)), None)
+        if isinstance(head, Kernel):
+            return f"    computation of {name[head.stream]} has not begun: {reason}"
+        if first is None:
+            return ""
+        if first.stream != head.stream:
+            reason = f"{name[head.stream]} stands before it in its queue, and there {reason}"
+        return f"    {first.name} has not begun: {reason}. It was issued at\n{first.place}"
+
+
+def _missing(entry: Communication | HostMeeting, devices: Sequence[_Device]) -> list[int]:
+    """Ranks whose part of an operation is not there."""
+    return [rank for rank, key in entry.others if not devices[rank].has_begun(key)]
+
+
+def deadlock(logs: Sequence[RankLog], budget: Budget) -> str:
+    """How devices of these limits hang in what was issued; empty if they do not.
+
+    Args:
+        logs: By rank, of the same part of the program.
+        budget: The limits.
+    """
+    devices = [_Device(log, budget) for log in logs]
+    while True:
+        moves = [device.issue(devices) | device.begin() for device in devices]
+        if not any(moves) and not any([device.end(devices) for device in devices]):
+            break
+    stuck = [rank for rank, device in enumerate(devices) if not device.is_over]
+    return "\n".join(devices[rank].report(rank, devices) for rank in stuck)
+
+
+@contextmanager
+def check_budgets(*budgets: Budget) -> Iterator[None]:
+    """Within it, what is issued to the simulated device is logged, and at the end run on devices of
+    these limits. Collective: every rank of the world leaves it, or none does.
+
+    Args:
+        budgets: The limits, one device each; none: those of `Budget`.
+
+    Raises:
+        BudgetError: One of the devices can hang; on all ranks alike.
+        RuntimeError: The accelerator is no simulated device.
+    """
+    accelerator = get_accelerator()
+    if not isinstance(accelerator, Sim_Accelerator):
+        raise RuntimeError(
+            f"check_budgets: {accelerator.device_name()} is no simulated device; set "
+            "DS_ACCELERATOR=sim"
+        )
+    scheduler = accelerator.simulator.scheduler
+    before = stream_collectives.num_issued()
+    log = scheduler.log = IssueLog()
+    try:
+        yield
+    finally:
+        scheduler.log = None
+    own = RankLog(log.entries, log.names, before, stream_collectives.num_issued())
+    logs: list[Any] = [own]
+    if dist.is_initialized():
+        logs = [None] * dist.get_world_size()
+        dist.all_gather_object(logs, own)
+    for budget in budgets or (Budget(),):
+        found = deadlock(logs, budget)
+        if found:
+            raise BudgetError(
+                f"a device with {budget.queues} hardware queues and {budget.processors} "
+                f"processors, of which a message takes {budget.per_message} and a collective "
+                f"{budget.per_collective}, can hang here:\n{found}\nPost fewer receives ahead of "
+                "need, on fewer streams, and only when all that they depend on has been issued"
+            )
