@@ -7,6 +7,11 @@ is ended: a rank may only be slow. A wait that is over in time costs two assignm
 
 What a device waits for is told by events: the host goes on, and the oldest operation that is not
 complete is the one that is reported.
+
+`stuck_ranks` is no twin of this. It knows every operation of the simulated device, which rank has
+begun its part and what stands in front of it, so it can prove that ranks wait for each other for
+ever, and raises then. On a real device nobody knows that: here is only time, which proves nothing,
+so this logs, for the operations that say so, on every device.
 """
 
 from __future__ import annotations

@@ -13,6 +13,12 @@ each look (its beat). A circle counts when it was seen three times, the beats of
 advancing between looks: then there was a moment, that of the second look, at which all of them were
 blocked at once, each in need of what another had not begun. Nothing that happens later ends that.
 
+[Note: beside `lone_waits`]
+That one reports by time, on any device, what code says that it waits for where ranks may take
+different ways; it can prove nothing and ends nothing. This one knows all operations of a simulated
+device and raises what it has proved. Only its report after a minute is by time: it tells of each
+operation who has issued and begun it, which `lone_waits` cannot know.
+
 A look costs the store a few requests and happens only while a rank has been blocked for a while, in
 a thread; an operation that completes is charged a few assignments.
 """
