@@ -46,6 +46,7 @@ from deepspeed.runtime.optimizer_factory import (
     check_needs_no_optimizer,
     make_basic_optimizer,
     parameters_to_train,
+    separate_experts,
     wrap_optimizer,
 )
 from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
@@ -238,6 +239,8 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             return
         parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
         self.basic_optimizer = make_basic_optimizer(self._config, client, parameters)
+        if self.model_ranks.experts:
+            separate_experts(self.basic_optimizer, self._config)
         self._sequence = wrap_optimizer(self.basic_optimizer, self._wrap_context())
         self.optimizer = self._sequence.public_optimizer
 

@@ -23,9 +23,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -156,6 +158,32 @@ def make_basic_optimizer(
         basic: torch.optim.Optimizer = client
         return basic
     return client(parameters) if callable(client) else build_basic_optimizer(config, parameters)
+
+
+def separate_experts(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    """Take experts out of the client's optimizer groups that have other parameters too, in place:
+    flat buffers are reduced over the ranks that hold all of their parameters.
+
+    torch's optimizers keep state by parameter, so they do not notice. A schedule that was made
+    before does: it has a rate per group, and such groups are left for whoever lays them out to
+    refuse.
+    """
+    is_flat = int(config.tree.zero_optimization.stage) > 0 or model_dtype(config) != torch.float32
+    scheduled = any("initial_lr" in group for group in basic.param_groups)
+    if not is_flat or scheduled or not isinstance(basic, torch.optim.Optimizer):
+        return
+    # optional: only a model with experts needs it
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    basic.param_groups[:] = [
+        part
+        for group in basic.param_groups
+        for part in (
+            split_params_into_different_moe_groups_for_optimizer(group)
+            if len({expert_group_of(param) for param in group["params"]}) > 1
+            else [group]
+        )
+    ]
 
 
 def build_basic_optimizer(
