@@ -9,6 +9,7 @@ Called by: ``deepspeed/__init__.py``, ``deepspeed.env_report`` and client code.
 import importlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 _GENERATED_MODULE = "deepspeed.git_version_info_installed"
 _UNKNOWN = "unknown"
@@ -37,15 +38,38 @@ def _read_version() -> tuple[str, str, str]:
 version, git_hash, git_branch = _read_version()
 
 
-def __getattr__(name: str) -> dict[str, bool]:
-    """Compute ``installed_ops`` and ``compatible_ops`` on first use: asking for them looks for a
-    compiler.
+def __getattr__(name: str) -> dict[str, Any]:
+    """Compute ``installed_ops``, ``compatible_ops`` and ``torch_info`` on first use: asking for
+    them looks for a compiler, or loads torch.
     """
+    if name == "torch_info":
+        return _torch_info()
     if name not in ("installed_ops", "compatible_ops"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # startup: `import deepspeed` reads the version only and must not pay for op builders
-    from deepspeed.ops.op_builder import ALL_OPS
+    from deepspeed.ops.op_builder import ALL_OPS, compatible_ops
 
     if name == "installed_ops":
         return {op: builder.is_prebuilt() for op, builder in ALL_OPS.items()}
-    return {op: builder.is_compatible() for op, builder in ALL_OPS.items()}
+    return compatible_ops()
+
+
+def _torch_info() -> dict[str, Any]:
+    """Versions, major and minor, of torch and of what it was built with ("0.0": without), and
+    whether the device computes in bf16.
+    """
+    import torch  # startup: see above
+
+    from deepspeed.accelerator import get_accelerator
+
+    def short(version: object) -> str:
+        return ".".join(str(version).split("+")[0].split(".")[:2]) if version else "0.0"
+
+    return {
+        "version": short(torch.__version__),
+        "bf16_support": get_accelerator().is_bf16_supported(),
+        "cuda_version": short(torch.version.cuda),
+        # "0.0" also where there is one: only the collectives' library knows, and asking loads it.
+        "nccl_version": "0.0",
+        "hip_version": short(torch.version.hip),
+    }

@@ -4,6 +4,11 @@ its only definitions here. Names of files are made of them by `file_names`.
 
 from __future__ import annotations
 
+from deepspeed._lazy import lazy_attributes
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
+
 # Model-states file
 MODULE = "module"
 BUFFER_NAMES = "buffer_names"
@@ -98,6 +103,7 @@ MODEL_FILE_PREFIX = "mp_rank_"
 MODEL_FILE_SUFFIX = "_model_states.pt"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
+FP16_ZERO_FILE_PREFIX = "fp16_" + ZERO_FILE_PREFIX
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 LAYER_FILE_PREFIX = "layer_"
 
@@ -127,6 +133,9 @@ CAT_DIM = "cat_dim"
 VOCAB_TENSOR = "vocab_tensor"
 PARAM_N_SUB_PARAMS = "param_n_sub_params"
 SUB_PARAM_SHAPE = "sub_param_shape"
+# Upstream's further spellings, which scripts import.
+SUB_PARAMS_SHAPE = "sub_params_shape"
+SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 PARAM_GROUPS = "param_groups"
 # Not upstream's, beside PARAM_GROUPS: the names of the parameters in each.
 PARAM_NAMES = "param_names"

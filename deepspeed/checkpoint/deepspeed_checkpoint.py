@@ -1,9 +1,9 @@
 """`DeepSpeedCheckpoint`: upstream's view of a checkpoint folder, by pipeline stage, tensor-parallel
 and data-parallel rank.
 
-For scripts that look files up. Upstream's methods that know the layers of one model (embedding,
-transformer and final norm of Megatron's) are not here. Parameters by name are `resharding`'s, a
-universal checkpoint `ds_to_universal`'s.
+For scripts that look files up. Of a pipeline's layers the first with weights counts as embedding,
+one from the end as final norm, and those between as transformer, as upstream has it. Parameters by
+name are `resharding`'s, a universal checkpoint `ds_to_universal`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class DeepSpeedCheckpoint:
         tp_degree: Tensor-parallel ranks wanted; None is as saved. Also
         pp_degree: Pipeline stages, and
         dp_degree: Data-parallel ranks.
+        final_layer_norm_idx: Which of a pipeline's layers the final norm is.
 
     Attributes:
         tp_degree, pp_degree, dp_degree: As wanted.
@@ -42,8 +43,10 @@ class DeepSpeedCheckpoint:
         tp_degree: int | None = None,
         pp_degree: int | None = None,
         dp_degree: int | None = None,
+        final_layer_norm_idx: int = -1,
     ) -> None:
         self.dir = dir
+        self.final_layer_norm_idx = final_layer_norm_idx
         self._model: Mapping[str, Any] = read_file(lead_model_file(dir), mmap=True)
         degrees = ParallelDegrees.of_file(self._model)
         self.original_tp_degree, self.original_pp_degree = degrees.tensor, degrees.stages
@@ -98,9 +101,9 @@ class DeepSpeedCheckpoint:
         return [path for path in paths if os.path.isfile(path)]
 
     def get_zero_checkpoint_state(
-        self, pp_index: int, tp_index: int, dp_index: int
+        self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """Content of that file.
+        """Content of that file; files have no padding, so `strip_tensor_paddings` changes nothing.
 
         Raises:
             CheckpointError: There is none.
@@ -113,6 +116,78 @@ class DeepSpeedCheckpoint:
             )
         content: dict[str, Any] = read_file(files[0])
         return content
+
+    # A pipeline's layers
+
+    def _layers(self) -> list[int]:
+        """Numbers of the layers that have files.
+
+        Raises:
+            CheckpointError: None has: it is no pipeline's checkpoint.
+        """
+        parsed = (file_names.parse_layer_file(name) for name in os.listdir(self.dir))
+        layers = sorted({found.layer for found in parsed if found is not None})
+        if not layers:
+            raise CheckpointError(f"{self.dir} has no files of layers: no pipeline saved it")
+        return layers
+
+    def _layer_files(self, layer: int, tp_index: int) -> list[str]:
+        self._part(tp_index, 0)
+        return [
+            os.path.join(self.dir, name)
+            for name in sorted(os.listdir(self.dir))
+            if (found := file_names.parse_layer_file(name)) is not None
+            and (found.layer, found.tensor_parallel_rank) == (layer, tp_index)
+        ]
+
+    def _layer_state(self, layer: int, tp_index: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for path in self._layer_files(layer, tp_index):
+            state |= read_file(path)
+        return state
+
+    def get_embedding_layer_id(self) -> str:
+        """Beginning of the names of the embedding's files."""
+        return file_names.layer_id(self._layers()[0])
+
+    def get_final_norm_layer_id(self) -> str:
+        """The same of the final norm."""
+        return file_names.layer_id(self._layers()[self.final_layer_norm_idx])
+
+    def get_embedding_files(self, tp_index: int) -> list[str]:
+        """Paths of a tensor-parallel rank's part of the embedding."""
+        return self._layer_files(self._layers()[0], tp_index)
+
+    def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
+        """Their content."""
+        return self._layer_state(self._layers()[0], tp_index)
+
+    def get_final_norm_files(self, tp_index: int) -> list[str]:
+        """Paths of a tensor-parallel rank's part of the final norm."""
+        return self._layer_files(self._layers()[self.final_layer_norm_idx], tp_index)
+
+    def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
+        """Their content."""
+        return self._layer_state(self._layers()[self.final_layer_norm_idx], tp_index)
+
+    def get_pp_transformer_map(self, pp_index: int) -> list[str]:
+        """Beginnings of the names of a stage's transformer layers, which are dealt evenly."""
+        layers = self._layers()[1 : self.final_layer_norm_idx]
+        if not 0 <= pp_index < self.pp_degree:
+            raise ValueError(f"pp_index: {pp_index} is not in 0 to {self.pp_degree - 1}")
+        size, rest = divmod(len(layers), self.pp_degree)
+        start = pp_index * size + min(pp_index, rest)
+        chosen = layers[start : start + size + (pp_index < rest)]
+        return [file_names.layer_id(layer) for layer in chosen]
+
+    def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
+        """Content of a tensor-parallel rank's part of each of them."""
+        wanted = self.get_pp_transformer_map(pp_index)
+        return [
+            self._layer_state(layer, tp_index)
+            for layer in self._layers()
+            if file_names.layer_id(layer) in wanted
+        ]
 
     def validate_files(self) -> None:
         """Raise unless every model file is there.

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.checksum import FileRecord
@@ -40,6 +41,9 @@ from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.verification import check_folder, raise_problems
 from deepspeed.utils.logging import logger
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 # State of a rank's shard, which a universal checkpoint has by parameter.
 _PER_SHARD = (

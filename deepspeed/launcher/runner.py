@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.launcher.constants import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
@@ -46,6 +47,9 @@ from deepspeed.launcher.resources import (
     parse_resource_filter,
 )
 from deepspeed.utils.logging import get_log_level_from_string, logger
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.comm.parallel_map import Axis
 from deepspeed.utils import groups
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.comm.parallel_map import Axis, ParallelMap
 from deepspeed.moe.dispatch import combine, dispatch, route_map
 from deepspeed.moe.gating import (
@@ -37,6 +38,9 @@ from deepspeed.moe.gating import (
 )
 from deepspeed.moe.mappings import drop_tokens_over, gather_tokens_over
 from deepspeed.utils import groups
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 __all__ = [
     "DenseRoutes",

@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     looked at on demand).
     """
     if name == "__compatible_ops__":
-        from deepspeed.ops.op_builder import ALL_OPS  # startup: asks for a compiler
+        from deepspeed.ops.op_builder import compatible_ops  # startup: asks for a compiler
 
-        return {op: builder.is_compatible() for op, builder in ALL_OPS.items()}
+        return compatible_ops()
     return _load(name)

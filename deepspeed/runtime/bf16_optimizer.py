@@ -20,11 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import all_reduce_flat
 from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 
 class BF16_Optimizer(ZeROOptimizer):

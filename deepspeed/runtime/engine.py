@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._absent import reason
+from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.device_choice import select_device
 from deepspeed.comm.initialization import ensure_distributed
@@ -29,6 +31,7 @@ from deepspeed.runtime.checkpointing.loading import LoadOptions
 from deepspeed.runtime.compiler import CompiledForward, blocks_of, parts_between_hooks
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine_features import EngineFeatures
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
@@ -62,6 +65,9 @@ from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
+
 
 def _check_loss(what: str, loss: Any, needs_graph: bool) -> None:
     """Refuse what has no gradient to start from.
@@ -78,7 +84,7 @@ def _check_loss(what: str, loss: Any, needs_graph: bool) -> None:
         )
 
 
-class DeepSpeedEngine(EngineSettings, nn.Module):
+class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
     """A model with its optimizer, data-parallel and checked.
 
     Args:
@@ -306,7 +312,12 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__"):
                 raise
-            return getattr(module, name)
+            if hasattr(module, name):
+                return getattr(module, name)
+            absent = reason(f"{DeepSpeedEngine.__module__}.{DeepSpeedEngine.__name__}", name)
+            if absent is None:
+                raise
+            raise AttributeError(absent) from None
 
     # Forward
 
@@ -931,6 +942,14 @@ class DeepSpeedEngine(EngineSettings, nn.Module):
     def is_compiled(self) -> bool:
         """Whether `compile()` was called."""
         return self._is_compiled
+
+    def empty_partition_cache(self) -> None:
+        """Let gathered parameters of stage 3 go, and the memory that the device keeps for them:
+        between steps, after evaluating or generating, say.
+        """
+        if self.parameter_offload is not None:
+            self.parameter_offload.param_coordinator.release_all()
+        get_accelerator().empty_cache()
 
     def destroy(self) -> None:
         """Remove hooks, release buffers; the model stays usable."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.operation_log import print_rank_0
 from deepspeed.runtime.gradients.norm import (
@@ -24,6 +25,42 @@ from deepspeed.runtime.sharding.model_ranks import (
 from deepspeed.runtime.sharding.model_ranks import norm_selection
 from deepspeed.runtime.streams import runs_ahead
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+
+# More of upstream's names, which scripts import from here.
+__getattr__ = lazy_attributes(
+    __name__,
+    dict.fromkeys(
+        (
+            "CheckOverflow",
+            "DummyOptim",
+            "PartitionedTensor",
+            "align_dense_tensors",
+            "call_to_str",
+            "clip_tensors_by_global_norm",
+            "compare_tensors_in_structures",
+            "copy_to_device",
+            "ensure_directory_exists",
+            "filter_empty_parameters",
+            "get_checkpoint_folder_size",
+            "get_flattened_grad_norm",
+            "get_global_norm",
+            "get_global_norm_of_tensors",
+            "get_ma_status",
+            "get_only_unique_item",
+            "get_tensor_bytes",
+            "get_weight_norm",
+            "mask_nan_or_inf_with_val_inplace",
+            "maybe_loss_for_backward",
+            "memory_status",
+            "noop_context",
+            "noop_decorator",
+        ),
+        "deepspeed.runtime.script_helpers",
+    )
+    | dict.fromkeys(
+        ("offload_adam_states", "reload_adam_states"), "deepspeed.runtime.zero.offload_states"
+    ),
+)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

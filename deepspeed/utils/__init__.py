@@ -51,10 +51,22 @@ _NAMES = {
             "get_data_parallel_group",
             "get_data_parallel_rank",
             "get_data_parallel_world_size",
+            "get_model_parallel_group",
+            "get_model_parallel_rank",
+            "get_model_parallel_world_size",
+            "get_tensor_model_parallel_group",
+            "get_tensor_model_parallel_rank",
+            "get_tensor_model_parallel_src_rank",
+            "get_tensor_model_parallel_world_size",
             "initialize",
         ),
         "deepspeed.utils.groups",
     ),
+    "DeprecatedException": "deepspeed.utils.exceptions",
+    "bwc_pipeline_parallel_world_size": "deepspeed.utils.bwc",
+    "bwc_tensor_model_parallel_world_size": "deepspeed.utils.bwc",
+    "get_caller_func": "deepspeed.utils.comms_logging",
+    "get_numactl_cmd": "deepspeed.utils.numa",
 }
 
 __all__ = ["log_dist", "logger"]
@@ -62,5 +74,14 @@ __all__ = ["log_dist", "logger"]
 __getattr__ = lazy_attributes(
     __name__,
     _NAMES,
-    ("groups", "timer", "nvtx", "logging", "tensor_fragment", "comms_logging", "zero_to_fp32"),
+    (
+        "comms_logging",
+        "groups",
+        "logging",
+        "nvtx",
+        "tensor_fragment",
+        "timer",
+        "torch",
+        "zero_to_fp32",
+    ),
 )

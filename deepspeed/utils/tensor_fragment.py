@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed._lazy import lazy_attributes
+
 if TYPE_CHECKING:
     from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 
 @dataclass(frozen=True)

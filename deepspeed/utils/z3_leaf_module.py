@@ -10,6 +10,11 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from deepspeed._lazy import lazy_attributes
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
+
 _MARK = "_z3_leaf"
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.profiling.flops_profiler import report
 from deepspeed.profiling.flops_profiler.module_profile import (
     ModuleProfile,
@@ -35,6 +36,9 @@ from deepspeed.profiling.flops_profiler.units import (
     params_to_string,
 )
 from deepspeed.utils.timer import begin_span, end_span
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 __all__ = [
     "FlopsProfiler",

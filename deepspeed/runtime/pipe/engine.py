@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.accumulation import BackwardState
@@ -36,6 +37,9 @@ from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 
 class _Plan(NamedTuple):

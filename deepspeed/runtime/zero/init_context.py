@@ -162,6 +162,18 @@ def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
         waiting.extend(new)
 
 
+def shutdown_init_context() -> None:
+    """Inside `Init`, make modules as usual until `restore_init_context`; nothing outside of it."""
+    if _construction.contexts:
+        _patches.remove()
+
+
+def restore_init_context() -> None:
+    """The end of `shutdown_init_context`."""
+    if _construction.contexts:
+        _patches.put()
+
+
 class Init:
     """Inside the `with` block, modules keep only this rank's shards of their parameters; see
     module.
@@ -254,6 +266,23 @@ class Init:
             _construction.contexts.pop()
             if not _construction.contexts:
                 _patches.remove()
+
+    @property
+    def num_partitions(self) -> int:
+        """Ranks that share parameters."""
+        return dist.get_world_size(group=self.group)
+
+    def get_dp_process_group(self) -> dist.Group:
+        """Their process group."""
+        return self.group
+
+    def get_partition_dp_group(self, param: nn.Parameter) -> dist.Group:
+        """The group of one parameter; all have the same."""
+        return self.group
+
+    def get_partition_rank(self) -> int:
+        """This process's place among them."""
+        return dist.get_rank(group=self.group)
 
     def cut_own(self, module: nn.Module) -> None:
         """Cut the parameters that are a module's own."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.gathered_parameters import GatheredParameters
-from deepspeed.runtime.zero.init_context import Init
+from deepspeed.runtime.zero.init_context import (
+    Init,
+    restore_init_context,
+    shutdown_init_context,
+)
 from deepspeed.runtime.zero.zero_parameter import (
     ZeroParamStatus,
     ZeroParamType,
     is_zero_param,
 )
+
+# Upstream's further names here say what to use instead.
+__getattr__ = lazy_attributes(__name__)
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -27,7 +36,10 @@ __all__ = [
     "get_accelerator",
     "is_zero_param",
     "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
@@ -52,6 +64,16 @@ def zero_wrapper_for_fp_tensor_constructor(
     cut.
     """
     return fn
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The model of an engine with all its parameters whole, for generating with it. All ranks enter
+    and leave together; nothing of it may be changed inside.
+    """
+    module = getattr(model, "module", model)
+    with GatheredParameters(list(module.parameters())):
+        yield module
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

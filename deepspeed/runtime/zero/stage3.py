@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
@@ -52,6 +53,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     Reduction,
 )
 from deepspeed.runtime.zero.zero_parameter import ZeroParamStatus, record_of
+
+# Upstream's further names here, or what to use instead of them.
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.partition_parameters",
+    },
+)
 
 
 class ShardPart(NamedTuple):

@@ -1,0 +1,74 @@
+"""Upstream's public names that are parts of its implementation, which this package does not share.
+
+`_absent` says so to scripts that ask for one of them, and what to use where there is something.
+"""
+
+from __future__ import annotations
+
+OPTIMIZER_METHODS = frozenset(
+    """
+    accumulate_hp_grads_and_remove_lp allreduce_and_copy allreduce_and_copy_with_multiple_ranks
+    allreduce_and_scatter allreduce_bucket allreduce_no_retain async_accumulate_grad_in_cpu_via_gpu
+    async_inplace_copy_grad_to_fp32_buffer_from_gpu buffered_reduce_fallback check_overflow
+    checkpoint_event_epilogue checkpoint_event_prologue clear_backward_seen_flag
+    clear_grad_attribute configure_autoep_folding_tp_gradient_reduction copy_grads_in_partition
+    create_reduce_and_remove_grad_hooks create_zenflow_hooks dump_post_step_gradients
+    dump_pre_step_gradients empty_partition_cache enter_backward fill_grad_accum_attribute
+    finalize_gradient_accumulation_boundary flatten_and_print flatten_dense_tensors_aligned
+    free_grad_in_param_list get_all_grad_tensors get_bit16_param_group get_data_parallel_partitions
+    get_ep_ranks get_first_param_index get_flat_partition get_fp32_grad_for_param
+    get_fp32_grad_partitions get_full_hp_param get_grad_position get_gradient_for_reduction
+    get_grads_for_norm get_grads_to_reduce get_groups_without_padding get_hp_param_device
+    get_lean_optimizer_state get_local_fp32_grad_for_param get_local_fp32_param get_lr
+    get_param_comm_dtype get_param_gradient_attribute get_param_id get_partition_info
+    gradient_reduction_w_predivide has_overflow has_overflow_partitioned_grads_serial
+    has_overflow_serial independent_gradient_partition_epilogue initialize_ds_offload
+    initialize_gradient_partition initialize_gradient_partitioning_data_structures
+    initialize_optimizer_states invalidate_secondary_tensor is_moe_group load_hp_checkpoint_state
+    load_hp_checkpoint_state_from_checkpoint_dir load_hp_checkpoint_state_from_checkpoint_dir_stage3
+    load_module_checkpoint_state_from_checkpoint_dir_stage3 offload_states
+    overlapping_partition_gradients_reduce_epilogue override_loss_scale partition_grads print_rank_0
+    process_gradients quantize_nontrainable_params queue_post_backward_callback reduce_ipg_grads
+    reenter_backward_if_needed register_grad_acc_post_hook reload_states report_ipg_memory_usage
+    reset_cpu_buffers reset_partition_gradient_structures reset_swap_buffers run_grad_acc_post_hooks
+    sequential_execution set_fp32_grad_for_param set_full_hp_param set_grad_positions
+    set_local_grad_for_param set_local_hp_param set_lr set_none_gradients_to_zero
+    set_norm_for_param_grad set_norm_for_param_grad_in_gpu setup_buckets
+    should_refresh_expected_hook_count step_fused_adam step_fused_lamb
+    unregister_grad_acc_post_hooks unscale_and_clip_grads update_fp32_grad_for_param_vectorized
+    update_hook_state_and_maybe_run_epilogue update_offload_overflow_tracker
+    update_offload_overflow_tracker_for_param_grad zero_reduced_gradients
+    """.split()
+)
+"""Methods of the sharded and the half-precision optimizers."""
+
+MODULE_NAMES = frozenset(
+    """
+    AllGatherCoalescedHandle AllGatherHandle AllReduceCoalescedHandle BackwardHookStateManager
+    CUDAQuantizer IPGBucketZ3 InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles
+    NoGatherCoalescedHandle NoGatherHandle QuantizationInfo apply_zero_leaf_module_config
+    debug_rank0 defragment get_alignment_padding get_all_subclasses get_allgather_dtype
+    get_lst_from_rank0 get_mapping_to_flat_buffer get_new_tensor_fn_for_dtype input is_even isclose
+    lcm model_to_params move_to_cpu print_rank_0 print_rank_msg split_half_float_double
+    split_half_float_double_sparse
+    """.split()
+)
+"""Functions and classes beside the optimizers, the engine and `zero.Init`."""
+
+HELPERS = frozenset(
+    """
+    OutputBackwardHookManager TLinear all_gather_dp_groups all_gather_into_tensor_dp_groups
+    check_internal_apis_for_count_used_parameters count_used_parameters_in_backward get_grad_zeros
+    get_inactive_params get_norm_with_moe_layers get_norm_with_moe_layers_fast graph_process
+    is_transformers_cache register_output_backward_hooks
+    """.split()
+)
+"""Of `deepspeed.runtime.utils`."""
+
+CONVERSION = frozenset(
+    """
+    atoi dp_index_to_str dump_param_fragment extract_zero_shards extract_zero_shards_stage3
+    merge_tp_slices merge_zero3_slices natural_keys
+    """.split()
+)
+"""Of `deepspeed.checkpoint.ds_to_universal`."""

@@ -1,0 +1,282 @@
+"""What scripts import of `deepspeed.runtime.utils` and other of upstream's corners; the numbers are
+upstream 0.19.6's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unit.common import DistributedTest
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint import (
+    UNIVERSAL_CHECKPOINT_INFO,
+    DeepSpeedCheckpoint,
+    ZeROCheckpoint,
+    get_model_3d_descriptor,
+    model_3d_desc,
+)
+from deepspeed.git_version_info import torch_info
+from deepspeed.runtime import utils
+from deepspeed.runtime.zero import offload_states
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils.torch import register_grad_hook, required_torch_version
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_norms() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert utils.get_global_norm([3.0, 4.0]) == 5.0
+    assert utils.get_flattened_grad_norm([param]) == 5.0
+    assert utils.get_weight_norm(param) == pytest.approx(2**0.5)
+    tensors = [torch.tensor([3.0]), torch.tensor([-4.0])]
+    assert utils.get_global_norm_of_tensors(tensors) == 5.0
+    assert utils.get_global_norm_of_tensors(tensors, norm_type=INF) == 4.0
+    assert utils.clip_tensors_by_global_norm(tensors) == 5.0
+    assert torch.allclose(torch.cat(tensors), torch.tensor([0.6, -0.8]))
+    param.grad[1] = INF
+    check = utils.CheckOverflow([[param]])
+    assert check.has_overflow_serial([param]) and check.check()
+    assert check.check_using_norm([1.0, -1]) and not check.check_using_norm([1.0])
+
+
+def test_tensors_and_structures(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, NAN, INF, -INF])
+    utils.mask_nan_or_inf_with_val_inplace(values)
+    assert values.tolist() == [1.0, -1.0, -1.0, -1.0]
+    aligned = utils.align_dense_tensors([torch.ones(3), torch.ones(2)], 4)
+    assert [part.numel() for part in aligned] == [3, 2, 3]
+    assert utils.get_tensor_bytes([torch.ones(3), (torch.ones(2), 5)]) == 20
+    assert utils.compare_tensors_in_structures([torch.ones(2), 1], [torch.ones(2), 1])
+    assert not utils.compare_tensors_in_structures({"a": torch.ones(2)}, {"a": torch.zeros(2)})
+    assert utils.maybe_loss_for_backward(torch.ones(1, requires_grad=True) * 2)
+    assert not utils.maybe_loss_for_backward(torch.ones(2, requires_grad=True) * 2)
+    full, empty = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))
+    assert utils.filter_empty_parameters([full, empty]) == [full]
+    assert utils.filter_empty_parameters([{"params": [full, empty], "lr": 1}]) == [
+        {"params": [full], "lr": 1}
+    ]
+    assert utils.call_to_str("f", 1, "a", x=2) == "f(1, 'a', x=2)"
+    assert utils.get_only_unique_item([2, 2]) == 2
+    with pytest.raises(RuntimeError, match="one unique item"):
+        utils.get_only_unique_item([2, 3])
+    utils.ensure_directory_exists(tmp_path / "a" / "b.txt")
+    (tmp_path / "a" / "b.txt").write_text("12345")
+    assert utils.get_checkpoint_folder_size(str(tmp_path), "a") == 5
+    assert zero_utils.is_zero_supported_optimizer(torch.optim.AdamW([full]))
+    assert not zero_utils.is_zero_supported_optimizer(torch.optim.LBFGS([full]))
+    doubled = zero_utils.apply_to_tensors_only(lambda t: 2 * t, {"a": [full.data, "text"]})
+    assert torch.equal(doubled["a"][0], 2 * full.data) and doubled["a"][1] == "text"
+
+
+def test_torch() -> None:
+    assert required_torch_version(min_version=2.6) and not required_torch_version(
+        max_version="1.13"
+    )
+    assert required_torch_version(min_version="2.6", max_version="99.0")
+    with pytest.raises(ValueError, match="give min_version"):
+        required_torch_version()
+    assert torch.__version__.startswith(torch_info["version"]) and "bf16_support" in torch_info
+    param, seen = nn.Parameter(torch.ones(2)), []
+    register_grad_hook(param, lambda p: seen.append(p.grad.clone()))
+    (3 * param).sum().backward()
+    assert torch.equal(seen[0], torch.tensor([3.0, 3.0]))
+
+
+def test_states_move() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([param])
+    param.grad = torch.ones(2)
+    optimizer.step()
+    offload_states.offload_adam_states(optimizer, "meta")
+    assert {t.device.type for t in optimizer.state[param].values() if t.dim()} == {"meta"}
+    assert optimizer.state[param]["step"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("ins, outs", [(1, 1), (2, 3), (5, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_are_the_layer(ins: int, outs: int, bias: bool) -> None:
+    # Kills: a bias per tile, tiles in another order, a remainder on another tile than upstream's.
+    whole = nn.Linear(5, 7, bias=bias)
+    tiled = deepspeed.zero.TiledLinear(
+        5, 7, bias=bias, in_splits=ins, out_splits=outs, init_linear=whole
+    )
+    x = torch.randn(3, 5)
+    assert torch.allclose(tiled(x), whole(x), atol=1e-6)
+    assert sum(p.numel() for p in tiled.parameters()) == sum(p.numel() for p in whole.parameters())
+    if (ins, outs, bias) == (2, 3, True):
+        shapes = [(name, tuple(p.shape)) for name, p in tiled.named_parameters()][:3]
+        assert shapes == [
+            ("linears.0.0.weight", (3, 3)),
+            ("linears.0.1.weight", (3, 2)),
+            ("linears.0.1.bias", (3,)),
+        ]
+    with pytest.raises(RuntimeError, match="6 in_splits of 5 features"):
+        deepspeed.zero.TiledLinear(5, 7, in_splits=6)
+
+
+def test_tiles_that_return_their_bias() -> None:
+    class Apart(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]  # Megatron's way
+            return nn.functional.linear(x, self.weight), self.bias
+
+    tiled = deepspeed.zero.TiledLinearReturnBias(4, 6, in_splits=2, out_splits=3, linear_cls=Apart)
+    whole = deepspeed.zero.TiledLinear(4, 6, in_splits=2, out_splits=3)
+    whole.load_state_dict(tiled.state_dict())
+    x = torch.randn(2, 4)
+    output, bias = tiled(x)
+    assert torch.allclose(output + bias, whole(x), atol=1e-6)
+
+
+def test_numbers_of_ranks() -> None:
+    found = model_3d_desc(2, 2, 1)
+    assert found.get_desc() == "PP,TP,DP = (2, 2, 1)" and found.world_size() == 4
+    assert found.is_valid(1, 1, 0) == (True, [])
+    assert found.is_valid(0, 0, 1) == (False, ["DP indexing error: index 1 >= degree 1"])
+    assert found.can_reshape(model_3d_desc(2, 4, 1))[1] == [
+        "Expansion reshape not supported - TP: 2 ---> 4"
+    ]
+    assert UNIVERSAL_CHECKPOINT_INFO == "universal_checkpoint_info"
+
+
+class TestOnRanks(DistributedTest):
+    world_size = 2
+
+    def test_partitioned_tensor(self) -> None:
+        # Kills: parts in another order, an odd element lost.
+        whole = torch.arange(15.0).view(3, 5)
+        parted = utils.PartitionedTensor(whole, dist.get_world_group())
+        assert parted.local_size() == torch.Size([8 - dist.get_rank()])
+        assert parted.to_meta().tolist() == [2, 3, 5, 2, dist.get_rank(), 0, 8, 15]
+        other = utils.PartitionedTensor.from_meta(
+            parted.to_meta(), parted.data(), dist.get_world_group()
+        )
+        assert torch.equal(parted.full(), whole) and torch.equal(other.full(), whole)
+        assert other.full_size() == [3, 5]
+
+    def test_overflow_anywhere(self) -> None:
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.tensor([1.0, INF if dist.get_rank() else 1.0])
+        assert utils.CheckOverflow([[param]]).check()
+
+    def test_files_of_a_folder(self, tmpdir: Any) -> None:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        }
+        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 3), config=config)
+        engine.save_checkpoint(str(tmpdir), tag="t")
+        folder = str(tmpdir.join("t"))
+        assert get_model_3d_descriptor(folder).get_desc() == "PP,TP,DP = (1, 1, 2)"
+        found = ZeROCheckpoint(folder)
+        assert found.get_src_world_size() == 2 and found.get_src_dp_degree() == 2
+        (path,) = found.get_files_for_rank(0, 0, 1)
+        assert path.endswith("zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        state = found.get_state_for_rank(0, 0, 1, keys_to_ignore=["ds_version"])
+        assert "optimizer_state_dict" in state and "ds_version" not in state
+        with pytest.raises(ValueError, match="DP indexing error: index 2 >= degree 2"):
+            found.get_files_for_rank(0, 0, 2)
+        with pytest.raises(RuntimeError, match="no pipeline saved it"):
+            DeepSpeedCheckpoint(folder).get_embedding_files(0)
+
+    def test_getters_are_upstreams(self) -> None:
+        # Kills: a getter that answers for another key.
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+        }
+        model = nn.Linear(3, 3)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        wanted = {
+            "aio_config": {
+                "block_size": 1048576,
+                "queue_depth": 8,
+                "intra_op_parallelism": 1,
+                "single_submit": False,
+                "overlap_events": True,
+                "use_gds": False,
+            },
+            "amp_enabled": False,
+            "amp_params": False,
+            "autotp_size": 0,
+            "bf16_optimizer_states": False,
+            "checkpoint_serialization_enabled": True,
+            "checkpoint_writer_enabled": False,
+            "compile_autotp": False,
+            "cpuadam_cores_perc": 0.9,
+            "curriculum_params_legacy": False,
+            "data_efficiency_enabled": False,
+            "dynamic_loss_scale_args": {
+                "init_scale": 65536,
+                "scale_window": 1000,
+                "delayed_shift": 2,
+                "consecutive_hysteresis": False,
+                "min_scale": 1,
+            },
+            "eigenvalue_layer_name": "bert.encoder.layer",
+            "eigenvalue_max_iter": 100,
+            "initial_dynamic_scale": 65536,
+            "is_first_weights_partition_group": True,
+            "log_level": None,
+            "mics_shard_size": -1,
+            "optimizer_legacy_fusion": False,
+            "pld_enabled": False,
+            "super_offload": False,
+            "torch_autocast_lower_precision_safe_modules": [
+                "torch.nn.modules.linear.Linear",
+                "torch.nn.modules.conv.Conv1d",
+                "torch.nn.modules.conv.Conv2d",
+                "torch.nn.modules.conv.Conv3d",
+            ],
+            "zero_force_ds_cpu_optimizer": True,
+            "zero_hpz_partition_size": 1,
+            "zero_max_live_parameters": 1_000_000_000,
+            "zero_multi_rank_bucket_allreduce": True,
+            "zero_nvme_offload_optimizer": False,
+            "zero_offload_param": None,
+            "zero_param_persistence_threshold": 100_000,
+            "zero_partial_offload": 1.0,
+            "zero_prefetch_bucket_size": 50_000_000,
+            "zero_sub_group_size": 1_000_000_000,
+            "zero_use_cpu_optimizer": False,
+            "zeropp_loco_param": None,
+        }
+        assert {name: getattr(engine, name)() for name in wanted} == wanted
+        assert engine.get_data_parallel_rank() == dist.get_rank()
+        assert engine.sparse_tensor_module_names == set()
+        # What an evaluation has gathered is let go.
+        with torch.no_grad():
+            engine(torch.ones(1, 3, dtype=torch.bfloat16))
+        engine.empty_partition_cache()
+        with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
+            assert whole is model and whole.weight.shape == (3, 3)
+
+    def test_modules_outside_of_init(self) -> None:
+        with deepspeed.zero.Init() as init:
+            sharded = nn.Linear(3, 3)
+            deepspeed.runtime.zero.partition_parameters.shutdown_init_context()
+            plain = nn.Linear(3, 3)
+            deepspeed.runtime.zero.partition_parameters.restore_init_context()
+            again = nn.Linear(3, 3)
+        assert init.num_partitions == 2 and init.get_partition_rank() == dist.get_rank()
+        is_sharded = deepspeed.runtime.zero.utils.is_zero_param
+        assert [is_sharded(layer.weight) for layer in (sharded, plain, again)] == [
+            True,
+            False,
+            True,
+        ]
+        with deepspeed.zero.GatheredParameters([sharded.weight, plain.weight]):
+            tiled = deepspeed.zero.TiledLinear(3, 3, in_splits=3, init_linear=sharded)
+            assert torch.equal(
+                torch.cat([tile.weight for tile in tiled.linears[0]], 1), sharded.weight
+            )

@@ -1,0 +1,146 @@
+"""Every public name of upstream's is here, or says what to use instead.
+
+`upstream_names.txt` is read off DeepSpeed 0.19.6: names that scripts can import or call. `pytest
+-s` prints the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed._absent import ABSENCES, reason
+from deepspeed.ops.op_builder import ALL_OPS, OTHER_OPS, OpBuildError
+from unit.common import DistributedTest
+
+NAMES = Path(__file__).with_name("upstream_names.txt")
+HAS, REFUSES, MISSING = "has", "refuses", "missing"
+
+
+def listed() -> Iterator[tuple[str, str, str]]:
+    """(module, name, method or an empty string)"""
+    module = name = ""
+    for line in NAMES.read_text(encoding="ascii").splitlines():
+        text = line.strip()
+        if not text or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            module = text
+        elif not line.startswith("    "):
+            name = text
+            yield module, name, ""
+        else:
+            yield module, name, text
+
+
+def answer(module: str, name: str, method: str) -> str:
+    """What a script finds."""
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError) as error:
+        told = {reason(module, name)}
+        if module.count("."):  # a package that cannot be imported says it for what is in it
+            told.add(reason(*module.split(".")[:2]))
+        return REFUSES if str(error) in told or method else MISSING
+    if not method or hasattr(found, method):
+        return HAS
+    if method in getattr(found, "model_fields", {}) or method in vars(found).get(
+        "__annotations__", {}
+    ):
+        return HAS
+    return REFUSES if reason(f"{module}.{name}", method) else MISSING
+
+
+def test_no_name_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    # Kills: an import in a script's first line that fails without a word on what to do.
+    table: dict[str, Counter[str]] = {}
+    missing = []
+    for entry in listed():
+        kind = answer(*entry)
+        table.setdefault(entry[0], Counter())[kind] += 1
+        if kind == MISSING:
+            missing.append(".".join(filter(None, entry)))
+    for module, counts in table.items():
+        print(f"{module:55} {counts[HAS]:4} has {counts[REFUSES]:4} refuses")
+    total = sum(table.values(), Counter())
+    print(f"{'all':55} {total[HAS]:4} has {total[REFUSES]:4} refuses")
+    assert missing == []
+    # Refusals are no way to make the list empty: what scripts call is there.
+    assert total[HAS] > 2 * total[REFUSES]
+
+
+def test_each_absence_is_upstreams() -> None:
+    # Kills: a rule that answers what nobody would ask for.
+    names = [
+        (f"{module}.{name}" if method else module, method or name)
+        for module, name, method in listed()
+    ]
+    names += [("deepspeed", "linear"), ("deepspeed", "io"), ("deepspeed.checkpoint", "merge_state")]
+    told = [reason(*entry) for entry in names]
+    ends = tuple(text for text in told if text)
+    used = [absence for absence in ABSENCES if any(end.endswith(absence.why) for end in ends)]
+    assert [absence for absence in ABSENCES if absence not in used] == []
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("deepspeed.runtime.utils", "see_memory_usages"),
+        ("deepspeed.runtime.config", "GET_BATCH"),
+        ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer3"),
+        ("deepspeed.runtime.engine.DeepSpeedEngine", "zero_max_live_parameter"),
+        ("deepspeed.checkpoint.ds_to_universal", "mains"),
+    ],
+)
+def test_what_is_misspelled_is_not_answered(module: str, name: str) -> None:
+    assert reason(module, name) is None
+
+
+def test_builders_say_what_serves_instead() -> None:
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.ops.op_builder import (  # type: ignore[attr-defined]  # made by name
+        FusedAdamBuilder,
+        TransformerBuilder,
+        UtilsBuilder,
+    )
+
+    assert set(__compatible_ops__) == {*ALL_OPS, *OTHER_OPS}
+    assert __compatible_ops__["fused_adam"] and not __compatible_ops__["transformer"]
+    assert FusedAdamBuilder().load().FusedAdam is deepspeed.ops.adam.FusedAdam
+    tensors = [torch.ones(2, 3), torch.zeros(4)]
+    utils = UtilsBuilder().load()
+    flat = utils.flatten(tensors)
+    assert flat.shape == (10,)
+    assert all(map(torch.equal, utils.unflatten(flat, tensors), tensors))
+    with pytest.raises(OpBuildError, match="op transformer cannot be used here: .*torch's"):
+        TransformerBuilder().load()
+
+
+class TestRefusals(DistributedTest):
+    world_size = 1
+
+    def test_of_objects(self) -> None:
+        # Kills: rules that only this test would ever read.
+        config = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        }
+        engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+        with pytest.raises(AttributeError, match="offload_states: .*offload_optimizer"):
+            engine.offload_states()
+        with pytest.raises(AttributeError, match="reduce_ipg_grads: it is a part of upstream's"):
+            optimizer.reduce_ipg_grads()
+        for thing in (engine, optimizer):
+            with pytest.raises(AttributeError, match="no attribute 'stepp'"):
+                thing.stepp()
+        with pytest.raises(AttributeError, match="no attribute 'weihgt'"):
+            engine.weihgt  # noqa: B018
+        assert engine.weight is engine.module.weight
