@@ -1,7 +1,8 @@
-"""Host time of one rank of thousands: building the engine, and one step of ZeRO-1 or ZeRO-2.
+"""Host time of one rank of thousands: building the engine, and one step of ZeRO.
 
     python benchmarks/large_worlds.py
     python benchmarks/large_worlds.py --worlds 8 4096 --stage 1 --steps 50
+    python benchmarks/large_worlds.py --worlds 8 4096 --stage 3
 
 One process is rank 0 of a process group of torch's that only pretends (`fake`). Collectives are
 counted and left out (the pretended ones copy a piece for every rank), so what is measured is what
@@ -9,6 +10,9 @@ the package does on the host. The model is small,
 and its buckets too, so that there are as many collectives as in a large one. Worlds take turns,
 each in a process of its own with one thread, for several rounds; reported is the fastest, in
 processor time.
+
+At stage 3 the model is built under `zero.Init`, nothing stays whole, every block is a unit, and is
+gathered anew for backward.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ class Issued:
     def run(self, call: Any, proceed: Any) -> Any:
         """Called for every operation."""
         self.names.append(call.name)
-        if call.name == "reduce_scatter_tensor":
-            # What was allocated for the sum may hold anything; not finite, no step would be taken.
+        if call.name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+            # What was allocated may hold anything; not finite, no step would be taken.
             for tensor in call.writes:
                 tensor.zero_()
         return self if call.async_op else None
@@ -58,18 +62,31 @@ def measure(world: int, stage: int, blocks: int, width: int, buckets: int, steps
     add_observer(issued)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0) for _ in range(blocks))
-    )
-    numel = sum(param.numel() for param in model.parameters())
-    config = {
+
+    def built() -> nn.Module:
+        layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0) for _ in range(blocks))
+        return nn.Sequential(*layers)
+
+    numel = sum(param.numel() for param in built().parameters())
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": numel // buckets},
     }
+    if stage == 3:
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_unit_fusion_size": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 2 * numel // blocks,
+        }
+    model = None if stage == 3 else built()
     start = time.process_time()
+    if model is None:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = built()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -96,7 +113,7 @@ def main() -> None:
     """Measure every world in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--stage", type=int, default=2, choices=[1, 2])
+    parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3])
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--buckets", type=int, default=14)

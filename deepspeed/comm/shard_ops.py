@@ -2,7 +2,8 @@
 
 `reduce_to_owners` sums each owner's part of a buffer onto that owner (a reduce-scatter);
 `gather_from_owners` fills every rank's copy of a buffer from the parts' owners (an all-gather), in
-place; `gather_slices` the same for slices that are not neighbours in memory. Device backends run
+place; `gather_slices` the same for slices that are not neighbours in memory; `scatter_from_first`
+gives each rank its part of what the first has. Device backends run
 the first two as one operation of their own. Host backends (gloo, mpi) exchange the slices pairwise:
 every byte crosses once, no rank reduces what it doesn't own, and the owner can sum the pieces in a
 wider dtype and in rank order.
@@ -193,6 +194,30 @@ def gather_slices(
     elif world > 1:
         works = [dist.all_gather(list(slices), slices[rank], group=group, async_op=True)]
     return _started(PendingShards(works, [], keep=slices[rank]), async_op)
+
+
+def scatter_from_first(flat: torch.Tensor, own: torch.Tensor, group: dist.Group = None) -> None:
+    """Fill `own` with this rank's of as many equal parts of the first rank's `flat` as there are
+    ranks.
+
+    Devices send all of it to everybody: it takes the first rank as long as sending every part to
+    its owner, and no list with a part for each rank, which for one layer on thousands of ranks
+    takes the host longer than the layer.
+
+    Args:
+        flat: Contiguous, 1-D; on other ranks its content is undefined before and afterwards.
+        own: 1-D, of a part's elements.
+        group: Process group; None is the world.
+    """
+    rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
+    if world > 1 and own.numel():
+        first = dist.get_global_rank(group, 0)
+        if is_pairwise(flat, group):
+            parts = _parts(flat, world) if rank == 0 else None
+            dist.scatter(own, parts, src=first, group=group)
+            return
+        dist.broadcast(flat, src=first, group=group)
+    own.copy_(_part(flat, rank, world))
 
 
 def _started(pending: PendingShards, async_op: bool) -> PendingShards:

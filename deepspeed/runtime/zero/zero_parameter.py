@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
@@ -450,11 +451,7 @@ def _cut(
     if rank == 0:
         RowFiller(table, rows).fill([param.data for param in params])
     shard = torch.empty(table.shard_numel, dtype=dtype, device=device)
-    if world == 1:
-        shard.copy_(rows)
-    elif table.shard_numel:
-        pieces = list(rows.view(world, -1).unbind(0)) if rank == 0 else None
-        dist.scatter(shard, pieces, src=dist.get_global_rank(group, 0), group=group)
+    scatter_from_first(rows, shard, group)
     shard = memory.place(shard, device)
     for index, param in enumerate(params):
         start = table.cut_starts[index]

@@ -4,6 +4,7 @@ process group of torch's that only pretends.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import deepspeed
 from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -39,10 +41,14 @@ class Issued:
 
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()
+        self.most_tensors = 0  # that one operation was given
 
     def run(self, call: Any, proceed: Any) -> Any:
         """Called for every operation."""
         self.names[call.name] += 1
+        self.most_tensors = max(self.most_tensors, len(call.reads) + len(call.writes))
+        for tensor in call.writes if call.name != "broadcast" else ():
+            tensor.zero_()  # where there is memory: a step is taken only if it is finite
         return self if call.async_op else None
 
     def wait(self) -> None:
@@ -124,3 +130,63 @@ def test_building_does_not_grow_with_the_world() -> None:
                 fastest[size] = min(fastest[size], time.perf_counter() - start)
                 optimizer.destroy()
     assert fastest[4096] < 2 * fastest[8], fastest
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """How many functions are called, in Python and of the interpreter."""
+    calls = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def calls_at_stage_3(world: int, blocks: int) -> tuple[int, int, Counter[str]]:
+    """Of building a model and its engine, and of a step; and the step's collectives."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_unit_fusion_size": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 1000,
+        },
+    }
+    with world_of(world) as issued:
+        with counted_calls() as building:
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                layers = (nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(blocks))
+                model = nn.Sequential(*layers)
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+        for _ in range(2):
+            issued.names.clear()
+            with counted_calls() as stepping:
+                engine.backward(engine(torch.ones(2, 1, 8)).square().mean())
+                engine.step()
+        counts = Counter(issued.names)
+        assert issued.most_tensors <= 2
+        engine.destroy()
+    return building[0], stepping[0], counts
+
+
+def test_no_python_for_each_rank_at_stage_3() -> None:
+    # Kills: a list, a view or a call for every rank, or every rank and parameter, when parameters
+    # are cut, gathered or reduced; a gather or a reduction for each parameter.
+    blocks = 3
+    calls_at_stage_3(8, blocks)  # what is imported and cached at the first time
+    building, stepping, counts = calls_at_stage_3(8, blocks)
+    many_building, many_stepping, many_counts = calls_at_stage_3(4096, blocks)
+    # Other parameters have padding.
+    assert many_building <= 1.05 * building, (building, many_building)
+    assert many_stepping <= 1.05 * stepping, (stepping, many_stepping)
+    assert counts == many_counts
+    assert counts["all_gather_into_tensor"] <= 2 * blocks
+    assert counts["reduce_scatter_tensor"] == blocks
