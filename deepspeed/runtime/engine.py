@@ -42,6 +42,7 @@ from deepspeed.runtime.model_setup import (
     cast_model,
     comm_dtype_lookup,
     make_parallel_groups,
+    model_dtype,
     sum_sequence_parallel_gradients,
 )
 from deepspeed.runtime.optimizer_factory import (
@@ -148,7 +149,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         # Raises without its packages: before the model is touched.
         self.monitor = MonitorMaster(self._config.monitor_config)
         shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
-        cast_model(model, self._config, in_place=not shards_model)
+        self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
         if not dont_change_device and not shards_model:
             model.to(self.device)
         make_parallel_groups(model, self._config)
@@ -181,7 +182,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             model,
             self._config.tree.zero_optimization,
             self.model_ranks,
-            self.model_dtype,
+            model_dtype(self._config),
             buffer_dtype(self._config),
             None if dont_change_device else self.device,
         )
@@ -709,8 +710,8 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self._window_is_plain = None
 
     def get_global_grad_norm(self) -> float | torch.Tensor | None:
-        """Global gradient norm of the last step, unscaled and before clipping; None before the
-        first.
+        """Global gradient norm of the last step that was not skipped, unscaled and before clipping;
+        None before the first step. `was_step_applied` and `skipped_steps` tell of skips.
         """
         return None if self._sequence is None else self._sequence.global_grad_norm
 

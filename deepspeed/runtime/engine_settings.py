@@ -13,7 +13,6 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
-from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 Value = TypeVar("Value")
@@ -39,6 +38,7 @@ class EngineSettings:
     """
 
     _config: DeepSpeedConfig
+    _model_dtype: torch.dtype
     basic_optimizer: torch.optim.Optimizer | None
     tracker: AccumulationTracker
 
@@ -103,7 +103,7 @@ class EngineSettings:
     @property
     def model_dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
-        return model_dtype(self._config)
+        return self._model_dtype
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtype of the model and of gradient accumulation."""

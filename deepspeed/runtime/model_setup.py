@@ -15,6 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
+from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
 # any.
@@ -59,7 +60,7 @@ def cast_module(
     model._apply(cast)
 
 
-def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True) -> None:
+def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True) -> torch.dtype:
     """Cast floating parameters to the configured dtype, and buffers if `data_types.buffer_dtype` is
     given, in place.
 
@@ -68,27 +69,53 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True)
         config: The configuration.
         in_place: False: only check; who cuts the parameters casts them.
 
+    Returns:
+        The dtype in which the model is trained: the configuration's, or without a precision block
+        that of parameters which are all in one half precision.
+
     Raises:
-        ValueError: If neither fp16 nor bf16 is enabled and a trainable parameter is in half
-            precision: it would be trained without master weights.
+        ValueError: If neither fp16 nor bf16 is enabled, ZeRO shards, and trainable parameters are
+            of several dtypes.
     """
     dtype = model_dtype(config)
     _check_param_dtype(config, dtype)
     if in_place:
         cast_module(model, dtype if dtype != torch.float32 else None, buffer_dtype(config))
-    if dtype != torch.float32:
-        return
-    halves = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
-    ]
-    if halves:
+    return dtype if dtype != torch.float32 else _given_dtype(model, config)
+
+
+def _given_dtype(model: nn.Module, config: DeepSpeedConfig) -> torch.dtype:
+    """The dtype of the trainable parameters, which no precision block asks to change; see
+    `cast_model`.
+    """
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.is_floating_point():
+            by_dtype.setdefault(param.dtype, name)
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in by_dtype), None)
+    if half is None:
+        return torch.float32
+    stage = int(config.tree.zero_optimization.stage)
+    if len(by_dtype) > 1 and stage > 0:
         raise ValueError(
-            f"neither bf16 nor fp16 is enabled, but {len(halves)} trainable parameters are in half "
-            f"precision ({halves[0]}, ...): "
-            'set "bf16": {"enabled": true} (or fp16), or pass the model in fp32'
+            f"neither bf16 nor fp16 is enabled, and trainable parameters are of {len(by_dtype)} "
+            f"dtypes ({', '.join(by_dtype.values())}, ...), which zero_optimization.stage {stage} "
+            'does not shard together: set "bf16": {"enabled": true} (or fp16), or pass the model '
+            "in one dtype"
         )
+    lacks = "their moments have that dtype, and there are no fp32 master weights"
+    if stage > 0:
+        lacks = "masters are fp32, and gradients carry no loss scale"
+    logger.warning(
+        "%s is in %s and no precision block is enabled: parameters are trained as they are (%s). "
+        'Set "%s": {"enabled": true} for %s, or pass the model in fp32',
+        by_dtype[half],
+        half,
+        lacks,
+        "bf16" if half == torch.bfloat16 else "fp16",
+        "master weights" if half == torch.bfloat16 else "master weights and a loss scale",
+    )
+    return half if len(by_dtype) == 1 else torch.float32
 
 
 def _check_param_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> None:

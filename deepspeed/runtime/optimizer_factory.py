@@ -336,7 +336,14 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         return _bf16(basic, context, accumulation)
     if stage > 0:
         return _zero(basic, context, stage, accumulation)
-    if model_dtype == torch.float32:
+    # Without a precision block nobody asked for masters.
+    if not (tree.fp16.enabled or tree.bf16.enabled):
+        if accumulation is not None:
+            raise DeepSpeedConfigError(
+                f"data_types.grad_accum_dtype: {accumulation} with {model_dtype} parameters, "
+                f"{type(basic).__name__} and no precision block at stage 0 is not supported; "
+                'enable "bf16" or "fp16", or leave it out'
+            )
         return ReplicatedOptimizer(basic, **_replicated(context), **_sequence(context))
     flat = type(basic).__name__ in FLAT_WITHOUT_ZERO
     cls = FP16_Optimizer if flat else FP16_UnfusedOptimizer

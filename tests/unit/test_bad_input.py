@@ -42,6 +42,7 @@ def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
     return lambda: deepspeed.initialize(model=model, config={**GOOD, **keys})
 
 
+WHOLE = torch.nn.Linear(4, 4)
 # What is wrong -> what is done, and what its message must say.
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown key": (give(gradient_cliping=1.0), r"gradient_cliping.*gradient_clipping"),
@@ -99,9 +100,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"optimizer\.params\.learning_rate.*lr",
     ),
     "unknown scheduler": (give(scheduler={"type": "Warmup"}), r"scheduler.*'?Warmup'?.*WarmupLR"),
-    "half-precision model without bf16": (
-        of_model(torch.nn.Linear(4, 4).bfloat16()),
-        r'trainable parameters are in half precision \(weight.*"bf16": \{"enabled": true\}',
+    "partly half-precision model under ZeRO, without bf16": (
+        of_model(torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), WHOLE), **zero(1)),
+        r'of 2 dtypes \(0\.weight, 1\.weight.*"bf16": \{"enabled": true\}',
     ),
     "Lamb under ZeRO": (
         give(optimizer={"type": "Lamb", "params": {"lr": 1e-3}}, **zero(1)),

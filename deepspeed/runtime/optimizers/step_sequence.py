@@ -102,6 +102,7 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         self.check_grad_overflow = check_grad_overflow
         # Of the last step; and of those that the host still has to learn of, oldest first.
         self._outcome: StepOutcome | None = None
+        self._applied: StepOutcome | None = None  # the last that was not skipped
         self._unknown: deque[StepOutcome] = deque()
         self._overflow = False
         # One is on its way while the one before is read.
@@ -282,6 +283,8 @@ class StepSequence(DeepSpeedOptimizer, ABC):
             if self._overflow:
                 self.skipped_steps += 1
                 self._report_skip(outcome.scale)
+            else:
+                self._applied = outcome
 
     def _refuse_unfrozen(self) -> None:
         """A parameter unfrozen after construction is in no bucket: ranks would train it apart
@@ -351,17 +354,20 @@ class StepSequence(DeepSpeedOptimizer, ABC):
 
     @property
     def global_grad_norm(self) -> float | torch.Tensor | None:
-        """Norm of the last step's gradient, unscaled and before clipping; None before the first
-        step.
+        """Norm of the gradient of the last step that was not skipped, unscaled and before clipping;
+        None before the first step, 0 if all so far were skipped.
 
         A number if it clips, or decides on skipping the step; reading it may then wait for the
         device. Otherwise a 0-d tensor.
         """
         if self._outcome is None:
             return None
+        self.learn_outcome()
+        if self._applied is None:
+            return 0.0
         if self.check_grad_overflow or self.clip_grad > 0:
-            return self._outcome.host_norm / self._outcome.scale
-        return self._outcome.norm / self._outcome.scale
+            return self._applied.host_norm / self._applied.scale
+        return self._applied.norm / self._applied.scale
 
     @property
     def group_grad_norms(self) -> list[float] | None:

@@ -190,8 +190,9 @@ class Init:
             configuration's `offload_param` says. The engine's configuration decides where they
             stay.
         pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
-        config_dict_or_path, config: Configuration, of which only the precision and `offload_param`
-            are read; "auto" counts as not given.
+        config_dict_or_path, config: Configuration, of which only the stage, the precision and
+            `offload_param` are read; "auto" counts as not given. At a stage below 3 the block does
+            nothing, as with `enabled=False`: parameters are made as usual.
         enabled: False: the block does nothing.
         dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
             are made.
@@ -225,8 +226,9 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        self.enabled = enabled
-        if not enabled:
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self.enabled = enabled and _shards_parameters(source)
+        if not self.enabled:
             return
         _refuse("zero_param_parallel_group", zero_param_parallel_group)
         _refuse("zero_quantized_weights", zero_quantized_weights)
@@ -241,7 +243,6 @@ class Init:
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         self.group = group if group is not None else dist.get_world_group()
-        source = config_dict_or_path if config_dict_or_path is not None else config
         self.dtype = dtype if dtype is not None else _configured_dtype(source)
         self.device = torch.device(get_accelerator().current_device_name())
         self.memory = _shard_memory(remote_device, pin_memory, source)
@@ -334,6 +335,13 @@ def _is_on(value: Any) -> bool:
 def _mapping(source: Any) -> Mapping[str, Any]:
     config: Mapping[str, Any] = source if isinstance(source, Mapping) else load_config(source)
     return config
+
+
+def _shards_parameters(source: Any) -> bool:
+    """Whether a configuration, if any, is one of stage 3; one that names no stage counts."""
+    zero = {} if source is None else _mapping(source).get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return stage is None or str(stage) in ("3", "3.0", "auto")
 
 
 def _configured_dtype(source: Any) -> torch.dtype | None:

@@ -424,6 +424,25 @@ FAULTS = (
         "momentum",
     ),
     Fault(
+        "the norm of a skipped step is reported",
+        SEQUENCE,
+        (
+            (
+                "            else:\n                self._applied = outcome\n",
+                "            self._applied = outcome\n",
+            ),
+        ),
+        "tests/unit/v1/zero/test_clients_ways.py",
+        "TestNorm",
+    ),
+    Fault(
+        "zero.Init cuts a model for a stage that does not gather it",
+        "deepspeed/runtime/zero/init_context.py",
+        (('str(stage) in ("3", "3.0", "auto")', "True"),),
+        "tests/unit/v1/zero/test_clients_ways.py",
+        "TestZeroNames",
+    ),
+    Fault(
         "buffers are rounded with the parameters",
         "deepspeed/runtime/model_setup.py",
         (

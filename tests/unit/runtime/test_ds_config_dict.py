@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,6 +272,13 @@ def test_steps_per_print_may_be_infinite(given, read):
 def test_wrong_types_name_path_value_and_expectation(keys, path, expected):
     text = error(**keys)
     assert path in text and expected in text
+
+
+def test_keys_without_effect_are_documented():
+    pages = Path(__file__).parents[3] / "docs"
+    text = (pages / "differences.md").read_text(encoding="utf-8")
+    told = text[text.index("### Keys that are accepted") : text.index("## Checkpoints")]
+    assert [inert.path for inert in INERT if inert.path.rpartition(".")[2] not in told] == []
 
 
 def test_numbers_and_switches_in_other_words_mean_what_they_say():
