@@ -355,6 +355,25 @@ class TestBounds(DistributedTest):
             assert len(gathers) == (3 if step == 0 else 2), gathers
         engine.destroy()
 
+    def test_one_at_a_time(self) -> None:
+        # Kills: a unit that stays whole when the next one is used, in forward or in backward.
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        engine = engine_of(model, config_of(3, 1, **BOUNDED))
+        offload = engine.parameter_offload
+        assert [unit.numel for unit in offload.units] == [360, 360]
+        live: list[int] = []
+
+        def look(*_: Any) -> None:
+            live.append(offload.param_coordinator.live_numel)
+
+        for layer in model:
+            layer.register_forward_pre_hook(look)
+            layer.register_forward_hook(lambda layer, args, out: out.register_hook(look) and None)
+        # In the first step nothing is gathered ahead.
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        assert len(live) == 2 * LAYERS and max(live) == 360, live
+        engine.destroy()
+
     def test_granularity(self) -> None:
         # Kills: a threshold that is compared with a module's elements, or that marks containers.
         units_of = {}
