@@ -103,6 +103,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "runtime.compiler",
             "runtime.dataloader",
             "runtime.script_helpers",
+            "runtime.sequence_parallel",
             "runtime.utils",
         ),
     ),

@@ -3,8 +3,9 @@ being kept.
 
 `checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is
 torch's with our settings around it, recomputes inside of the one backward. Both restore random
-states and autocast, and save their inputs as `configure` says (`saved_inputs`). Random states are
-in `random_states`, upstream's helpers for flat lists in `tensor_lists`.
+states and autocast, and save their inputs as `configure` says (`saved_inputs`); `recomputed` leaves
+them where they are. Random states are in `random_states`, upstream's helpers for flat lists in
+`tensor_lists`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ __all__ = [
     "non_reentrant_checkpoint",
     "partition_activations",
     "partition_activations_in_checkpoint",
+    "recomputed",
     "reset",
     "restore_offloaded_activations",
     "set_num_layers",
@@ -382,15 +384,25 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     Returns:
         The function's result.
     """
+    with saved_inputs.store().hooks():
+        return recomputed(function, *args, **kwargs)
+
+
+def recomputed(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`non_reentrant_checkpoint` whose inputs stay where they are, whatever `configure` says: for
+    pieces of a larger tensor, which are views and cost nothing to keep.
+
+    Returns:
+        The function's result.
+    """
     leaves, arguments = pytree.tree_flatten((args, kwargs))
     flat = _Flat(function, arguments)
-    with saved_inputs.store().hooks():
-        results = torch_checkpoint(
-            flat,
-            *leaves,
-            use_reentrant=False,
-            # Random states are ours to restore: torch doesn't know the tracker's.
-            preserve_rng_state=False,
-            context_fn=lambda: (_boundary("forward"), _Recomputation()),
-        )
+    results = torch_checkpoint(
+        flat,
+        *leaves,
+        use_reentrant=False,
+        # Random states are ours to restore: torch doesn't know the tracker's.
+        preserve_rng_state=False,
+        context_fn=lambda: (_boundary("forward"), _Recomputation()),
+    )
     return flat.nested(results)

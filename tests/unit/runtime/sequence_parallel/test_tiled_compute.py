@@ -1,0 +1,308 @@
+"""Tiles along the sequence: losses and gradients are those of the whole, each parameter's hook
+fires once, and eight times the positions fit where one tile's did.
+
+Numbers of the exact tests are small integers, whose sums are exact in any order. Elsewhere sums
+over positions are grouped by tile: a few roundings of fp32, 1e-7 each, of a gradient's norm.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from unit.common import DistributedTest
+from unit.v1.looping import each
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    SequenceTiledCompute,
+    TiledFusedLogitsLoss,
+    TiledMLP,
+    sequence_tiled_compute,
+)
+from deepspeed.sequence.cross_entropy import IGNORE_INDEX
+
+WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 13
+LR = 0.1
+TOLERANCE = 2e-6
+
+
+class Mlp(nn.Module):
+    """Feed-forward layer whose forward is, or isn't, tiled."""
+
+    def __init__(self, tiles: int, width: int = WIDTH, times: int = 4) -> None:
+        super().__init__()
+        self.tiles = tiles
+        self.up, self.down = nn.Linear(width, times * width), nn.Linear(times * width, width)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tiles == 1:
+            return self.whole(x)
+        return TiledMLP.apply(Mlp.whole, self, x, self.tiles, [self.up.weight])
+
+
+def mean_loss(head: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(x).float(), y)
+
+
+class Net(nn.Module):
+    """Embedding, layers, and a head that shares the embedding's weight."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tiles = tiles
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Mlp(tiles) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        if self.tiles == 1:
+            return mean_loss(self.head, hidden.flatten(0, 1), y.flatten())
+        return TiledFusedLogitsLoss.apply(mean_loss, self.head, hidden, y, None, self.tiles)
+
+
+def tokens(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, s] twice; whole tiles of labels are ignored."""
+    generator = torch.Generator().manual_seed(index)
+    x, y = torch.randint(VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+    y[0, : LENGTH - 2] = IGNORE_INDEX
+    return x, y
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape).double()
+
+
+def make_exact(module: nn.Module) -> nn.Module:
+    module.double()
+    for param in module.parameters():
+        param.data = whole_numbers(*param.shape)
+    return module
+
+
+class TestEqualsTheWhole:
+    @pytest.mark.parametrize("tiles", (2, 5, LENGTH))
+    def test_mlp(self, tiles: int) -> None:
+        # Kills: positions left out or doubled at the borders of uneven tiles; a hook per tile, on
+        # which a reduction would hang that misses the tiles still to come.
+        torch.manual_seed(1)
+        layer = make_exact(Mlp(1))
+        x = whole_numbers(ROWS, LENGTH, WIDTH).requires_grad_()
+        weights = whole_numbers(ROWS, LENGTH, WIDTH)
+        wanted = layer(x)
+        (wanted * weights).sum().backward()
+        grads = [x.grad, *(param.grad for param in layer.parameters())]
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        fired: list[torch.Tensor] = []
+        for param in layer.parameters():
+            param.register_post_accumulate_grad_hook(fired.append)
+        layer.tiles = tiles
+        found = layer(x)
+        (found * weights).sum().backward()
+        assert torch.equal(found, wanted)
+        for wanted_grad, tensor in zip(grads, (x, *layer.parameters()), strict=True):
+            assert torch.equal(tensor.grad, wanted_grad)
+        assert sorted(map(id, fired)) == sorted(map(id, layer.parameters()))
+
+    @pytest.mark.parametrize("whole", (False, True))
+    def test_any_function(self, whole: bool) -> None:
+        # Kills: gradients for the named tensor only; a None that is cut; arguments mixed up; tiles
+        # of another size weighing as much as the others.
+        torch.manual_seed(2)
+        x, z = (whole_numbers(ROWS, 6, 4).requires_grad_() for _ in range(2))
+        factor = whole_numbers(4).requires_grad_()
+
+        def function(*, x: Any, z: Any, absent: Any, function: Any, power: int) -> Any:
+            assert absent is None
+            result = (x * z * function) ** power
+            return result.mean() if whole else result
+
+        wanted = function(x=x, z=z, absent=None, function=factor, power=2)
+        wanted.sum().backward()
+        grads = [tensor.grad for tensor in (x, z, factor)]
+        x.grad = z.grad = factor.grad = None
+        cut, passed = {"x": x, "z": z, "absent": None}, {"function": factor, "power": 2}
+        found = sequence_tiled_compute(function, 6, 3, cut, passed, "x")
+        called = SequenceTiledCompute.apply(
+            function,
+            6,
+            3,
+            list(cut),
+            list(passed),
+            "x",
+            [],
+            1,
+            "mean",
+            *cut.values(),
+            *passed.values(),
+        )
+        assert torch.equal(found, called)
+        found.sum().backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        for wanted_grad, tensor in zip(grads, (x, z, factor), strict=True):
+            torch.testing.assert_close(tensor.grad, wanted_grad, rtol=1e-12, atol=0)
+
+    def test_uneven_mean(self) -> None:
+        x = torch.arange(5.0)[None].requires_grad_()
+        loss = sequence_tiled_compute(lambda x: x.mean(), 5, 2, {"x": x}, {}, "x")
+        loss.backward()
+        assert loss.item() == 2.0 and torch.equal(x.grad, torch.full((1, 5), 0.2))
+
+    @pytest.mark.parametrize("how", ("mean", "sum", "mask"))
+    def test_loss(self, how: str) -> None:
+        # Kills: a mean of means, in which a tile of one label weighs as much as one of ten; NaN
+        # from a tile without labels; a mask that the function doesn't get.
+        torch.manual_seed(3)
+        head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        x, y = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True), tokens(0)[1]
+        mask = (y != IGNORE_INDEX).float() if how == "mask" else None
+
+        def loss_of(head: nn.Module, x: torch.Tensor, y: torch.Tensor, *mask: Any) -> torch.Tensor:
+            if how != "mask":
+                return F.cross_entropy(head(x), y, reduction=how)
+            return (F.cross_entropy(head(x), y, reduction="none") * mask[0]).sum() / mask[0].sum()
+
+        extra = () if mask is None else (mask.flatten(),)
+        wanted = loss_of(head, x.flatten(0, 1), y.flatten(), *extra)
+        grads = torch.autograd.grad(wanted, (x, head.weight))
+        reduction = "sum" if how == "sum" else "mean"
+        found = TiledFusedLogitsLoss.apply(loss_of, head, x, y, mask, 6, [head.weight], reduction)
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0)
+        for grad, of_whole in zip(torch.autograd.grad(found, (x, head.weight)), grads, strict=True):
+            assert (grad - of_whole).norm() <= TOLERANCE * of_whole.norm()
+
+    def test_dropout_falls_alike_in_recomputation(self) -> None:
+        # Kills: a backward through other units than the forward's.
+        x = torch.ones(1, 64, 4, requires_grad=True)
+        out = TiledMLP.apply(lambda _, x: F.dropout(x, 0.5), None, x, 4)
+        out.sum().backward()
+        assert torch.equal(out, x.grad) and 0 < (out == 0).sum() < out.numel()
+
+
+class TestRefusals:
+    def test_arguments(self) -> None:
+        x, y = torch.ones(1, 4, 2), torch.ones(1, 4).long()
+
+        def tiled(**more: Any) -> Any:
+            given: dict[str, Any] = {
+                "shards": 2,
+                "key": "x",
+                "reduction": "sum",
+                "seqlen": 4,
+                **more,
+            }
+            return sequence_tiled_compute(
+                lambda x: x.sum(), given["seqlen"], given["shards"], {"x": x}, {}, given["key"],
+                given.get("params"), 1, given["reduction"],
+            )  # fmt: skip
+
+        for shards in (0, 5):
+            with pytest.raises(ValueError, match="choose shards from 1 to 4"):
+                TiledMLP.apply(lambda _, x: x, None, x, shards)
+        with pytest.raises(ValueError, match="has not 3 positions in dimension 1"):
+            tiled(seqlen=3)
+        with pytest.raises(ValueError, match="'z' is not in kwargs_to_shard"):
+            tiled(key="z")
+        with pytest.raises(ValueError, match="output_reduction 'max': choose one of"):
+            tiled(reduction="max")
+        with pytest.raises(TypeError, match="compute_params holds a str"):
+            tiled(params=["x"])
+        with pytest.raises(ValueError, match="one value for each key"):
+            SequenceTiledCompute.apply(tiled, 4, 2, ["x"], ["z"], "x", None, 1, "sum", x)
+        with pytest.raises(ValueError, match="must be"):
+            TiledFusedLogitsLoss.apply(mean_loss, None, x, y[:, :3], None, 2)
+        with pytest.raises(ValueError, match="is not"):
+            TiledMLP.apply(lambda _, x: x, None, x[0, 0], 1)
+
+
+class TestInAnEngine(DistributedTest):
+    world_size = 2
+
+    @each(stage=(0, 1, 2, 3), bucket=(20, 10**6))
+    def test_trains_as_the_whole(self, stage: int, bucket: int) -> None:
+        # Kills: a bucket that is sent after the first tile, and a gradient counted once per tile:
+        # the ledger names it.
+        accumulation, world, rank = 2, dist.get_world_size(), dist.get_rank()
+        reference, model = Net(1), Net(4)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+            config={
+                "train_micro_batch_size_per_gpu": ROWS,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {
+                    "stage": stage,
+                    "reduce_bucket_size": bucket,
+                    "stage3_param_persistence_threshold": 0,
+                },
+                "verify": {"ledger": True, "collectives": True},
+            },
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            for micro in range(accumulation):
+                first = (step * accumulation + micro) * world
+                losses = [reference(*tokens(first + other)) for other in range(world)]
+                (sum(losses) / (world * accumulation)).backward()
+                loss = engine(*tokens(first + rank))
+                torch.testing.assert_close(loss, losses[rank], rtol=TOLERANCE, atol=0)
+                engine.backward(loss)
+                if micro == accumulation - 1:
+                    self.compare(model, reference)
+                engine.step()
+            optimizer.step()
+        engine.destroy()
+
+    def compare(self, model: nn.Module, reference: nn.Module) -> None:
+        for (name, param), wanted in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            found = deepspeed.utils.safe_get_full_grad(param)
+            error = ((found - wanted.grad).norm() / wanted.grad.norm()).item()
+            assert error <= TOLERANCE, f"{name} is off by {error:.2e}"
+
+
+def peak(what: str, length: int, tiles: int) -> int:
+    """Most bytes that forward and backward hold beside weights and inputs."""
+    width, vocabulary = 32, 1024
+    gc.collect()
+    with simulate() as device:
+        layer, head = Mlp(tiles, width, 8), nn.Linear(width, vocabulary, bias=False)
+        x = torch.randn(1, length, width, requires_grad=True)
+        y = torch.randint(vocabulary, (1, length))
+        device.synchronize()
+        before = device.memory_allocated()
+        device.reset_peak_memory_stats()
+        if what == "mlp":
+            loss = layer(x).sum()
+        elif tiles == 1:
+            loss = mean_loss(head, x.flatten(0, 1), y.flatten())
+        else:
+            loss = TiledFusedLogitsLoss.apply(mean_loss, head, x, y, None, tiles)
+        loss.backward()
+        device.synchronize()
+        return int(device.max_memory_allocated()) - before
+
+
+@pytest.mark.parametrize("what", ("mlp", "loss"))
+def test_a_sequence_eight_times_as_long_at_the_same_peak(what: str) -> None:
+    # Kills: intermediate results of all tiles kept for backward, or logits kept at all.
+    assert peak(what, 8 * 128, 16) <= peak(what, 128, 1)
+    assert peak(what, 8 * 128, 1) >= 7 * peak(what, 128, 1)
