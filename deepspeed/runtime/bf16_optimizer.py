@@ -134,7 +134,7 @@ class BF16_Optimizer(ZeROOptimizer):
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
-        if not self.tracker.is_boundary or self.tracker.in_no_sync:
+        if not self.reduces_now:
             return
         all_reduce_flat(
             self.get_grads_for_reduction(),

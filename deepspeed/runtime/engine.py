@@ -36,6 +36,7 @@ from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.engine_timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope
+from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.runtime.model_setup import (
     broadcast_model,
     buffer_dtype,
@@ -43,7 +44,6 @@ from deepspeed.runtime.model_setup import (
     comm_dtype_lookup,
     make_parallel_groups,
     model_dtype,
-    sum_sequence_parallel_gradients,
 )
 from deepspeed.runtime.optimizer_factory import (
     WrapContext,
@@ -156,14 +156,14 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self.model_ranks = ModelRanks.of(model, self.parallel_map)
         self.parameter_offload = self._shard(model, dont_change_device) if shards_model else None
         broadcast_model(model, self.model_ranks)
-        self._sequence_parallel_hooks = sum_sequence_parallel_gradients(
-            model, self.model_ranks.tensor_group
-        )
+        self._sequence_parts = SequenceParts(model, self.model_ranks.tensor_group)
         self.timers = EngineTimers(self._config, self.train_batch_size())
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
         self._sequence: StepSequence | None = None
         self._configure_optimizer(optimizer, model_parameters)
+        if self._sequence is not None and self._sequence_parts.params:
+            self._sequence.hold(self._sequence_parts.params)
         self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
         self.training_dataloader: Any = (
             self.deepspeed_io(training_data) if training_data is not None else None
@@ -426,7 +426,14 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
     def _gradient_scope(self) -> GradientScope:
         """Whose contributions make up a gradient, for observers."""
         ranks = self.model_ranks
-        return GradientScope(ranks.num_replicas, ranks.holders, ranks.everyone, self.device)
+        parts = self._sequence_parts
+        return GradientScope(
+            ranks.num_replicas,
+            ranks.holders,
+            ranks.everyone,
+            self.device,
+            shared=[(param, parts.group) for param in parts.params],
+        )
 
     def _tell_opened(
         self, sequence: StepSequence, loss: torch.Tensor | None, scale_wrt_gas: bool
@@ -503,6 +510,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         """Micro-batches of one step are divided at different places, so they must all be managed or
         all be plain.
         """
+        self._sequence_parts.opened()
         if (
             self._window_is_plain is not None
             and self._window_is_plain != plain
@@ -552,7 +560,10 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
                 f"allreduce_gradients(bucket_size={bucket_size}): buckets are planned once; set "
                 f"zero_optimization.reduce_bucket_size (now {self.zero_reduce_bucket_size()})"
             )
-        self._require_optimizer("allreduce_gradients").reduce_gradients()
+        sequence = self._require_optimizer("allreduce_gradients")
+        if self._sequence_parts.params and sequence.reduces_now:
+            self._sequence_parts.complete(sequence)
+        sequence.reduce_gradients()
         self._reduced_at_boundary = self.tracker.is_boundary and not self.inside_no_sync_ctxt
 
     @property
@@ -959,8 +970,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self.monitor.close()
         verification.detach_ledger(self)
         verification.engines.discard(self)
-        for hook in self._sequence_parallel_hooks:
-            hook.remove()
+        self._sequence_parts.close()
         for compiled in self._compiled:
             compiled.remove()
         self._compiled = []

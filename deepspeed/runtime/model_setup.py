@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
-from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
@@ -159,45 +159,6 @@ def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
                 piece, flat.split([tensor.numel() for tensor in piece]), strict=True
             ):
                 tensor.copy_(value.view(tensor.shape))
-
-
-def sum_sequence_parallel_gradients(model: nn.Module, group: dist.Group) -> list[Any]:
-    """Sum the gradients of parameters marked `sequence_parallel` over the tensor-parallel ranks, as
-    they arise.
-
-    Under Megatron's sequence parallelism the tensor-parallel ranks hold the same layer norms (and
-    biases of row-parallel layers) but each sees its part of the sequence, so each has a part of the
-    gradient. Megatron's own trainer sums `param.grad` after backward, which is too late here:
-    buckets may have left by then, and a sum over several micro-batches that was averaged before
-    would be summed twice. Summed where it arises, each contribution is whole for whoever comes next
-    (buckets, accumulators, no_sync, the ledger), and the parameter is an ordinary replica of the
-    tensor-parallel ranks.
-
-    Args:
-        model: Whose parameters.
-        group: The tensor-parallel ranks, which run the same backward and so sum in the same order;
-            None: there is only this one.
-
-    Returns:
-        Handles of the hooks.
-    """
-
-    def whole(grad: torch.Tensor) -> torch.Tensor:
-        # Autograd may hand the same tensor to others.
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    if group is None:
-        return []
-    marked = [
-        param
-        for param in model.parameters()
-        if param.requires_grad and getattr(param, "sequence_parallel", False)
-    ]
-    return [
-        param.register_hook(whole) for param in marked if not is_model_parallel_parameter(param)
-    ]
 
 
 def comm_dtype_lookup(

@@ -129,7 +129,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
-        if not self._reduction.reduces_now():
+        if not self.reduces_now:
             return
         if self.accumulator is None:
             self._reduction.reduce()

@@ -145,7 +145,7 @@ class ReplicatedOptimizer(StepSequence):
 
     def reduce_gradients(self) -> None:
         """See base class: only the boundary reduces."""
-        if self._reduction.reduces_now():
+        if self.reduces_now:
             self._reduction.reduce()
             super()._settle(self.read_factor)
 

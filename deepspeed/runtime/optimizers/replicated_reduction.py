@@ -165,17 +165,12 @@ class ReplicatedReduction:
         """See `StepSequence.works_during_backward`."""
         return bool(self._handles) or any(gradients.has_hooks for gradients in self._gradients)
 
-    def reduces_now(self) -> bool:
-        """Whether the micro-batch at hand is one that reduces."""
-        tracker = self._owner.tracker
-        return tracker.is_boundary and not tracker.in_no_sync
-
     def backward_prologue(self) -> None:
         """Before the first gradient of a backward."""
         self._finish()  # of a backward that raised
         for gradients in self._gradients:
             gradients.take_over()
-        self._reducing = self.reduces_now()
+        self._reducing = self._owner.reduces_now
 
     def exit_backward(self) -> None:
         """After the reduction: forget the state of this backward."""

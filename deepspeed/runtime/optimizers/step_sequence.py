@@ -135,6 +135,11 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         """After reduction: forget the state of this backward."""
 
     @property
+    def reduces_now(self) -> bool:
+        """Whether the micro-batch at hand is one that reduces: the boundary, and at ZeRO-2 each."""
+        return self.tracker.is_boundary and not self.tracker.in_no_sync
+
+    @property
     def works_during_backward(self) -> bool:
         """Whether something is done with gradients, from hooks, before backward is over."""
         return False

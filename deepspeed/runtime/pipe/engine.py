@@ -124,7 +124,8 @@ class PipelineEngine(DeepSpeedEngine):
             self.module.num_model_chunks,
             self.parallel_map.pipe.group,
         )
-        return replace(super()._gradient_scope(), shared=self._tied_weights(), passes=passes)
+        scope = super()._gradient_scope()
+        return replace(scope, shared=[*self._tied_weights(), *scope.shared], passes=passes)
 
     def _build_data_iter(self, loader: Any) -> None:
         """Read micro-batches of `loader` over and over. First and last stage see the same order: it

@@ -39,6 +39,7 @@ from deepspeed.runtime.gradients.late import buckets_to_send_again
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
+from deepspeed.runtime.gradients.sequence_parts import has_parts
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.gradients.static_sums import StaticSumGuard
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
@@ -211,7 +212,8 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         self, params: Sequence[nn.Parameter], positions: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """The parameters of each bucket of a group, the one that is complete first at the front."""
-        kinds = [self.get_param_comm_dtype(param) for param in params]
+        # Those that are complete after all others have buckets of their own: no other waits.
+        kinds = [(self.get_param_comm_dtype(param), has_parts(param)) for param in params]
         numels = [param.numel() for param in params]
         return fill_buckets(numels, positions, self.reduce_bucket_size, kinds)
 
@@ -313,14 +315,16 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
         return on_gradient
 
-    def _reduces_now(self) -> bool:
+    @property
+    def reduces_now(self) -> bool:
+        """See base class."""
         return (
             self.partition_gradients or self.tracker.is_boundary
         ) and not self.tracker.in_no_sync
 
     def backward_prologue(self) -> None:
         """See base class: decides once per backward whether hooks reduce."""
-        self._reducing = self._reduces_now()
+        self._reducing = self.reduces_now
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
         """Body of the gradient hook of slot `i`."""
@@ -346,7 +350,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def reduce_gradients(self) -> None:
         """Send every bucket that this micro-batch has to send and has not sent yet."""
-        if not self._reduces_now():
+        if not self.reduces_now:
             return
         if self._static_sums is not None and self._static_sums.has_compared:
             # A module whose gradients are static is so from its first backward on.

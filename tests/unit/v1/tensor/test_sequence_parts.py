@@ -1,0 +1,156 @@
+"""Gradients of parameters marked `sequence_parallel` are summed over tensor-parallel ranks once per
+reduction, in one message, in order on streams, with no wait of the host, and with the ledger's
+consent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
+from deepspeed.runtime.gradients.sequence_parts import SequenceParts
+from deepspeed.verify import check_budgets, check_streams, ledger
+from unit.common import DistributedTest
+from unit.v1.looping import each
+from unit.v1.tensor.megatron import Mpu, batch
+from unit.v1.tensor.test_tensor_parallel import STEPS, TOLERANCE, check_training, start
+
+ACCUMULATION = 2
+NUM_MARKED = 3
+
+
+class Messages:
+    """Sizes of the sums over a group outside of forward and backward, in order."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.numels: list[int] = []
+        self.counts = False
+
+    def run(self, call: CollectiveCall, proceed: Any) -> Any:
+        """Called for every operation."""
+        if self.counts and call.name == "all_reduce" and call.group is self._group:
+            self.numels.append(call.reads[0].numel())
+        return proceed()
+
+
+def train(engine: Any, mpu: Mpu, messages: Messages) -> None:
+    """Some steps of which the backwards are counted."""
+    for step in range(STEPS):
+        x, labels = batch(step, mpu.data_size, ACCUMULATION)
+        for micro in range(ACCUMULATION):
+            loss = engine(
+                x[mpu.data_rank, micro].to(engine.model_dtype), labels[mpu.data_rank, micro]
+            )
+            messages.counts = True
+            engine.backward(loss)
+            messages.counts = False
+            engine.step()
+
+
+class TestAlone(DistributedTest):
+    """Two tensor-parallel ranks, no data parallelism."""
+
+    world_size = 2
+
+    @each(stage=[0, 1, 2])
+    def test_one_message_per_reduction(self, stage: int) -> None:
+        # Kills: a message per parameter, or in micro-batches that reduce nothing.
+        mpu = Mpu(2)
+        engine = start(
+            mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=ACCUMULATION
+        )
+        messages = Messages(mpu.get_tensor_model_parallel_group())
+        add_observer(messages)
+        try:
+            train(engine, mpu, messages)
+        finally:
+            remove_observer(messages)
+        marked = sum(param.numel() for param in engine._sequence_parts.params)
+        assert len(engine._sequence_parts.params) == NUM_MARKED
+        # The model's own backward sums activations, which are larger.
+        own = [numel for numel in messages.numels if numel == marked]
+        assert len(own) == STEPS * (ACCUMULATION if stage == 2 else 1)
+        assert len(messages.numels) - len(own) == STEPS * ACCUMULATION
+        engine.destroy()
+
+    @each(stage=[1, 2])
+    def test_other_buckets_do_not_wait(self, stage: int) -> None:
+        # Kills: layer norms among other parameters, whose buckets would leave after backward too.
+        engine = start(Mpu(2), stage, "fp32", sequence_parallel=True)
+        marked = set(engine._sequence_parts.params)
+        kinds = [marked.issuperset(bucket.params) for bucket in engine.optimizer.ipg_buckets]
+        mixed = [marked.intersection(bucket.params) for bucket in engine.optimizer.ipg_buckets]
+        assert [bool(some) for some in mixed] == kinds
+        # In the order of sending.
+        assert kinds == sorted(kinds) and not all(kinds)
+        engine.destroy()
+        assert not any(hasattr(param, "ds_has_parts") for param in marked)
+
+    def test_asked_for_twice(self) -> None:
+        # Kills: parts summed again by a trainer that reduces once more after backward, as
+        # Megatron's does.
+        mpu = Mpu(2)
+        engine = start(mpu, 0, "fp32", sequence_parallel=True)
+        x, labels = batch(0, 1, 1)
+        engine.backward(engine(x[0, 0], labels[0, 0]))
+        before = [param.grad.clone() for param in engine.module.parameters()]
+        engine.allreduce_gradients()
+        for param, grad in zip(engine.module.parameters(), before, strict=True):
+            assert torch.equal(param.grad, grad)
+        engine.destroy()
+
+    @each(stage=[0, 1, 2], precision=["fp32", "bf16-fp32"])
+    def test_on_streams(self, stage: int, precision: str) -> None:
+        # Kills: a sum that reads gradients before they are there, or buckets that leave before it
+        # is; a host that waits for it.
+        for schedule in range(2):
+            with simulate(schedule=schedule, backward_streams=2), check_streams(), check_budgets():
+                mpu = Mpu(2)
+                engine = start(
+                    mpu,
+                    stage,
+                    precision,
+                    sequence_parallel=True,
+                    gradient_accumulation_steps=ACCUMULATION,
+                )
+                check_training(engine, mpu, 0.0, TOLERANCE[precision], ACCUMULATION)
+                with get_accelerator().count_host_waits() as waits:
+                    x, labels = batch(0, 1, ACCUMULATION)
+                    for micro in range(ACCUMULATION):
+                        engine.backward(
+                            engine(x[0, micro].to(engine.model_dtype), labels[0, micro])
+                        )
+                        assert not waits.inside("deepspeed/runtime"), waits.by_place
+                        if micro + 1 < ACCUMULATION:
+                            engine.step()
+                engine.destroy()
+
+
+class TestWithDataParallelism(DistributedTest):
+    """Two tensor-parallel ranks, two data-parallel ones."""
+
+    world_size = 4
+
+    @each(stage=[0, 1, 2])
+    def test_the_ledger_counts_parts(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a ledger that takes a part for the whole; parts that nobody sums.
+        mpu = Mpu(2)
+        more = {"sequence_parallel": True, "gradient_accumulation_steps": ACCUMULATION}
+        with ledger() as book:
+            engine = start(mpu, stage, "fp32", **more)
+            check_training(engine, mpu, 0.0, TOLERANCE["fp32"], ACCUMULATION)
+            assert book.steps == STEPS and not book.findings
+            engine.destroy()
+        with monkeypatch.context() as planted, ledger():
+            planted.setattr(SequenceParts, "complete", lambda self, sequence: None)
+            engine = start(mpu, stage, "fp32", **more)
+            with pytest.raises(GradientLedgerError, match=r"norm\.weight|norm\.bias|row\.bias"):
+                train(engine, mpu, Messages(None))
+            engine.destroy()
