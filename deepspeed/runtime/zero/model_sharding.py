@@ -18,8 +18,9 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GatherSettings
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.units import fine_grained
 from deepspeed.runtime.zero.zero_parameter import (

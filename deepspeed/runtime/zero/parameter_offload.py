@@ -12,12 +12,16 @@ nodes that are ready those that were made last, and the module's were made after
 input that is a leaf, the gradient arrives ahead of nodes that wait, so a module with such inputs
 only is done when all of them are. A module without inputs that require a gradient is done when
 backward is.
+
+[Note: leaves in backward]
+A leaf is entered by all ranks, but a rank whose data needs nothing of it has saved nothing that
+backward could ask for. So that it does not leave the others alone in a gather, a leaf is gathered
+when the gradient of its first output arrives, which is so on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed import comm as dist
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
 from deepspeed.runtime.zero.memory_pool import PoolBuffer
@@ -42,6 +47,7 @@ from deepspeed.runtime.zero.units import (
     fuse,
     is_called,
     plan_units,
+    runs_experts,
 )
 from deepspeed.runtime.zero.zero_parameter import (
     ShardedParameter,
@@ -55,38 +61,12 @@ from deepspeed.runtime.zero.zero_parameter import (
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 
-@dataclass(frozen=True)
-class GatherSettings:
-    """The keys of stage 3 that say what is whole when; in elements.
-
-    Attributes:
-        param_persistence: Parameters up to this size stay whole between steps,
-        model_persistence: until they are so many together.
-        prefetch: Gathered ahead.
-        max_live: Whole at a time, but for what is in use.
-        max_reuse: Kept whole if used again within this distance.
-        by_broadcast: Gather by one broadcast per rank.
-        overlap: Gather beside the model's work.
-        loads: Shards are on the host (`offload_param`).
-        fusion: Small units are gathered together up to so many.
-    """
-
-    param_persistence: int = 100_000
-    model_persistence: int = 1 << 62
-    prefetch: int = 50_000_000
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000
-    by_broadcast: bool = False
-    overlap: bool = True
-    loads: bool = False
-    fusion: int = 800_000
-
-
 class Frame(NamedTuple):
-    """A forward that runs: its module, and what it needs whole."""
+    """A forward that runs: its module, what it needs whole, and what came in."""
 
     module: nn.Module
     units: list[GatherUnit]
+    inputs: list[torch.Tensor]  # of a leaf
 
 
 class SavedPlace(NamedTuple):
@@ -161,6 +141,9 @@ class DeepSpeedZeRoOffload:
             self.units, limits.prefetch, limits.max_live, limits.max_reuse
         )
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
+        self._leaves = {
+            module for module in self._uses if z3_leaf_module(module) or runs_experts(module)
+        }
         self.resources.mark_updated()
         self.gather_persistent()
 
@@ -295,7 +278,7 @@ class DeepSpeedZeRoOffload:
                 self._take_in_late()
             self.param_coordinator.begin_pass()
             self._start_saving()
-        frame = Frame(module, [])
+        frame = Frame(module, [], [])
         self._frames.append(frame)
         for unit in (*self._uses.get(module, ()), *self._external(module)):
             # One by one: if a gather fails, `_after_forward` leaves what was entered.
@@ -303,6 +286,8 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.enter([unit])
         if torch.is_grad_enabled():
             self._watch_inputs(frame, args, kwargs)
+            if module in self._leaves:
+                frame.inputs.extend(_tensors((args, kwargs)))
 
     @staticmethod
     def _external(module: nn.Module) -> list[GatherUnit]:
@@ -315,6 +300,8 @@ class DeepSpeedZeRoOffload:
         if not self._frames or self._frames[-1].module is not module:
             return  # it failed before its frame was there
         frame = self._frames.pop()
+        if module in self._leaves and torch.is_grad_enabled():
+            self._gather_in_backward(frame, outputs)
         if self._frames:
             self._hand_up(frame, self._frames[-1], outputs)
         self.param_coordinator.leave(frame.units)
@@ -399,6 +386,22 @@ class DeepSpeedZeRoOffload:
 
         for tensor in made or inputs:
             tensor.register_hook(on_gradient)
+
+    def _gather_in_backward(self, frame: Frame, outputs: Any) -> None:
+        """See [Note: leaves in backward]."""
+        first = next((tensor for tensor in _tensors(outputs) if tensor.requires_grad), None)
+        if first is None:
+            return
+        units = self._uses[frame.module]
+        passed_on = any(first is tensor for tensor in frame.inputs)
+
+        def on_gradient(grad: torch.Tensor) -> None:
+            for unit in units:
+                self.param_coordinator.use_in_backward(unit)
+            if passed_on:  # its gradient as an input was here before
+                self.param_coordinator.done_in_backward(units)
+
+        first.register_hook(on_gradient)
 
     def end_backward(self) -> None:
         """The whole backward is over: what it needed goes."""

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm import intent
 from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.profiling.flops_profiler.module_profile import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
@@ -85,6 +86,32 @@ class Routed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.each[int(x.detach().abs().sum() * 1000) % 3](x)
+        return out
+
+
+class Sometimes(nn.Module):
+    """Gives back what it was given where the data wants nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, wanted: bool) -> torch.Tensor:
+        return self.layer(x).tanh() if wanted else x
+
+
+class Passing(nn.Module):
+    """A layer that some ranks need nothing of, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.between = Sometimes()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = bool(x.detach().sum() > 0)
+        out: torch.Tensor = self.last(self.between(self.first(x), wanted))
         return out
 
 
@@ -165,6 +192,19 @@ class TestRows(DistributedTest):
         wanted = one_process(made(Experts), None)
         leaf = {**SHARDED, "leaf_module": {"classes": ["Routed"]}}
         assert distance(at_stage_3(made(Experts), None, **leaf), wanted) < 1e-5
+
+    def test_a_leaf_that_some_ranks_pass_by(self) -> None:
+        # Kills: a leaf that is gathered in backward only where something was computed with it,
+        # while the others gather what comes next.
+        taken = {step: {bool(data_of(step, r).sum() > 0) for r in (0, 1)} for step in range(5)}
+        assert {True, False} in taken.values()
+        wanted = one_process(made(Passing), None)
+        leaf = {**BOUNDED, "leaf_module": {"classes": ["Sometimes"]}}
+        intent.enable(timeout_s=10)
+        try:
+            assert distance(at_stage_3(made(Passing), None, **leaf), wanted) < 1e-5
+        finally:
+            intent.disable()
 
     def test_gathers_during_accumulation(self) -> None:
         # Kills: a gather that takes memory, or gradients, from an accumulation under way.
