@@ -89,7 +89,16 @@ def corrupt_checkpoints() -> Campaign:
 
 
 CAMPAIGNS = (
-    printed("contract", "every combination of the contract suite", "tests/unit", "-m", "contract"),
+    printed(
+        "contract",
+        "every combination of the contract suite",
+        *("tests/unit", "-m", "contract", "-k", "not Stage3Product"),
+    ),
+    printed(
+        "stage3",
+        "every combination of the contract of ZeRO stage 3 (hours)",
+        *("tests/unit/v1/contract/test_stage3.py", "-m", "contract"),
+    ),
     tabled(
         "reshard-matrix",
         "checkpoints of every division of ranks loaded into every other (minutes)",

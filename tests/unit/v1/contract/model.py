@@ -26,6 +26,21 @@ class Batch(NamedTuple):
     branch: torch.Tensor  # [rows], 1 where the branch with `sometimes` is taken
 
 
+class Branch(nn.Linear):
+    """Adds its product where a row wants it, and uses its weight only if one does."""
+
+    def forward(self, hidden: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it has a second input
+        """[rows, width], [rows] -> [rows, width]."""
+        if self.takes_part(branch):
+            hidden = hidden + branch[:, None].to(hidden.dtype) * super().forward(hidden)
+        return hidden
+
+    @staticmethod
+    def takes_part(branch: torch.Tensor) -> bool:
+        """Whether the weight is used."""
+        return bool(branch.any())
+
+
 class ContractModel(nn.Module):
     """Tied, frozen, twice used, sometimes and never used, oversized, zero-size and scalar
     parameters, all sizes odd.
@@ -37,7 +52,7 @@ class ContractModel(nn.Module):
         self.lift = nn.Linear(7, 9)
         self.twice = nn.Linear(9, 9)
         self.frozen = nn.Linear(9, 9)
-        self.sometimes = nn.Linear(9, 9, bias=False)
+        self.sometimes = Branch(9, 9, bias=False)
         self.wide = nn.Linear(9, 31)
         self.back = nn.Linear(31, 7)
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -50,21 +65,85 @@ class ContractModel(nn.Module):
         self, tokens: torch.Tensor, labels: torch.Tensor, branch: torch.Tensor
     ) -> torch.Tensor:
         """Mean loss over rows; `sometimes` takes part only if a row wants it to."""
-        hidden = self.lift(self.embed(tokens)).tanh()
-        hidden = self.twice(self.twice(hidden).tanh()).tanh()
-        hidden = self.frozen(hidden)
-        if branch.any():
-            hidden = hidden + branch[:, None].to(hidden.dtype) * self.sometimes(hidden)
-        hidden = self.back(self.wide(hidden).tanh())
+        hidden = self.rise(self.embed(tokens))
+        hidden = self.again(hidden.tanh()).tanh()
+        hidden = self.detour(self.sometimes(self.frozen(hidden), branch))
         logits = F.linear(hidden, self.embed.weight) * self.temperature + self.empty.sum()
         return F.cross_entropy(logits.float(), labels)
 
+    def rise(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, 7] -> [rows, 9]."""
+        result: torch.Tensor = self.twice(self.lift(x).tanh())
+        return result
 
-def make_model(seed: int = 0) -> ContractModel:
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, 9] -> [rows, 9]."""
+        result: torch.Tensor = self.twice(x)
+        return result
+
+    def detour(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, 9] -> [rows, 7]."""
+        result: torch.Tensor = self.back(self.wide(x).tanh())
+        return result
+
+
+class Pair(nn.Module):
+    """Two layers."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both, one after the other."""
+        result: torch.Tensor = self.second(self.first(x).tanh())
+        return result
+
+
+class ModelOfBlocks(ContractModel):
+    """The same with blocks, of the first of which a part is used once more outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([Pair(self.lift, self.twice), Pair(self.wide, self.back)])
+        del self.lift, self.twice, self.wide, self.back
+
+    @staticmethod
+    def plain_name(name: str) -> str:
+        """What a parameter is called in `ContractModel`."""
+        for found, plain in _PLAIN_NAMES.items():
+            name = name.replace(found, plain)
+        return name
+
+    def rise(self, x: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        result: torch.Tensor = self.pairs[0](x)
+        return result
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        result: torch.Tensor = self.pairs[0].second(x)
+        return result
+
+    def detour(self, x: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        result: torch.Tensor = self.pairs[1](x)
+        return result
+
+
+_PLAIN_NAMES = {
+    "pairs.0.first": "lift",
+    "pairs.0.second": "twice",
+    "pairs.1.first": "wide",
+    "pairs.1.second": "back",
+}
+
+
+def make_model(seed: int = 0, kind: type[ContractModel] = ContractModel) -> ContractModel:
     """The same weights for the same seed, whatever the caller's generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ContractModel()
+        return kind()
 
 
 def parameter_groups(model: ContractModel) -> list[dict[str, object]]:

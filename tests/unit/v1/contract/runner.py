@@ -163,13 +163,16 @@ class CaseRun(Checks):
     """One case, through the engine's forward, backward and step."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(case, make_model())
+        super().__init__(case, self._model(case))
         groups = parameter_groups(self.model)  # type: ignore[arg-type]  # the contract's model
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
         self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
         self.engine, _, _, _ = deepspeed.initialize(
             model=self.model, optimizer=self._optimizer(groups), config=self._config()
         )
+
+    def _model(self, case: Case) -> torch.nn.Module:
+        return make_model()
 
     def _config(self) -> dict[str, Any]:
         return config_of(self.case)

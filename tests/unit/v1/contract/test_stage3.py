@@ -1,7 +1,7 @@
 """The contract of stage 3: the configurations of stage 2, times what is whole when.
 
-The contract's model takes another branch on each rank, so it is one unit; `test_stage3_training`
-has models of many.
+The contract's data takes another branch on each rank. Ranks agree on it before, as stage 3 asks of
+models of several units, or the model is one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import dataclasses
 import itertools
 from typing import Any
 
+import pytest
 import torch
 
 from unit.common import DistributedTest
-from unit.v1.contract.matrix import Case, of_world, pairwise_cases
-from unit.v1.contract.model import ContractModel
+from unit.v1.contract.matrix import (
+    CHUNKS_PER_WORLD,
+    FACTORS,
+    Case,
+    chunk,
+    of_world,
+    pairwise,
+)
+from unit.v1.contract.model import ContractModel, ModelOfBlocks, make_model
 from unit.v1.contract.reference import Tensors
 from unit.v1.contract.runner import CaseRun, run_cases
 
-# What stays whole between steps, and what is gathered ahead. They take turns over the cases.
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"stage3_param_persistence_threshold": 0},
-    {},
-    {"stage3_param_persistence_threshold": 12, "stage3_prefetch_bucket_size": 0},
-    {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
-    {"stage3_param_persistence_threshold": 0, "allgather_partitions": False},
-)
+BLOCK_NUMEL = 7 * 31 + 31 + 31 * 9 + 7  # of the largest block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,35 +34,125 @@ class Stage3Case(Case):
     """A configuration of stage 3.
 
     Attributes:
-        turn: Which of `SETTINGS`.
+        persistence: `stage3_param_persistence_threshold`; None: the default, all of this model.
+        prefetch: `stage3_prefetch_bucket_size`; None: the default, all of this model.
+        reuse: `stage3_max_reuse_distance`; None: the default.
+        broadcast: Gather by broadcasts (`allgather_partitions: false`).
+        units: What is gathered together: the "model", "blocks" or "layers".
+        fusion: `stage3_unit_fusion_size`; None: the default, of small neighbours all.
+        host: What is there: "none", "optimizer" or "both", parameters too.
     """
 
-    turn: int = 0
+    persistence: int | None = None
+    prefetch: int | None = None
+    reuse: int | None = None
+    broadcast: bool = False
+    units: str = "layers"
+    fusion: int | None = 0
+    host: str = "none"
 
     @property
     def name(self) -> str:
         """See base class."""
-        return f"{super().name}-turn{self.turn}"
+        words = {field: getattr(self, field) for field in OWN_FACTORS}
+        return "-".join([super().name, *(f"{word}:{value}" for word, value in words.items())])
+
+
+OWN_FACTORS: dict[str, tuple[Any, ...]] = {
+    "persistence": (0, 12, None),
+    "prefetch": (0, BLOCK_NUMEL, None),
+    "reuse": (0, None),
+    "broadcast": (False, True),
+    "units": ("model", "blocks", "layers"),
+    "fusion": (0, None),
+    "host": ("none", "optimizer", "both"),
+}
+# Of stages 0 to 2; what is on the host is a factor of its own here.
+SHARED_FACTORS = {
+    name: values for name, values in FACTORS.items() if name not in ("stage", "offload")
+}
+# The whole product leaves out what pairs show.
+PRODUCT_FACTORS: dict[str, tuple[Any, ...]] = {
+    **SHARED_FACTORS,
+    "persistence": (0, None),
+    "prefetch": (0, BLOCK_NUMEL, None),
+    "units": ("blocks", "layers"),
+    "host": ("none", "optimizer", "both"),
+}
+
+
+def case_of(row: dict[str, Any], **more: Any) -> Stage3Case:
+    """A row of factors."""
+    return Stage3Case(stage=3, offload=row["host"] != "none", **row, **more)
 
 
 def stage3_cases() -> list[Stage3Case]:
-    """All pairs of values of the other factors."""
-    rows = {dataclasses.replace(case, stage=3) for case in pairwise_cases()}
-    ordered = sorted(rows, key=lambda case: case.name)
-    turns = itertools.cycle(range(len(SETTINGS)))
-    return [
-        Stage3Case(**dataclasses.asdict(case), turn=turn)
-        for case, turn in zip(ordered, turns, strict=False)
-    ]
+    """All pairs of values, and one run with a stateful optimizer per precision. Where all of the
+    model persists nothing else tells, so these rows stand there without it too.
+    """
+    rows = pairwise({**SHARED_FACTORS, **OWN_FACTORS})
+    rows += [{**row, "persistence": 0} for row in rows if row["persistence"] is None]
+    first = {name: values[0] for name, values in {**SHARED_FACTORS, **OWN_FACTORS}.items()}
+    with_state = (
+        {**first, "accumulation": 3, "clip": True, "overlap": True, "bucket": "tiny", "world": 2}
+        | {"precision": precision, "units": "blocks", "host": host}
+        for precision, host in zip(
+            FACTORS["precision"], itertools.cycle(("both", "none", "optimizer")), strict=False
+        )
+    )
+    return [case_of(row) for row in rows] + [case_of(row, optimizer="adamw") for row in with_state]
+
+
+def product_cases() -> list[Stage3Case]:
+    """The whole product."""
+    values = itertools.product(*PRODUCT_FACTORS.values())
+    return [case_of(dict(zip(PRODUCT_FACTORS, row, strict=True))) for row in values]
+
+
+def any_rank_does(branch: torch.Tensor) -> bool:
+    """Let ranks agree: those that would not need the weight use it too, times zero."""
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    wanted = branch.any().float().to(get_accelerator().current_device_name())
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    return bool(wanted)
 
 
 class Stage3Run(CaseRun):
     """One case."""
 
+    case: Stage3Case
+
+    def __init__(self, case: Stage3Case) -> None:
+        super().__init__(case)
+        self.params = {ModelOfBlocks.plain_name(name): param for name, param in self.params.items()}
+        self.weight_decay = {
+            ModelOfBlocks.plain_name(name): decay for name, decay in self.weight_decay.items()
+        }
+
+    def _model(self, case: Case) -> torch.nn.Module:
+        assert isinstance(case, Stage3Case)
+        model = make_model(kind=ModelOfBlocks if case.units == "blocks" else ContractModel)
+        if case.units != "model":
+            model.sometimes.takes_part = any_rank_does  # type: ignore[method-assign]  # an instance's
+        return model
+
     def _config(self) -> dict[str, Any]:
-        config = super()._config()
-        leaf = f"{ContractModel.__module__}.{ContractModel.__qualname__}"
-        zero = {**SETTINGS[self.case.turn], "leaf_module": {"classes": [leaf]}}  # type: ignore[attr-defined]  # a Stage3Case
+        config, case = super()._config(), self.case
+        given = {
+            "stage3_param_persistence_threshold": case.persistence,
+            "stage3_prefetch_bucket_size": case.prefetch,
+            "stage3_max_reuse_distance": case.reuse,
+            "stage3_unit_fusion_size": case.fusion,
+        }
+        zero = {name: value for name, value in given.items() if value is not None}
+        zero["allgather_partitions"] = not case.broadcast
+        if case.host == "both":
+            zero["offload_param"] = {"device": "cpu"}
+        if case.units == "model":
+            leaf = f"{ContractModel.__module__}.{ContractModel.__qualname__}"
+            zero["leaf_module"] = {"classes": [leaf]}
         config["zero_optimization"] |= zero
         return config
 
@@ -124,3 +215,33 @@ class TestSimulated(DistributedTest):
         cases = of_world(stage3_cases(), 2)
         with simulate(backward_streams=2), check_streams():
             run_cases(cases, Stage3Run)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("share", range(CHUNKS_PER_WORLD))
+class TestStage3Product(DistributedTest):
+    """The whole product, cut into shares (`make campaign NAME=stage3`)."""
+
+    world_size = list(FACTORS["world"])
+    exec_timeout = 7200
+
+    def test(self, share: int) -> None:
+        # Kills: what only three or more settings together bring out.
+        from deepspeed import comm as dist
+
+        run_cases(chunk(of_world(product_cases(), dist.get_world_size()), share), Stage3Run)
+
+
+def test_what_is_covered() -> None:
+    # Kills: factors that no case has, a kind of unit that the models do not have.
+    from deepspeed.runtime.zero.units import plan_units
+
+    def names(kind: type[ContractModel]) -> set[str]:
+        return {plan.name for plan in plan_units(make_model(kind=kind), lambda _: False)}
+
+    assert {"pairs.0", "pairs.1"} < names(ModelOfBlocks)
+    assert {"lift", "twice", "wide", "back"} < names(ContractModel)
+    assert not names(ContractModel) & names(ModelOfBlocks) & {"lift", "pairs.0"}
+    for factor, values in OWN_FACTORS.items():
+        assert {getattr(case, factor) for case in stage3_cases()} == set(values)
+    assert len(set(product_cases())) == 25_920
