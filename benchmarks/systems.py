@@ -208,8 +208,8 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
 
 
 def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
-    """Configuration of `zero0` to `zero3`, `zero1-fp32acc` and their `-offload`, `-overlap` and
-    `-sharded` forms.
+    """Configuration of `zero0` to `zero3`, `zero1-fp32acc` and their `-offload`, `-overlap`,
+    `-sharded` and `-muon` forms.
 
     Args:
         work: What is trained.
@@ -231,7 +231,7 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulation,
         "gradient_clipping": work.clip,
-        "optimizer": {"type": "AdamW", "params": params},
+        "optimizer": {"type": "Muon" if "muon" in options else "AdamW", "params": params},
         "zero_optimization": zero,
         "bf16": {"enabled": work.precision == "bf16"},
         # Upstream prints every 10 steps by default; nothing else here does.

@@ -245,7 +245,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             self.optimizer = self.parameter_offload
             return
         parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
-        self.basic_optimizer = make_basic_optimizer(self._config, client, parameters)
+        self.basic_optimizer = make_basic_optimizer(self._config, client, parameters, self.module)
         if self.model_ranks.experts:
             separate_experts(self.basic_optimizer, self._config)
         self._sequence = wrap_optimizer(self.basic_optimizer, self._wrap_context())

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
+from deepspeed.runtime.constants import MUON_OPTIMIZER
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -55,9 +57,11 @@ ELEMENTWISE = (
     "FusedLion",
     "DeepSpeedCPULion",
 )
-# Optimizers that look at whole parameters (norms, matrices, line searches): wrong on a shard,
-# whatever the user allows.
-WHOLE_PARAMETER = ("FusedLamb", "Muon", "MuonWithAuxAdam", "Adafactor", "LBFGS", "SparseAdam")
+# Optimizers that look at whole parameters (norms, matrices, line searches) and do not ask for them
+# (`deepspeed.ops.whole_parameters`): wrong on a shard, whatever the user allows.
+WHOLE_PARAMETER = ("Muon", "Adafactor", "LBFGS", "SparseAdam", "Lamb")
+# What does the same and asks for them.
+ON_SHARDS = {"Muon": "deepspeed.ops.muon.MuonWithAuxAdam", "Lamb": "deepspeed.ops.lamb.FusedLamb"}
 # Written for flat buffers; everything else keeps one master per parameter without ZeRO, as
 # upstream's files expect.
 FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
@@ -142,7 +146,7 @@ def parameters_to_train(
 
 
 def make_basic_optimizer(
-    config: DeepSpeedConfig, client: Any, parameters: Iterable[Any]
+    config: DeepSpeedConfig, client: Any, parameters: Iterable[Any], module: nn.Module
 ) -> torch.optim.Optimizer:
     """The client's optimizer, what the client's callable makes of `parameters`, or without either
     the configuration's.
@@ -162,7 +166,10 @@ def make_basic_optimizer(
             )
         basic: torch.optim.Optimizer = client
         return basic
-    return client(parameters) if callable(client) else build_basic_optimizer(config, parameters)
+    if callable(client):
+        made: torch.optim.Optimizer = client(parameters)
+        return made
+    return build_basic_optimizer(config, parameters, module)
 
 
 def separate_experts(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
@@ -192,9 +199,9 @@ def separate_experts(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
 
 
 def build_basic_optimizer(
-    config: DeepSpeedConfig, parameters: Iterable[Any]
+    config: DeepSpeedConfig, parameters: Iterable[Any], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """The optimizer of the configuration's `optimizer` block.
+    """The optimizer of the configuration's `optimizer` block over parameters of `module`.
 
     Raises:
         DeepSpeedConfigError: If it is unknown or does not take its parameters.
@@ -215,6 +222,11 @@ def build_basic_optimizer(
             f"{block.type!r}); it takes "
             f"{', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
         )
+    if block.type.lower() == MUON_OPTIMIZER:
+        # startup: only what is named is needed
+        from deepspeed.runtime.optimizers.muon_groups import muon_groups
+
+        parameters = muon_groups(module, parameters)
     return factory(parameters, **params)
 
 
@@ -312,6 +324,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     if accumulation == model_dtype and not (stage >= 2 and model_dtype != torch.float32):
         accumulation = None
     _check_accumulation(stage, model_dtype, accumulation)
+    # startup: a model on which nobody steps needs no Muon
+    from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters
+
+    is_elementwise = type(basic).__name__ in ELEMENTWISE
+    check_whole_parameters(basic, is_elementwise, context.param_names, context.ranks)
     if stage > 0:
         _check_shardable(basic, context.config)
     if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
@@ -331,7 +348,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         )
     # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot
     # take.
-    shards = stage == 1 or (stage == 0 and type(basic).__name__ in ELEMENTWISE)
+    shards = stage == 1 or (stage == 0 and is_elementwise)
     if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:
         return _bf16(basic, context, accumulation)
     if stage > 0:
@@ -372,11 +389,19 @@ def _check_accumulation(
 
 
 def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    if config.tree.zero_optimization.save_muon_momentum_buffer_in_memory and _offloads(config):
+        raise DeepSpeedConfigError(
+            "zero_optimization.save_muon_momentum_buffer_in_memory: true with offload_optimizer, "
+            "which keeps all optimizer state on the host: remove one of them"
+        )
     name = type(basic).__name__
+    if isinstance(basic, WholeParameterOptimizer):
+        return
     if name in WHOLE_PARAMETER:
+        instead = f"{ON_SHARDS[name]}, or " if name in ON_SHARDS else ""
         raise DeepSpeedConfigError(
             f"{name} updates a parameter from the whole of it, and ZeRO gives each rank a shard: "
-            "use zero_optimization.stage 0"
+            f"use {instead}zero_optimization.stage 0"
         )
     if name not in ELEMENTWISE and not config.tree.zero_allow_untested_optimizer:
         raise DeepSpeedConfigError(

@@ -77,12 +77,20 @@ def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer
 # What can be read: a flat buffer per group
 
 
-def _shards(param_optimizer: MasterWeightOptimizer, key: str | None) -> list[torch.Tensor]:
-    """This rank's shard of every group: the masters, or optimizer state `key`."""
+def _shards(
+    param_optimizer: MasterWeightOptimizer, key: str | None, params: Sequence[nn.Parameter] = ()
+) -> list[torch.Tensor]:
+    """This rank's shard of every group: the masters, or optimizer state `key` of the groups of
+    `params`, which others may lack (masters stand in their place).
+    """
     groups = param_optimizer.groups
-    if key is None:
-        return [group.master for group in groups]
-    return [_state_shard(param_optimizer, index, key) for index in range(len(groups))]
+    asked = {_require_link(param, "optimizer state")[1] for param in params}
+    return [
+        group.master
+        if key is None or index not in asked
+        else _state_shard(param_optimizer, index, key)
+        for index, group in enumerate(groups)
+    ]
 
 
 def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -> torch.Tensor:
@@ -163,7 +171,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     if _link(param) is None:
         return None
-    values = _full([param], lambda optimizer: _shards(optimizer, optim_state_key))
+    values = _full([param], lambda optimizer: _shards(optimizer, optim_state_key, [param]))
     return values[0] if values else None
 
 
@@ -192,7 +200,7 @@ def safe_get_full_optimizer_states(
     params: Sequence[nn.Parameter], optim_state_key: str
 ) -> list[torch.Tensor]:
     """`safe_get_full_optimizer_state` of many parameters of one engine with one collective."""
-    return _full(params, lambda optimizer: _shards(optimizer, optim_state_key)) or []
+    return _full(params, lambda optimizer: _shards(optimizer, optim_state_key, params)) or []
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -212,7 +220,7 @@ def safe_set_full_optimizer_state(
         with torch.no_grad():
             optimizer.state[group.masters[index]][optim_state_key].copy_(value)
         return
-    _assign(param, _shards(optimizer, optim_state_key), value)
+    _assign(param, _shards(optimizer, optim_state_key, [param]), value)
 
 
 def _prepare_to_replace(optimizer: MasterWeightOptimizer, param: nn.Parameter) -> None:
@@ -267,7 +275,7 @@ def safe_get_local_optimizer_state(
 ) -> torch.Tensor | None:
     """The owned fragment of an optimizer state."""
     optimizer, _, _ = _require_link(param, "safe_get_local_optimizer_state")
-    return _owned(param, _shards(optimizer, optim_state_key))
+    return _owned(param, _shards(optimizer, optim_state_key, [param]))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -300,7 +308,9 @@ def safe_set_local_optimizer_state(
     """Set the owned fragment of an optimizer state."""
     _set_local(
         param,
-        _shards(_require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key),
+        _shards(
+            _require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key, [param]
+        ),
         value,
     )
 

@@ -49,6 +49,7 @@ PRELOADED = (
     "deepspeed.runtime.config_models.refusals",
     "deepspeed.runtime.config_models.training",
     *(f"deepspeed.ops.{kind}" for kind in ("adagrad", "lamb", "lion", "muon")),
+    "deepspeed.runtime.optimizers.muon_groups",
     "psutil",
     # The first optimizer of a process imports it, which takes more than a second.
     "torch._dynamo",

@@ -104,9 +104,24 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         of_model(torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), WHOLE), **zero(1)),
         r'of 2 dtypes \(0\.weight, 1\.weight.*"bf16": \{"enabled": true\}',
     ),
-    "Lamb under ZeRO": (
-        give(optimizer={"type": "Lamb", "params": {"lr": 1e-3}}, **zero(1)),
-        r"Lamb updates a parameter from the whole of it.*zero_optimization\.stage 0",
+    "Adafactor under ZeRO": (
+        give(optimizer={"type": "Adafactor", "params": {"lr": 1e-3}}, **zero(1)),
+        r"Adafactor updates a parameter from the whole of it.*zero_optimization\.stage 0",
+    ),
+    "Muon's momentum on the device and on the host": (
+        give(
+            optimizer={"type": "Muon"},
+            zero_optimization={
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu"},
+                "save_muon_momentum_buffer_in_memory": True,
+            },
+        ),
+        r"save_muon_momentum_buffer_in_memory: true with offload_optimizer.*remove one",
+    ),
+    "an unknown way to make matrices orthogonal": (
+        give(optimizer={"type": "Muon", "params": {"ns_method": "polar"}}),
+        r"ns_method: 'polar' is unknown; use one of",
     ),
     "untested client optimizer under ZeRO": (
         lambda: deepspeed.initialize(

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 
-class FusedLamb(torch.optim.Optimizer):
-    """Lamb. Needs whole parameters: the trust ratio is a ratio of their norms, so ZeRO's shards
-    can't use it.
+
+class FusedLamb(WholeParameterOptimizer):
+    """Lamb. The trust ratio is a ratio of norms of whole parameters, which ranks that have shards
+    add up.
 
     Args:
         params: Parameters or groups.
@@ -70,21 +72,21 @@ class FusedLamb(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_param(param, group)
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    self._step_tensor(tensor, group)
         return loss
 
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
+    def _step_tensor(self, tensor: torch.Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[tensor], tensor.grad
         if "step" not in state:
             state.update(
-                step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
+                step=0, exp_avg=torch.zeros_like(tensor), exp_avg_sq=torch.zeros_like(tensor)
             )
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        state["exp_avg"].lerp_(param.grad, 1.0 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1.0 - beta2)
+        state["exp_avg"].lerp_(grad, 1.0 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
         correct1 = 1.0 - beta1 ** state["step"] if group["bias_correction"] else 1.0
         correct2 = 1.0 - beta2 ** state["step"] if group["bias_correction"] else 1.0
         second = state["exp_avg_sq"] / correct2
@@ -94,10 +96,18 @@ class FusedLamb(torch.optim.Optimizer):
             else second.sqrt_().add_(group["eps"])
         )
         update = (
-            (state["exp_avg"] / correct1).div_(denominator).add_(param, alpha=group["weight_decay"])
+            (state["exp_avg"] / correct1)
+            .div_(denominator)
+            .add_(tensor, alpha=group["weight_decay"])
         )
-        weight_norm, update_norm = param.norm(), update.norm()
+        whole = self.parameters_in(tensor)
+        squares = torch.zeros(2, len(whole.shapes), dtype=torch.float32, device=tensor.device)
+        for param, at in whole.parts:
+            squares[0, param] = torch.linalg.vector_norm(tensor[at]).square()
+            squares[1, param] = torch.linalg.vector_norm(update[at]).square()
+        weight_norm, update_norm = whole.sum_parts(squares).sqrt_()
         ratio = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
         # A zero norm says nothing about the scale of the layer: plain step.
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
-        param.sub_(update * ratio * group["lr"])
+        for param, at in whole.parts:
+            tensor[at].sub_(update[at] * ratio[param] * group["lr"])

@@ -1,29 +1,114 @@
-"""Muon (Jordan et al., 2024) for matrices and AdamW for the rest, both torch's own, behind one
-optimizer.
+"""Muon (Jordan et al., 2024) for matrices and AdamW for the rest, behind one optimizer.
+
+Muon's update of a matrix M with gradient G is
+
+    B <- B + (1 - momentum) (G - B),    D = G + momentum (B - G),
+    M <- (1 - lr * weight_decay) M - lr * sqrt(max(1, rows / columns)) * O(D),
+
+where O(D) is the nearly orthogonal factor of D (`newton_schulz`). All but O is elementwise, so on
+shards ranks keep cut masters and momentum, and exchange D in the two bytes per element that O
+computes in (`ops.whole_parameters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
+from deepspeed.utils.tensor_fragment import logical_shape
 
-class MuonWithAuxAdam(torch.optim.Optimizer):
-    """Steps hidden matrices with `torch.optim.Muon` and all else with `torch.optim.AdamW`.
+MARK = "use_muon"  # of parameters, and the key of parameter groups
+ADAMW_KEYS = ("lr", "betas", "weight_decay", "eps")
+
+
+def is_matrix(param: torch.Tensor) -> bool:
+    """Whether Muon can update it: it has rows and columns. A parameter that is sharded now is asked
+    for its whole shape.
+    """
+    return len(logical_shape(param)) >= 2
+
+
+def with_marks(
+    params: Iterable[Any],
+    uses_muon: Callable[[torch.Tensor], bool],
+    names: Mapping[Any, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Parameters, or groups, as groups with the key `use_muon`.
 
     Args:
-        params: Parameters, or groups with the key `use_muon`. Without it, a 2-D parameter uses Muon
-            unless it is marked `param.use_muon = False` (embeddings and output heads should be).
-        lr: Learning rate of both.
+        params: As an optimizer takes them. A group that has the key stays as it is.
+        uses_muon: What to do with a parameter that is not marked (`param.use_muon`).
+        names: Of parameters, for errors.
+
+    Raises:
+        ValueError: A parameter's mark says otherwise than its group, or it should use Muon and is
+            no matrix.
+    """
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        if MARK in group:
+            found.append(group)
+        else:
+            members = _members(group)
+            chosen = [bool(getattr(param, MARK, uses_muon(param))) for param in members]
+            for use in (True, False):
+                own = [param for param, mark in zip(members, chosen, strict=True) if mark == use]
+                if own:
+                    found.append({**group, "params": own, MARK: use})
+    for number, group in enumerate(found):
+        _check_group(number, group, names or {})
+    return found or [{"params": [], MARK: False}]
+
+
+def _members(group: dict[str, Any]) -> list[torch.Tensor]:
+    members = group["params"]
+    return [members] if isinstance(members, torch.Tensor) else list(members)
+
+
+def _check_group(number: int, group: dict[str, Any], names: Mapping[Any, str]) -> None:
+    group["params"] = _members(group)
+    for index, param in enumerate(group["params"]):
+        name = names.get(param, f"parameter {index} of group {number}")
+        what = f"{name}, of shape {tuple(logical_shape(param))}"
+        if group[MARK] and not is_matrix(param):
+            raise ValueError(
+                f"{what}, has use_muon, but Muon updates matrices: set param.use_muon = False, or "
+                "give it a group with use_muon=False"
+            )
+        if hasattr(param, MARK) and bool(getattr(param, MARK)) != bool(group[MARK]):
+            raise ValueError(
+                f"{what}, has param.use_muon = {getattr(param, MARK)}, its group "
+                f"use_muon={group[MARK]}: make them agree"
+            )
+
+
+class MuonWithAuxAdam(WholeParameterOptimizer):
+    """Steps matrices with Muon and all else with `torch.optim.AdamW`.
+
+    Args:
+        params: Parameters, or groups with the key `use_muon`. Without it, a parameter of two
+            dimensions or more uses Muon unless it is marked `param.use_muon = False` (embeddings
+            and output heads should be; the engine does so by itself when it makes this optimizer
+            of a configuration).
+        lr: Learning rate of groups that name none.
         momentum: Of Muon.
         weight_decay: Of both.
         betas: Of AdamW.
         eps: Of AdamW.
+        muon_lr: Learning rate of Muon's groups; None is `lr`.
+        adam_lr: Learning rate of AdamW's groups; None is `lr`.
+        ns_method: How matrices are made orthogonal: "standard", or "gram", which does the same
+            with smaller products where a matrix is far from square.
 
     Raises:
-        RuntimeError: If this torch has no Muon (before 2.9).
+        ValueError: Of `with_marks`, or for an unknown `ns_method`.
     """
 
     def __init__(
@@ -34,57 +119,92 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        ns_method: str = "standard",
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(f"Muon needs torch 2.9 or newer, this is {torch.__version__}")
+        if ns_method not in NS_METHODS:
+            raise ValueError(f"ns_method: {ns_method!r} is unknown; use one of {NS_METHODS}")
+        groups = with_marks(params, is_matrix)
+        for group in groups:
+            rate = muon_lr if group[MARK] else adam_lr
+            group.setdefault("lr", lr if rate is None else rate)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "betas": tuple(betas),
             "eps": eps,
+            "ns_method": ns_method,
         }
-        super().__init__(self._split(list(params)), defaults)
-        self._inner = [self._build(group) for group in self.param_groups]
+        super().__init__(groups, defaults)
+        self._adamw: dict[int, torch.optim.AdamW] = {}
 
-    @staticmethod
-    def _split(params: list[Any]) -> list[dict[str, Any]]:
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-        split: list[dict[str, Any]] = []
-        for group in groups:
-            if "use_muon" in group:
-                split.append(group)
-                continue
-            for use_muon in (True, False):
-                chosen = [
-                    p
-                    for p in group["params"]
-                    if (p.dim() == 2 and getattr(p, "use_muon", True)) == use_muon
-                ]
-                if chosen:
-                    split.append({**group, "params": chosen, "use_muon": use_muon})
-        return split
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See base class.
 
-    @staticmethod
-    def _build(group: dict[str, Any]) -> torch.optim.Optimizer:
-        if group["use_muon"]:
-            options = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
-            return torch.optim.Muon(group["params"], **options)
-        options = {key: group[key] for key in ("lr", "betas", "weight_decay", "eps")}
-        return torch.optim.AdamW(group["params"], **options)
+        Raises:
+            ValueError: A group of Muon's would become one of AdamW's, or the reverse.
+        """
+        saved = state_dict["param_groups"]
+        for number, (group, other) in enumerate(zip(self.param_groups, saved, strict=False)):
+            if other.get(MARK) != group[MARK]:
+                raise ValueError(
+                    f"parameter group {number} has use_muon={group[MARK]}, in the state that is "
+                    f"loaded use_muon={other.get(MARK)}: it is of another optimizer, or of other "
+                    "groups"
+                )
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            # State of before there was a choice.
+            group.setdefault("ns_method", self.defaults["ns_method"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """One update of every parameter that has a gradient. On shards, all ranks call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner in zip(self.param_groups, self._inner, strict=True):
-            # The outer group is what schedulers write to and what the engine hands masters to.
-            own = inner.param_groups[0]
-            own.update({key: group[key] for key in own if key in group})
-            for param in group["params"]:
-                inner.state[param] = self.state[param]
-            inner.step()
+        for number, group in enumerate(self.param_groups):
+            if group[MARK]:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        self._step_muon(tensor, group)
+            else:
+                self._step_adamw(number, group)
         return loss
+
+    def _step_muon(self, tensor: torch.Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[tensor], tensor.grad
+        assert grad is not None, "a tensor without a gradient is left out"
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(tensor)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(momentum, group["momentum"]).to(torch.bfloat16)
+        whole = self.parameters_in(tensor)
+        ns_method = group["ns_method"]
+        update = whole.through_owners(direction, lambda matrix: orthogonalize(matrix, ns_method))
+        tensor.mul_(1 - group["lr"] * group["weight_decay"])
+        for param, at in whole.parts:
+            rate = group["lr"] * _scale(whole.shapes[param])
+            tensor[at].add_(update[at], alpha=-rate)
+
+    def _step_adamw(self, number: int, group: dict[str, Any]) -> None:
+        if not group["params"]:
+            return
+        if number not in self._adamw:
+            own = {key: group[key] for key in ADAMW_KEYS}
+            self._adamw[number] = torch.optim.AdamW(group["params"], **own)
+        inner = self._adamw[number]
+        # The outer group is what schedulers write to and what the engine hands masters to.
+        inner.param_groups[0].update({key: group[key] for key in (*ADAMW_KEYS, "params")})
+        for tensor in group["params"]:
+            inner.state[tensor] = self.state[tensor]
+        inner.step()
+
+
+def _scale(shape: torch.Size) -> float:
+    """Keeps the size of a tall matrix' update that of a square one's, by element."""
+    rows, columns = shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel())
+    return math.sqrt(max(1, rows / columns)) if columns else 1.0

@@ -279,7 +279,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         False, "Check the bookkeeping of gathered parameters (stage 3).", needs=STAGE_3
     )
     save_muon_momentum_buffer_in_memory: Bool = option(
-        False, "Keep Muon momentum on the device.", needs="Muon on shards"
+        False, "Keep Muon's momentum on the device; not with `offload_optimizer`."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = option(
         DeepSpeedZeroLeafModuleConfig,

@@ -18,11 +18,13 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
 from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
@@ -152,6 +154,10 @@ class MasterWeightOptimizer(StepSequence):
             self.registration.append(_positions(group.params, registration))
             self._hand_to_optimizer(param_group, group, per_param)
         self._per_param = per_param
+        if isinstance(init_optimizer, WholeParameterOptimizer) and not per_param:
+            init_optimizer.use_shards(
+                {group.masters[0]: DealtParameters(group, self.device) for group in self.groups}
+            )
         self._link_params()
         memory_names.register(self)
 

@@ -13,17 +13,31 @@ there are follows from the longest message, on which ranks agree before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.sharding.fragments import FragmentTable, NumEl, ShardRank
+from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
 
 # Elements that a rank sends, and at most receives, in one round.
 ROUND_NUMEL = 1 << 25
+
+
+class Layout(Protocol):
+    """What of a fragment table says who owns what."""
+
+    @property
+    def shard_numel(self) -> NumEl:
+        """Elements of a shard, padding included; of the largest if they differ."""
+
+    def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
+        """The fragments that `shard` owns, in shard order."""
+
+    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
+        """The fragments of elements `start` to `end` of one parameter, in element order."""
 
 
 class Run(NamedTuple):
@@ -34,7 +48,7 @@ class Run(NamedTuple):
     numel: NumEl
 
 
-def overlaps(mine: FragmentTable, other: FragmentTable, shard: ShardRank) -> list[Run]:
+def overlaps(mine: Layout, other: Layout, shard: ShardRank) -> list[Run]:
     """What `shard` of one layout has of every shard of the other.
 
     Ordered by peer, and for each by parameter and element: read from either side, the runs between
@@ -85,10 +99,18 @@ class LayoutExchange:
         group: The group.
         source: How the shards are laid out.
         target: How they are wanted.
+        device: Where ranks communicate; None: where the group's parameters are.
     """
 
-    def __init__(self, group: ShardedGroup, source: FragmentTable, target: FragmentTable) -> None:
+    def __init__(
+        self,
+        group: ShardedGroup,
+        source: Layout,
+        target: Layout,
+        device: torch.device | None = None,
+    ) -> None:
         self._group = group
+        self._device = device or group.flat.device
         self._target_numel = target.shard_numel
         self._sent = overlaps(source, target, group.shard_rank)
         self._received = overlaps(target, source, group.shard_rank)
@@ -134,7 +156,9 @@ class LayoutExchange:
         """What arrives in one round."""
         group = self._group
         pieces = [shard[run.start : run.start + run.numel] for run in sent]
-        message = torch.cat([shard[:0], *pieces]).to(group.flat.device)
+        message = torch.cat([shard[:0], *pieces]).to(self._device)
+        if group.num_shards == 1:
+            return message
         arrived = message.new_empty(sum(run.numel for run in received))
         # As bytes: not every backend sends every dtype that an optimizer may keep.
         size = shard.element_size()

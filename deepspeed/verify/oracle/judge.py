@@ -204,19 +204,23 @@ class ReferenceOptimizer:
     Args:
         run: Whose configuration.
         before: fp32 weights before the first step.
+        module: A copy of the model, which gets these weights: what its parameters are may decide
+            how they are updated.
 
     Attributes:
         note: What it is, if it is not torch's own optimizer.
     """
 
-    def __init__(self, run: Run, before: Tensors) -> None:
+    def __init__(self, run: Run, before: Tensors, module: torch.nn.Module) -> None:
         self.note = ""
-        self.params = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
+        self.params = {name: module.get_parameter(name) for name in before}
+        for name, value in before.items():
+            self.params[name].data = value.clone()
         try:
             self.optimizer = plain_optimizer(run.config["optimizer"], list(self.params.values()))
         except LookupError:
             config = read_config({**run.config, "zero_optimization": {"stage": 0}}, run.shape.world)
-            self.optimizer = build_basic_optimizer(config, list(self.params.values()))
+            self.optimizer = build_basic_optimizer(config, list(self.params.values()), module)
             self.note = (
                 f"the reference is this package's own {type(self.optimizer).__name__} over whole "
                 "parameters"

@@ -240,7 +240,7 @@ def plain_optimizer(
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
     for candidate, cls in vars(torch.optim).items():
         if (
-            candidate.lower() == name
+            candidate.lower() == name != "muon"  # torch's takes matrices alone
             and isinstance(cls, type)
             and issubclass(cls, torch.optim.Optimizer)
         ):

@@ -84,7 +84,9 @@ class Worker:
 
         def follow(record: StepRecord) -> None:
             if not optimizers:
-                optimizers.append(ReferenceOptimizer(run, record.before))
+                optimizers.append(
+                    ReferenceOptimizer(run, record.before, self.workload.copy_module())
+                )
             findings_of_optimizer[record.step] = optimizers[0].judge(
                 record, config.tree.gradient_clipping
             )
@@ -216,7 +218,7 @@ class Worker:
         result = _summary(record, findings)
         if run.has_user_optimizer and self.rank == 0:
             clip = read_config(run.config, run.shape.world).tree.gradient_clipping
-            optimizer = ReferenceOptimizer(run, record.steps[0].before)
+            optimizer = ReferenceOptimizer(run, record.steps[0].before, self.workload.copy_module())
             followed = {one.step: optimizer.judge(one, clip) for one in record.steps}
             result["parameters"] = _plain(followed)
         result["hazards"] = [

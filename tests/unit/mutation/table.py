@@ -291,6 +291,38 @@ FAULTS = (
         "test_overflow_on_one_rank_skips_on_both",
     ),
     Fault(
+        "a matrix is made orthogonal by its parts",
+        "deepspeed/runtime/sharding/dealt_parameters.py",
+        (
+            (
+                "        dealt = there.move(shard, longest, self._device)\n",
+                "        dealt = shard.new_zeros(self.table.shard_numel)\n"
+                "        dealt[: shard.numel()] = shard[: dealt.numel()]\n",
+            ),
+        ),
+        "tests/unit/v1/zero/test_whole_parameters.py",
+        "TestAsOneProcess",
+    ),
+    Fault(
+        "a trust ratio of parts of a parameter",
+        "deepspeed/runtime/sharding/dealt_parameters.py",
+        (
+            (
+                "dist.all_reduce(summed, group=self._group.process_group)",
+                "dist.all_reduce(summed.clone(), group=self._group.process_group)",
+            ),
+        ),
+        "tests/unit/v1/zero/test_whole_parameters.py",
+        "TestAsOneProcess",
+    ),
+    Fault(
+        "a mark that another optimizer does not read",
+        "deepspeed/runtime/optimizers/muon_groups.py",
+        (("    if is_elementwise:\n", "    if False:\n"),),
+        "tests/unit/v1/zero/test_whole_parameters.py",
+        "test_refused",
+    ),
+    Fault(
         "the first write adds to what was left",
         SINK,
         (("first = bucket not in self._written", "first = False"),),

@@ -1,0 +1,111 @@
+"""Which parameters of a model Muon updates, and what would leave it off without saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.ops.muon.muon import MARK, MuonWithAuxAdam, is_matrix, with_marks
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
+from deepspeed.utils.logging import log_dist
+from deepspeed.utils.tensor_fragment import logical_shape
+
+# In names of matrices whose rows are tokens, each with a direction of its own: AdamW's.
+TOKEN_WORDS = ("embed", "lm_head")
+
+
+def muon_groups(module: nn.Module, parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """`parameters` as groups with the key `use_muon`.
+
+    A parameter that is not marked (`param.use_muon`) uses Muon if it has two dimensions or more and
+    is neither the weight of an `nn.Embedding` nor named like one, or like a head over tokens.
+
+    Args:
+        module: The model.
+        parameters: Parameters or groups; a group with the key stays as it is.
+
+    Raises:
+        DeepSpeedConfigError: Marks and groups disagree, or something that is marked is no matrix.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    embeddings = {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    }
+
+    def uses_muon(param: torch.Tensor) -> bool:
+        name = names.get(param, "").lower()  # type: ignore[call-overload]  # any tensor is asked for
+        return (
+            is_matrix(param)
+            and param not in embeddings
+            and not any(word in name for word in TOKEN_WORDS)
+        )
+
+    try:
+        groups = with_marks(parameters, uses_muon, names)
+    except ValueError as error:
+        raise DeepSpeedConfigError(f'optimizer.type "Muon": {error}') from error
+    counts = {
+        use: sum(len(group["params"]) for group in groups if bool(group[MARK]) is use)
+        for use in (True, False)
+    }
+    log_dist(f"Muon updates {counts[True]} parameters, AdamW {counts[False]}", ranks=[0])
+    return groups
+
+
+def check_whole_parameters(
+    basic: torch.optim.Optimizer,
+    is_elementwise: bool,
+    names: Mapping[nn.Parameter, str],
+    ranks: ModelRanks,
+) -> None:
+    """Make sure that what should be updated from whole parameters is.
+
+    Args:
+        basic: The optimizer.
+        is_elementwise: It is known to update each element by itself.
+        names: Of parameters.
+        ranks: Which ranks hold which parameters.
+
+    Raises:
+        DeepSpeedConfigError: A parameter that has `use_muon` would be updated by another rule, Muon
+            would update nothing, or a rank has only a slice of a parameter.
+    """
+    if is_elementwise:
+        for group in basic.param_groups:
+            for param in group["params"]:
+                if getattr(param, MARK, False) or group.get(MARK):
+                    raise DeepSpeedConfigError(
+                        f"{names.get(param, 'a parameter')} has use_muon, but "
+                        f"{type(basic).__name__} would update it: set "
+                        '"optimizer": {"type": "Muon"}, or take use_muon away'
+                    )
+    if not isinstance(basic, WholeParameterOptimizer):
+        return
+    groups = [group for group in basic.param_groups if group.get(MARK, True)]
+    if isinstance(basic, MuonWithAuxAdam) and not ranks.has_parts and not _members(groups):
+        left = ", ".join(
+            f"{names.get(param, '?')} of shape {tuple(logical_shape(param))}"
+            for param in _members(basic.param_groups)[:3]
+        )
+        raise DeepSpeedConfigError(
+            f"Muon would update no parameter (AdamW has {left}, ...): set param.use_muon = True on "
+            'matrices, or use "optimizer": {"type": "AdamW"}'
+        )
+    for param in _members(groups) if ranks.tensor_group is not None else ():
+        if is_model_parallel_parameter(param):
+            raise DeepSpeedConfigError(
+                f"{type(basic).__name__} updates {names.get(param, 'a parameter')} from the whole "
+                "of it, and tensor parallelism gives each rank a slice: use AdamW, or "
+                "param.use_muon = False"
+            )
+
+
+def _members(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    return [param for group in groups for param in group["params"]]

@@ -1,0 +1,140 @@
+"""Whole parameters dealt to ranks: who computes what needs a parameter whole, while all state stays
+cut.
+
+A group's shards are moved to a layout in which every parameter lies whole on one rank (`exchange`),
+each rank computes its own, and the results go back the same way. A rank sends and receives about as
+many elements as its shard has, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.ops.whole_parameters import Part, WholeParameters
+from deepspeed.runtime.sharding.exchange import LayoutExchange
+from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
+from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.utils.tensor_fragment import logical_shape
+
+
+def deal(costs: Sequence[int], num_shards: int) -> list[ShardRank]:
+    """The owner of each parameter: the dearest first, each to who has least.
+
+    No rank has more than 4/3 of what the best deal would leave the busiest.
+    """
+    loads = [(0, shard) for shard in range(num_shards)]  # a heap
+    owners = [0] * len(costs)
+    for param in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, owners[param] = loads[0]
+        heapq.heapreplace(loads, (load + costs[param], owners[param]))
+    return owners
+
+
+def work(shape: torch.Size) -> int:
+    """What the product of a matrix, or of each of a stack, with its transpose costs; tensors of
+    more dimensions are matrices of the first and all others, those of fewer count by elements.
+    """
+    if len(shape) < 2:
+        return shape.numel()
+    return shape.numel() * min(shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel()))
+
+
+class DealtTable:
+    """The layout in which each parameter is whole on one rank, as `exchange` reads it.
+
+    Args:
+        numels: Elements of each parameter.
+        owners: The rank of each.
+        num_shards: How many ranks there are.
+
+    Attributes:
+        shard_numel: Elements of the rank that has most.
+    """
+
+    def __init__(
+        self, numels: Sequence[NumEl], owners: Sequence[ShardRank], num_shards: int
+    ) -> None:
+        self._numels = list(numels)
+        self._owners = list(owners)
+        self._starts: list[NumEl] = []
+        ends = [0] * num_shards
+        for numel, owner in zip(numels, owners, strict=True):
+            self._starts.append(ends[owner])
+            ends[owner] += numel
+        self.shard_numel = max(ends)
+
+    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
+        """The fragment of elements `start` to `end` of one parameter, if there are any."""
+        if start < end:
+            at = self._starts[param] + start
+            yield Fragment(param, start, self._owners[param], at, end - start)
+
+    def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
+        """The parameters that `shard` has, in its order."""
+        return [
+            fragment
+            for param, owner in enumerate(self._owners)
+            if owner == shard
+            for fragment in self.of_range(param, 0, self._numels[param])
+        ]
+
+
+class DealtParameters(WholeParameters):
+    """The parameters of one group; see module.
+
+    Args:
+        group: Whose shards an optimizer updates.
+        device: Where ranks communicate, and functions of whole parameters run.
+    """
+
+    def __init__(self, group: ShardedGroup, device: torch.device) -> None:
+        self.shapes = [logical_shape(param) for param in group.params]
+        self.parts = [
+            Part(part.param, part.in_shard) for part in group.table.of_shard(group.shard_rank)
+        ]
+        self._group = group
+        self._device = device
+
+    @cached_property
+    def table(self) -> DealtTable:
+        """Who computes what."""
+        owners = deal([work(shape) for shape in self.shapes], self._group.num_shards)
+        return DealtTable(self._group.table.numels, owners, self._group.num_shards)
+
+    @cached_property
+    def _exchanges(self) -> tuple[LayoutExchange, LayoutExchange, NumEl]:
+        """To the owners, back, and the longest message of either, on which ranks agree once."""
+        group = self._group
+        there = LayoutExchange(group, group.table, self.table, self._device)
+        back = LayoutExchange(group, self.table, group.table, self._device)
+        longest = torch.tensor(
+            max(there.longest, back.longest), dtype=torch.int64, device=self._device
+        )
+        if group.num_shards > 1:
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group.process_group)
+        return there, back, int(longest.item())
+
+    @torch.no_grad()
+    def through_owners(
+        self, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """See base class."""
+        there, back, longest = self._exchanges
+        dealt = there.move(shard, longest, self._device)
+        for fragment in self.table.of_shard(self._group.shard_rank):
+            whole = dealt[fragment.in_shard].view(self.shapes[fragment.param])
+            whole.copy_(function(whole))
+        return back.move(dealt, longest, shard.device)
+
+    def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
+        """See base class."""
+        if self._group.num_shards == 1:
+            return values
+        summed = values.to(self._device)
+        dist.all_reduce(summed, group=self._group.process_group)
+        return summed.to(values.device)

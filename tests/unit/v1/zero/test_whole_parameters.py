@@ -1,0 +1,360 @@
+"""Muon and Lamb, which update a parameter from the whole of it, on shards: against plain torch in
+one process that sees every rank's data.
+
+Gradients are compared with that process's; then both step with the gradients of the engine, because
+Muon computes in bf16, where a difference in the last bit of one gradient moves a whole matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.dealt_parameters import DealtTable, deal
+from deepspeed.utils import (
+    safe_get_full_fp32_params,
+    safe_get_full_grads,
+    safe_get_full_optimizer_state,
+)
+from deepspeed.utils.tensor_fragment import logical_shape
+from unit.common import DistributedFixture, DistributedTest
+from unit.v1.checkpoint.test_universal import convert
+
+VOCABULARY, WIDTH, ROWS, STEPS = 11, 9, 4, 3
+MUON = {"muon_lr": 0.05, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
+LAMB = {"lr": 0.02, "weight_decay": 0.1}
+# A coefficient, and how a matrix of singular value 1 is left by five steps, stand in the papers.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+class Net(nn.Module):
+    """Matrices of all forms, filters, a stack of matrices, and what is AdamW's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 31)
+        self.norm = nn.LayerNorm(31)
+        self.down = nn.Linear(31, WIDTH, bias=False)
+        self.square = nn.Linear(WIDTH, WIDTH)
+        self.filters = nn.Conv2d(3, 5, 3, padding=1)
+        self.stack = nn.Parameter(torch.randn(2, WIDTH, 5) * 0.1)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss over rows."""
+        hidden = self.down(self.norm(self.up(self.embed(tokens))).tanh())
+        hidden = hidden + self.square(hidden).tanh()
+        images = self.filters(hidden.view(-1, 1, 3, 3).expand(-1, 3, 3, 3)).flatten(1)
+        mixed = torch.einsum("bi,eij->bej", hidden, self.stack).flatten(1)
+        hidden = hidden + images[:, :WIDTH].sin() + mixed[:, :WIDTH].tanh()
+        return F.cross_entropy(self.lm_head(hidden).float(), labels)
+
+
+def make_net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Net()
+
+
+def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return tuple(torch.randint(VOCABULARY, (ROWS,), generator=generator) for _ in range(2))  # type: ignore[return-value]  # two of them
+
+
+def by_muon(name: str, value: torch.Tensor) -> bool:
+    return value.dim() >= 2 and name not in ("embed.weight", "lm_head.weight")
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    a, b, c = NEWTON_SCHULZ
+    # Rank-deficient gradients leave directions that are rounding alone, so the products of a stack
+    # are those of a stack here too.
+    add = torch.baddbmm if matrix.dim() == 3 else torch.addmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.bfloat16().mT if tall else matrix.bfloat16()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class PlainMuon:
+    """Muon and AdamW of one process, a parameter at a time."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+        self.momentum = {name: torch.zeros_like(value) for name, value in values.items()}
+        rest = [nn.Parameter(value) for name, value in values.items() if not by_muon(name, value)]
+        self.rest = torch.optim.AdamW(rest, lr=MUON["adam_lr"], weight_decay=MUON["weight_decay"])
+
+    def step(self, grads: dict[str, torch.Tensor]) -> None:
+        lr, beta, decay = MUON["muon_lr"], MUON["momentum"], MUON["weight_decay"]
+        others = iter(self.rest.param_groups[0]["params"])
+        for name, value in self.values.items():
+            if not by_muon(name, value):
+                next(others).grad = grads[name]
+                continue
+            self.momentum[name].lerp_(grads[name], 1 - beta)
+            direction = grads[name].lerp(self.momentum[name], beta)
+            value.mul_(1 - lr * decay)
+            if value.dim() == 4:
+                value, direction = value.flatten(1), direction.flatten(1)
+            scale = math.sqrt(max(1, value.shape[-2] / value.shape[-1]))
+            value.add_(orthogonal(direction), alpha=-lr * scale)
+        self.rest.step()
+
+
+class PlainLamb:
+    """Lamb of one process."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+        self.names = list(values)
+        params = [nn.Parameter(value) for value in values.values()]
+        self.optimizer = FusedLamb(params, **LAMB)
+
+    def step(self, grads: dict[str, torch.Tensor]) -> None:
+        for param, name in zip(self.optimizer.param_groups[0]["params"], self.names, strict=True):
+            param.grad = grads[name]
+        self.optimizer.step()
+
+
+def config_of(kind: str, stage: int, dtype: str = "fp32", **zero: Any) -> dict[str, Any]:
+    params = MUON if kind == "Muon" else LAMB
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": 0.0,  # a factor that differs in its last bit
+        "optimizer": {"type": kind, "params": params},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, **zero},
+    }
+
+
+def engine_of(config: dict[str, Any], model: nn.Module | None = None) -> Any:
+    return deepspeed.initialize(model=model or make_net(), config=config)[0]
+
+
+def read(engine: Any, get: Callable[[list[Any]], list[Any]]) -> dict[str, torch.Tensor]:
+    """`get` of all parameters by name, in copies."""
+    named = list(engine.module.named_parameters())
+    values = get([param for _, param in named])
+    return {name: value.clone() for (name, _), value in zip(named, values, strict=True)}
+
+
+def backward(engine: Any, step: int) -> None:
+    engine.backward(engine(*batch_of(step, dist.get_rank())))
+
+
+def one_process_gradients(
+    values: dict[str, torch.Tensor], step: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The mean of all ranks' gradients, each as its model's dtype rounds it."""
+    model = make_net().to(dtype)
+    model.load_state_dict(values, strict=True)
+    summed = {name: torch.zeros_like(value) for name, value in values.items()}
+    for rank in range(dist.get_world_size()):
+        model.zero_grad()
+        model(*batch_of(step, rank)).backward()
+        for name, param in model.named_parameters():
+            summed[name] += param.grad.float() / dist.get_world_size()  # type: ignore[union-attr]  # all are used
+    return summed
+
+
+def check_as_one_process(kind: str, stage: int, dtype: str, **zero: Any) -> None:
+    engine = engine_of(config_of(kind, stage, dtype, **zero))
+    what = (kind, stage, dtype, zero)
+    values = read(engine, safe_get_full_fp32_params)
+    plain: Any = (PlainMuon if kind == "Muon" else PlainLamb)(values)
+    for step in range(STEPS):
+        wanted = one_process_gradients(
+            values, step, torch.float32 if dtype == "fp32" else torch.bfloat16
+        )
+        backward(engine, step)
+        grads = read(engine, safe_get_full_grads)
+        bound = 1e-5 if dtype == "fp32" else 2e-2
+        for name, grad in grads.items():
+            error = (grad - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)
+            assert error < bound, (*what, step, name, error)
+        plain.step(grads)
+        engine.step()
+        for name, found in read(engine, safe_get_full_fp32_params).items():
+            torch.testing.assert_close(
+                found,
+                values[name],
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda text, name=name, step=step: f"{what} step {step} {name}: {text}",
+            )
+            values[name].copy_(found)
+    engine.destroy()
+
+
+class TestAsOneProcess(DistributedTest):
+    """Stages 1 to 3, several buckets, so that matrices are cut between ranks."""
+
+    world_size = [1, 2, 3]
+    exec_timeout = 120
+
+    def test(self) -> None:
+        # Kills: a part of a matrix orthogonalized by itself, a result that goes to another place,
+        # an update of one rank only, AdamW for matrices, Muon's rate for the rest, norms of parts.
+        for kind, stage, dtype in itertools.product(("Muon", "Lamb"), (1, 2, 3), ("fp32", "bf16")):
+            check_as_one_process(kind, stage, dtype)
+        for kind, stage in itertools.product(("Muon", "Lamb"), (2, 3)):
+            check_as_one_process(kind, stage, "bf16", offload_optimizer={"device": "cpu"})
+
+
+SAVED = {
+    "muon-2": ("Muon", 2, "bf16"),
+    "muon-3": ("Muon", 3, "fp32"),
+    "lamb-1": ("Lamb", 1, "fp32"),
+}
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters and what optimizers remember of every parameter, whole."""
+    found = {
+        f"master.{name}": value for name, value in read(engine, safe_get_full_fp32_params).items()
+    }
+    for name, param in engine.module.named_parameters():
+        of_muon = engine.optimizer.param_groups[0].get("use_muon") and by_muon(
+            name, torch.empty(logical_shape(param))
+        )
+        for key in ("momentum_buffer",) if of_muon else ("exp_avg", "exp_avg_sq"):
+            found[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key).clone()  # type: ignore[union-attr]  # it has state
+    return found
+
+
+class Saved(DistributedFixture):
+    """Saved by two ranks after two steps, and what they held then and a step later."""
+
+    world_size = 2
+
+    def run(self, class_tmpdir: Any) -> None:
+        for name, (kind, stage, dtype) in SAVED.items():
+            engine = engine_of(config_of(kind, stage, dtype))
+            for step in range(2):
+                backward(engine, step)
+                engine.step()
+            engine.save_checkpoint(f"{class_tmpdir}/{name}")
+            held = state_of(engine)
+            backward(engine, 2)
+            engine.step()
+            later = state_of(engine)
+            if dist.get_rank() == 0:
+                torch.save((held, later), f"{class_tmpdir}/{name}.pt")
+                convert(f"{class_tmpdir}/{name}")
+
+
+class TestCheckpoints(DistributedTest):
+    """State is cut as any other optimizer's, so it is resharded as any other's."""
+
+    world_size = [1, 2, 3]
+    exec_timeout = 120
+
+    def test(self, Saved: Any, class_tmpdir: Any) -> None:
+        # Kills: momentum that is one rank's whole matrices, the groups' options given to another's.
+        for (name, (kind, stage, dtype)), universal in itertools.product(
+            SAVED.items(), (False, True)
+        ):
+            config = config_of(kind, 5 - stage if stage > 1 else 2, dtype)
+            config = config if universal else config_of(kind, stage, dtype)
+            engine = engine_of({**config, "checkpoint": {"load_universal": universal}})
+            backward(engine, 7)
+            engine.step()  # state that loading must replace
+            engine.load_checkpoint(f"{class_tmpdir}/{name}")
+            held, later = torch.load(f"{class_tmpdir}/{name}.pt")
+            found = state_of(engine)
+            assert held.keys() == found.keys()
+            assert [key for key in held if not torch.equal(held[key], found[key])] == [], name
+            if dist.get_world_size() == 2:
+                backward(engine, 2)
+                engine.step()
+                for key, value in state_of(engine).items():
+                    torch.testing.assert_close(value, later[key], rtol=1e-5, atol=1e-6)
+
+
+def refused(text: str, config: dict[str, Any], model: nn.Module) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=text):
+        engine_of(config, model)
+
+
+class TestMuonIsNeverOffUnsaid(DistributedTest):
+    """Who says `use_muon` gets it or an error with the parameter's name."""
+
+    world_size = 1
+
+    def test_refused(self) -> None:
+        # Kills: each of these trains, with AdamW.
+        marked = make_net()
+        marked.square.weight.use_muon = True  # type: ignore[assignment]  # a mark
+        adamw = {**config_of("Muon", 2), "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        refused(r"square\.weight has use_muon, but FusedAdam", adamw, marked)
+        no_matrix = make_net()
+        no_matrix.norm.weight.use_muon = True  # type: ignore[assignment]  # a mark
+        refused(r"norm\.weight, of shape \(31,\), has use_muon", config_of("Muon", 2), no_matrix)
+        refused("Muon would update no parameter", config_of("Muon", 2), nn.Embedding(3, 4))
+        with pytest.raises(DeepSpeedConfigError, match=r"deepspeed\.ops\.muon\.MuonWithAuxAdam"):
+            model = nn.Linear(3, 4, bias=False)
+            deepspeed.initialize(
+                model=model,
+                optimizer=torch.optim.Muon(model.parameters()),
+                config={"train_batch_size": 1, "zero_optimization": {"stage": 2}},
+            )
+
+    def test_marks_groups_and_rates(self) -> None:
+        # Kills: a mark that is not read, a rate of the other kind, groups that lose their options.
+        # At stage 3 inside zero.Init a parameter's own shape is that of nothing.
+        for stage in (0, 1, 3):
+            config = config_of("Muon", stage)
+            with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+                model = make_net()
+            model.square.weight.use_muon = False  # type: ignore[assignment]  # a mark
+            model.lm_head.weight.use_muon = True  # type: ignore[assignment]  # a mark
+            engine = engine_of(config, model)
+            groups = engine.basic_optimizer.param_groups
+            assert [(group["use_muon"], group["lr"]) for group in groups] == [
+                (True, 0.05),
+                (False, 0.01),
+            ]
+            backward(engine, 0)
+            engine.step()
+            if stage:
+                names = {
+                    name
+                    for name, param in engine.module.named_parameters()
+                    if param._hp_mapping.group == 0
+                }
+                assert names == {
+                    *(f"{name}.weight" for name in ("up", "down", "filters", "lm_head")),
+                    "stack",
+                }
+            engine.destroy()
+
+
+def test_deal() -> None:
+    # Kills: all to one rank, an owner that has two parameters at one place.
+    costs = [7, 7, 6, 6, 5, 5, 4, 4, 4]
+    owners = deal(costs, 3)
+    loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in range(3)]
+    assert max(loads) <= 4 / 3 * sum(costs) / 3
+    table = DealtTable([*costs, 0], [*owners, 0], 3)
+    for shard in range(3):
+        end = 0
+        for fragment in table.of_shard(shard):
+            assert (fragment.shard, fragment.shard_start, fragment.param_start) == (shard, end, 0)
+            end += fragment.numel
+        assert end <= table.shard_numel
