@@ -635,6 +635,19 @@ FAULTS = (
         "one_at_a_time",
     ),
     Fault(
+        "a module whose unit others share does not wait on its own stream",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (
+            (
+                "                unit.fetch()  # it may be another stream that reads now\n"
+                "            elif",
+                "                pass\n            elif",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "own_stream",
+    ),
+    Fault(
         "a unit that several modules share goes when one of them is done",
         "deepspeed/runtime/zero/partitioned_param_coordinator.py",
         (("        if unit in self._last_fused:\n            return\n", ""),),

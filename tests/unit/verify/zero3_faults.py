@@ -146,19 +146,6 @@ ZERO3 = (
         RACE + r"(.|\n)*_finish(.|\n)*forward",
     ),
     Mutation(
-        "a module whose unit others share does not wait on its own stream",
-        COORDINATOR,
-        (
-            (
-                "                unit.fetch()  # it may be another stream that reads now\n"
-                "            elif",
-                "                pass\n            elif",
-            ),
-        ),
-        "streams: stage 3, fused",
-        RACE,
-    ),
-    Mutation(
         "whole memory goes back without its readers",
         UNIT,
         (("give_back(self._memory, self._readers)", "give_back(self._memory)"),),

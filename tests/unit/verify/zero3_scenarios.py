@@ -304,13 +304,11 @@ def guarded(check: str, zero: dict[str, Any]) -> list[str]:
 # Nothing stays whole, and every module of this small model is a unit.
 _SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 0}
 _BOUNDED = {**_SHARDED, "stage3_max_reuse_distance": 0}
-_FUSED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 _ON_HOST = {**_BOUNDED, "offload_param": {"device": "cpu"}}
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 3": partial(checker, _BOUNDED),
     "streams: stage 3, kept": partial(checker, _SHARDED),
-    "streams: stage 3, fused": partial(checker, _FUSED),
     "streams: stage 3, some persist": partial(
         checker, {**_SHARDED, "stage3_param_persistence_threshold": 20, "overlap_comm": False}
     ),

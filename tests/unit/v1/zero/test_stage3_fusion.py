@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters
@@ -168,6 +169,15 @@ class TestSteps(DistributedTest):
         with simulate(backward_streams=2), check_streams():
             assert distance(trained(3, **{**BOUNDED, **ON_HOST}), wanted) < 1e-5
 
+    def test_a_module_on_its_own_stream(self) -> None:
+        # Kills: a module that finds its unit whole and does not wait for what made it so.
+        with simulate() as device, check_streams():
+            engine = engine_of(Beside(), config_of(3, 1, **BOUNDED))
+            with torch.no_grad():
+                engine.eval()(torch.ones(2, WIDTH))
+            device.synchronize()
+            engine.destroy()
+
     def test_between_steps(self) -> None:
         # Kills: a unit that stays after a forward without backward, after an evaluation or a
         # script, an edit of one of its parameters that gathers of the others do not see.
@@ -283,6 +293,29 @@ def model_loss(model: Any, step: int) -> torch.Tensor:
     """Layers in one order."""
     loss: torch.Tensor = model(torch.full((2, WIDTH), 0.5 + step)).square().mean()
     return loss
+
+
+class Beside(nn.Module):
+    """Two layers of one unit, the second on a stream that has begun before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 12 * WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        accelerator = get_accelerator()
+        main, side = accelerator.current_stream(), accelerator.Stream()
+        x = self.wide(x)[:, :WIDTH]
+        copied = x.clone()
+        side.wait_stream(main)
+        here = self.layers[0](x)
+        with accelerator.stream(side):
+            there = self.layers[1](copied)
+        main.wait_stream(side)
+        out: torch.Tensor = here + there
+        side.wait_stream(main)  # what it has made goes back to it
+        return out
 
 
 class Shifted(nn.Linear):
