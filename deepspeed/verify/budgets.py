@@ -255,16 +255,30 @@ def check_budgets(*budgets: Budget) -> Iterator[None]:
     finally:
         scheduler.log = None
     own = RankLog(log.entries, log.names, before, stream_collectives.num_issued())
+    found = _first_deadlock(own, budgets or (Budget(),))
+    if found:
+        raise BudgetError(found)
+
+
+def _first_deadlock(own: RankLog, budgets: Sequence[Budget]) -> str:
+    """What to raise on all ranks; empty if there is nothing. One rank finds out for all."""
     logs: list[Any] = [own]
     if dist.is_initialized():
         logs = [None] * dist.get_world_size()
         dist.all_gather_object(logs, own)
-    for budget in budgets or (Budget(),):
-        found = deadlock(logs, budget)
-        if found:
-            raise BudgetError(
-                f"a device with {budget.queues} hardware queues and {budget.processors} "
-                f"processors, of which a message takes {budget.per_message} and a collective "
-                f"{budget.per_collective}, can hang here:\n{found}\nPost fewer receives ahead of "
-                "need, on fewer streams, and only when all that they depend on has been issued"
-            )
+    told = [""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        told = [next(filter(None, (_message(logs, budget) for budget in budgets)), "")]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _message(logs: Sequence[RankLog], budget: Budget) -> str:
+    found = deadlock(logs, budget)
+    return found and (
+        f"a device with {budget.queues} hardware queues and {budget.processors} processors, of "
+        f"which a message takes {budget.per_message} and a collective {budget.per_collective}, "
+        f"can hang here:\n{found}\nPost fewer receives ahead of need, on fewer streams, and only "
+        "when all that they depend on has been issued"
+    )

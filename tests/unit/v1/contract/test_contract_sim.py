@@ -30,14 +30,16 @@ def run_simulated(cases: list[Case]) -> None:
     Raises:
         AssertionError: A result deviates.
         StreamRaceError: Accesses are not ordered.
+        BudgetError: A device, or one of a single queue and processor, can hang.
     """
     import torch
 
     from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import check_streams
+    from deepspeed.verify import Budget, check_budgets, check_streams
 
     torch.set_num_threads(1)
-    with simulate(backward_streams=2), check_streams():
+    few = Budget(queues=1, processors=1)
+    with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
         run_cases(cases)
 
 

@@ -209,11 +209,12 @@ class TestSimulated(DistributedTest):
         # Kills: a unit read before it is gathered or after its memory was given away, a shard
         # gathered before it is updated.
         from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams
+        from deepspeed.verify import Budget, check_budgets, check_streams
 
         torch.set_num_threads(1)
         cases = of_world(stage3_cases(), 2)
-        with simulate(backward_streams=2), check_streams():
+        few = Budget(queues=1, processors=1)
+        with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
             run_cases(cases, Stage3Run)
 
 
