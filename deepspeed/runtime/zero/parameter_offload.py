@@ -292,7 +292,10 @@ class DeepSpeedZeRoOffload:
     @staticmethod
     def _external(module: nn.Module) -> list[GatherUnit]:
         """What a client registered with the module."""
-        external = (param for _, param in external_parameters(module))
+        registered = external_parameters(module)
+        if not registered:
+            return []  # for nearly all, in every forward of each
+        external = (param for _, param in registered)
         units = (record_of(param).unit for param in external if is_zero_param(param))
         return [unit for unit in dict.fromkeys(units) if unit is not None and not unit.persists]
 
