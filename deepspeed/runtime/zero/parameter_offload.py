@@ -295,8 +295,7 @@ class DeepSpeedZeRoOffload:
         registered = external_parameters(module)
         if not registered:
             return []  # for nearly all, in every forward of each
-        external = (param for _, param in registered)
-        units = (record_of(param).unit for param in external if is_zero_param(param))
+        units = (record_of(param).unit for _, param in registered if is_zero_param(param))
         return [unit for unit in dict.fromkeys(units) if unit is not None and not unit.persists]
 
     def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -492,8 +491,7 @@ class DeepSpeedZeRoOffload:
 
 def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
     """What was registered with `register_external_parameter`: number and parameter."""
-    external: dict[int, Any] = module.__dict__.get("_external_params", {})
-    return list(external.items())
+    return list(module.__dict__.get("_external_params", {}).items())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
