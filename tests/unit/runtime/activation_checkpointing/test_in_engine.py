@@ -15,7 +15,6 @@ from unit.v1.looping import each
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.activation_checkpointing import checkpointing, settings
 
 KINDS = {
@@ -151,7 +150,6 @@ class TestOnASimulatedDevice(DistributedTest):
         from deepspeed.verify import check_streams
 
         with simulate(backward_streams=2), check_streams():
-            stream_collectives.install()
             deepspeed.checkpointing.configure(None, checkpoint_in_cpu=cpu)
             train(KINDS[kind], stage, form, bucket=20)
 

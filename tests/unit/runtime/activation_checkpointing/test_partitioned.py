@@ -14,7 +14,6 @@ from unit.common import DistributedTest
 from unit.v1.looping import each
 
 from deepspeed import comm as dist
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.activation_checkpointing import checkpointing, saved_inputs
 
 KINDS = {
@@ -168,7 +167,6 @@ class TestOnASimulatedDevice(DistributedTest):
             return  # refused
         plain = trained(lambda function, *args: function(*args))
         with simulate(backward_streams=2) as device, check_streams():
-            stream_collectives.install()
             checkpointing.configure(
                 Unit(),
                 partition_activations=partition,

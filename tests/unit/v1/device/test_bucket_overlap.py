@@ -15,7 +15,6 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 
@@ -64,7 +63,6 @@ class Order:
 
 def engine_of(stage: int, overlap: bool, **zero: Any) -> Any:
     """One layer per bucket."""
-    stream_collectives.install()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     config = {

@@ -16,7 +16,6 @@ from torch.nn import functional
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from deepspeed.verify import Budget, check_budgets, check_streams
@@ -112,7 +111,6 @@ def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.
         check_streams() if on_device else nullcontext(),
         check_budgets(Budget(), Budget(queues=1, processors=1)) if on_device else nullcontext(),
     ):
-        stream_collectives.install()
         torch.manual_seed(4)
         model, forward = make()
         engine = deepspeed.initialize(model=model, config=config_of(stage, precision, more))[0]

@@ -17,7 +17,6 @@ from torch import nn
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 
@@ -30,7 +29,6 @@ GRADIENTS = LAYERS * BUCKET
 
 
 def engine_of(stage: int, overlap: bool, **more: Any) -> Any:
-    stream_collectives.install()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": WIDTH * WIDTH}
     config = {

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_arrivals import PendingParameter
@@ -49,14 +47,6 @@ class Names:
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
         self.issued.append(call.name)
         return proceed()
-
-
-@contextmanager
-def device(**settings: Any) -> Iterator[Any]:
-    """The simulated device, whose collectives are on streams."""
-    stream_collectives.install()
-    with simulate(**settings) as simulated:
-        yield simulated
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -119,7 +109,7 @@ class TestGathers(DistributedTest):
         # gather has not.
         found = []
         for overlapped in (False, True):
-            with device(schedule=schedule, backward_streams=2), check_streams():
+            with simulate(schedule=schedule, backward_streams=2), check_streams():
                 engine = make_engine(**settings, overlap_param_gather=overlapped)
                 train(engine)
                 pending = [type(param) is PendingParameter for param in engine.module.parameters()]
@@ -133,7 +123,7 @@ class TestGathers(DistributedTest):
     @each(read=READS)
     def test_reads_outside_of_modules(self, read: Callable[[Any], list[torch.Tensor]]) -> None:
         # Kills: a way to read that is not heard.
-        with device(), check_streams():
+        with simulate(), check_streams():
             engine = make_engine()
             engine.__dict__["known"] = list(engine.module.parameters())
             for _ in range(2):
@@ -150,7 +140,7 @@ class TestGathers(DistributedTest):
 
     def test_a_module_waits_for_its_own(self) -> None:
         # Kills: a wait for all gathers before the first module, or at the end of the step.
-        with device() as simulated:
+        with simulate() as simulated:
             engine = make_engine()
             train(engine, 1)
             order = Order()
@@ -169,7 +159,7 @@ class TestGathers(DistributedTest):
         # Kills: a collective, or a wait of the host, that only the overlap has.
         def cost(overlapped: bool) -> tuple[list[str], int]:
             names = Names()
-            with device():
+            with simulate():
                 engine = make_engine(dtype="fp16", overlap_param_gather=overlapped)
                 train(engine, 2)
                 add_observer(names)
@@ -186,7 +176,7 @@ class TestGathers(DistributedTest):
         class Theirs(nn.Parameter):
             pass
 
-        with device(), check_streams():
+        with simulate(), check_streams():
             engine = make_engine()
             engine.module[0].weight.__class__ = Theirs
             train(engine, 2)

@@ -10,7 +10,6 @@ import torch
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.zero.memory_estimators import plan_model_states
 from deepspeed.runtime.zero.replicated_estimates import plan_whole_gradients
 from unit.common import DistributedTest
@@ -90,7 +89,6 @@ class TestSharded(DistributedTest):
     @each(case=SHARDED)
     def test_zero(self, case: Case) -> None:
         # Kills: state that every rank has whole, and pieces on their way to the host that pile up.
-        stream_collectives.install()
         zero: dict[str, Any] = {"overlap_comm": case.overlap, "reduce_bucket_size": case.bucket}
         plan = plan_model_states(
             NUMELS,
@@ -109,7 +107,6 @@ class TestSharded(DistributedTest):
 
     def test_bf16_optimizer(self) -> None:
         # Kills: masters or moments that every rank has whole.
-        stream_collectives.install()
         plan = plan_whole_gradients(
             NUMELS, model_bytes=2, fp32_accumulation=True, num_shards=self.world_size
         )

@@ -4,8 +4,6 @@ after batch as one process does, and the host waits for nothing that hangs a dev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,8 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
-from deepspeed.comm import stream_collectives
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import stage_channels
 from deepspeed.runtime.pipe.channel import QUEUES_ENV
@@ -87,16 +84,9 @@ def make_engine(schedule: str, **keys: Any) -> PipelineEngine:
     return engine
 
 
-@contextmanager
-def on_device() -> Iterator[Sim_Accelerator]:
-    with simulate() as accelerator:
-        stream_collectives.install()
-        yield accelerator
-
-
 def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
     """The losses, and the waits for the whole device by place."""
-    with on_device() as accelerator:
+    with simulate() as accelerator:
         engine = make_engine(schedule, **keys)
         with accelerator.count_host_waits() as waits, check_budgets(*BUDGETS):
             losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
@@ -109,7 +99,7 @@ def train_waiting(schedule: str, stage: int) -> list[float]:
     """The losses, if the host of a stage waits for all that it has posted after each instruction,
     as one does whose allocator gives memory back.
     """
-    with on_device():
+    with simulate():
         engine = make_engine(schedule)
         issued = engine.channels.issued
 
@@ -148,7 +138,7 @@ def post_at_once(lane: stage_channels._Lane, count: int) -> None:
 
 def run_two(schedule: str, budget: Budget) -> None:
     """Two batches, of which a device of this budget must not hang in one."""
-    with on_device():
+    with simulate():
         engine = make_engine(schedule)
         try:
             with check_budgets(budget):
@@ -210,7 +200,7 @@ class TestTwoStages(DistributedTest):
 
     def test_chunks_share_communicators(self) -> None:
         # Kills: a communicator, and with it a stream, for each channel of each chunk.
-        with on_device():
+        with simulate():
             engine = make_engine("interleaved")
             channels = [channel for channel in engine.channels if channel.src != channel.dst]
             assert len(channels) == 6 and len({channel._group for channel in channels}) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
 from unit.common import DistributedTest
 from unit.v1.device.test_peak_memory import LAYERS, TOLERANCE, WIDTH, peak_of
@@ -84,7 +83,6 @@ class TestPeak(DistributedTest):
         # Kills: shards or state on the device that are on the host, a unit more that stays whole,
         # gradients that outlive their bucket, rows for each gather, results that pile up on their
         # way to the host.
-        stream_collectives.install()
         for case in CASES:
             peak = peak_of(case.precision, "AdamW", None, 8, **case.zero)
             assert peak <= (1 + TOLERANCE) * case.formula, (case, peak / case.formula)

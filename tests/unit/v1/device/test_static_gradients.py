@@ -14,7 +14,6 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.static_memory import StaticGradients
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.streams import CommContext
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
@@ -39,7 +38,6 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[torch.Tensor]:
-    stream_collectives.install()
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": micro_batches,
@@ -120,7 +118,6 @@ class TestStaticGradients(DistributedTest):
 
     def test_the_guard_goes(self) -> None:
         # Kills: a hook on every parameter for as long as training lasts.
-        stream_collectives.install()
         with simulate():
             config = {
                 "train_micro_batch_size_per_gpu": ROWS,

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import intent, stream_collectives
+from deepspeed.comm import intent
 from deepspeed.runtime.pipe import p2p, pending_sends, wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
 from deepspeed.verify.streams import check_streams
@@ -322,7 +322,6 @@ class TestWatched(DistributedTest):
     @pytest.mark.parametrize("schedule", [0, 1, 2])
     def test_streams_are_ordered(self, dynamic: bool, schedule: int) -> None:
         # Kills: memory read before it has arrived, or reused while it is on its way, on a device.
-        stream_collectives.install()
         with simulate(schedule=schedule), check_streams():
             exchange(dynamic)
 

@@ -20,7 +20,6 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stream_collectives
 from deepspeed.runtime.streams import CommContext
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
@@ -100,13 +99,6 @@ class TestBuiltUnderASideStream(DistributedTest):
 
     world_size = 4
     exec_timeout = 120
-
-    @pytest.fixture(autouse=True)
-    def device_collectives(self) -> None:
-        """The process group was made for the host; while a device is simulated its collectives are
-        a device's.
-        """
-        stream_collectives.install()
 
     def test_same_as_without_streams(self) -> None:
         # Kills: waiting for a stream known at construction, or for the default one; see below for
