@@ -1,5 +1,7 @@
-"""Upstream's path of what long sequences need: tiles along the sequence."""
+"""Upstream's path of what long sequences need: attention over ranks, loaders, and tiles."""
 
+from deepspeed.runtime.sequence_parallel.attention_hf import UlyssesSPAttentionHF
+from deepspeed.runtime.sequence_parallel.loader_adapter import UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.sequence_parallel.tiled_compute import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
@@ -11,5 +13,7 @@ __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "UlyssesSPAttentionHF",
+    "UlyssesSPDataLoaderAdapter",
     "sequence_tiled_compute",
 ]

@@ -1,0 +1,165 @@
+"""What a query of a split sequence may look at: the masks that transformers makes, for whole
+sequences.
+
+A model that holds a piece of a sequence would make the mask of that piece. It gets a `LocalMask`
+instead, which its layers hand on to the attention unopened. There it becomes the mask of the whole
+sequence, made by transformers' own functions from the paddings and positions of all ranks; or the
+one that the model asked for, where nothing is split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed import comm as dist
+
+NO_PADDING = -1
+
+
+class WholeMask(NamedTuple):
+    """What attention over a whole sequence gets.
+
+    Attributes:
+        mask: As the attention takes it; None: every position sees all before it.
+        positions: [b, s], position ids.
+    """
+
+    mask: Any
+    positions: torch.Tensor
+
+
+class LocalMask:
+    """A mask that is not made yet.
+
+    Args:
+        make: transformers' mask function of the attention.
+        arguments: What the model calls it with.
+    """
+
+    def __init__(self, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self._make = make
+        self.arguments = arguments
+        self._here: list[Any] = []
+        self._whole: WholeMask | None = None
+
+    def here(self) -> Any:
+        """The mask that the model asked for, of its own positions."""
+        if not self._here:
+            self._here.append(self._make(**self.arguments))
+        return self._here[0]
+
+    def whole(self, positions: torch.Tensor, group: dist.Group, given: bool) -> WholeMask:
+        """The mask of the sequence that the ranks of `group` share. Collective the first time; all
+        layers ask one mask.
+
+        Args:
+            positions: [b, s / P], or [1, s / P] for all rows: position ids of this rank.
+            group: The P ranks.
+            given: The caller of the model has given `positions`; else the model may have counted
+                its own from 0.
+
+        Raises:
+            ValueError: On all ranks of the group, for a mask that is not made of positions and
+                padding, and for positions that are not those of one sequence.
+        """
+        if self._whole is None:
+            self._whole = self._gathered(positions, group, given)
+        return self._whole
+
+    def _gathered(self, positions: torch.Tensor, group: dist.Group, given: bool) -> WholeMask:
+        padding, rows = self.arguments["attention_mask"], self.arguments["batch_size"]
+        positions = positions.expand(rows, -1)
+        if padding is None:
+            padding = torch.full_like(positions, NO_PADDING)
+        own = torch.stack((positions, padding.to(positions.dtype)))
+        ranks, length = dist.get_world_size(group), own.shape[-1]
+        pieces = own.new_empty(ranks * 2, *own.shape[1:])
+        dist.all_gather_into_tensor(pieces, own, group=group)
+        # [b, P, s / P] each.
+        numbers, paddings = pieces.view(ranks, *own.shape).permute(1, 2, 0, 3).unbind(0)
+        # One wait of the host for all that it has to know.
+        padded, unpadded, counted = torch.stack(
+            (
+                (paddings != NO_PADDING).any(),
+                (paddings == NO_PADDING).any(),
+                (numbers == torch.arange(length, device=numbers.device)).all(),
+            )
+        ).tolist()
+        if padded and unpadded:
+            raise ValueError(
+                "some of the ranks that share a sequence got an attention_mask and others none: "
+                "give every rank its piece, or none"
+            )
+        if counted and not given:
+            raise ValueError(
+                f"the position_ids of every one of {ranks} ranks that share a sequence are 0 to "
+                f"{length - 1}: give the model position_ids, cut from those of the whole sequence "
+                "(UlyssesSPDataLoaderAdapter does). If every rank really holds documents of just "
+                "that length, give register_with_transformers the model instead of its name"
+            )
+        whole = numbers.flatten(1)
+        asked = self._of(whole, paddings.flatten(1).bool() if padded else None)
+        self._refuse_other(asked)
+        return WholeMask(asked.here(), whole)
+
+    def _of(self, positions: torch.Tensor, padding: torch.Tensor | None) -> LocalMask:
+        """What the model would ask for with the whole sequence."""
+        from transformers import masking_utils  # startup: a client's library, once it is used
+
+        sliding = self.arguments.get("local_size") is not None
+        create = (
+            masking_utils.create_sliding_window_causal_mask
+            if sliding
+            else masking_utils.create_causal_mask
+        )
+        # Of embeddings it reads shape, dtype and device.
+        embeddings = positions.new_empty(*positions.shape, 0, dtype=self.arguments["dtype"])
+        asked: Any = create(
+            config=self.arguments["config"],
+            inputs_embeds=embeddings,
+            attention_mask=padding,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        return LocalMask(self._make, asked.arguments)
+
+    def _refuse_other(self, whole: LocalMask) -> None:
+        """Refuse what the model has laid over a mask of positions and padding: it knows its own
+        positions only.
+        """
+        own = self.arguments
+        bidirectional = "allow_is_bidirectional_skip" in own
+        laid_over = own.get("use_vmap") or (
+            whole.arguments["allow_is_causal_skip"] and not own.get("allow_is_causal_skip", True)
+        )
+        if bidirectional or laid_over:
+            raise ValueError(
+                f"{type(own['config']).__name__}: its attention is not causal, or uses a mask of "
+                "its own, which cannot be made for a sequence that is split over ranks: use a "
+                "causal model, or no sequence parallelism"
+            )
+        if own["q_length"] != own["kv_length"]:
+            raise ValueError(
+                f"{own['q_length']} queries look at {own['kv_length']} keys: generation cannot "
+                "be split over ranks; use model.eval() with disable_in_eval=True"
+            )
+
+
+def check_library() -> None:
+    """Refuse a transformers that makes masks otherwise.
+
+    Raises:
+        ImportError: With the version that is needed.
+    """
+    from transformers import __version__, masking_utils  # startup: see above
+
+    needed = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
+    if not needed <= set(inspect.signature(masking_utils.create_causal_mask).parameters):
+        raise ImportError(
+            f"transformers {__version__} makes masks in another way than Ulysses knows: use "
+            "transformers >= 5.23"
+        )
