@@ -215,6 +215,8 @@ class TestAsOneProcess(DistributedTest):
             check_as_one_process(kind, stage, dtype)
         for kind, stage in itertools.product(("Muon", "Lamb"), (2, 3)):
             check_as_one_process(kind, stage, "bf16", offload_optimizer={"device": "cpu"})
+        world = dist.get_world_size()  # every instance has all shards
+        check_as_one_process("Muon", 2, "fp32", num_optimizer_instances=world)
 
 
 SAVED = {
