@@ -226,7 +226,7 @@ def build_basic_optimizer(
         # startup: only what is named is needed
         from deepspeed.runtime.optimizers.muon_groups import muon_groups
 
-        parameters = muon_groups(module, parameters)
+        parameters = muon_groups(module, parameters, config.tree)
     return factory(parameters, **params)
 
 

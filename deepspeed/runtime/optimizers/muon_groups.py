@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from deepspeed.ops.muon.muon import MARK, MuonWithAuxAdam, is_matrix, with_marks
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
+from deepspeed.runtime.config_models.training import SchedulerConfig, TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
 from deepspeed.utils.logging import log_dist
@@ -17,9 +19,39 @@ from deepspeed.utils.tensor_fragment import logical_shape
 
 # In names of matrices whose rows are tokens, each with a direction of its own: AdamW's.
 TOKEN_WORDS = ("embed", "lm_head")
+# Schedules that set rates of their own instead of a share of each group's: by which key, and what
+# they set without it.
+RATES_OF_SCHEDULES: dict[str, tuple[str, float | None]] = {
+    "WarmupLR": ("warmup_max_lr", None),
+    "WarmupDecayLR": ("warmup_max_lr", 0.001),
+    "OneCycle": ("cycle_max_lr", None),
+    "LRRangeTest": ("lr_range_test_min_lr", 0.001),
+}
 
 
-def muon_groups(module: nn.Module, parameters: Iterable[Any]) -> list[dict[str, Any]]:
+def one_rate_for_both(params: Mapping[str, Any], schedule: SchedulerConfig | None) -> str | None:
+    """What to warn of where a schedule overwrites Muon's rate and AdamW's by one, if it does.
+
+    Args:
+        params: The optimizer's.
+        schedule: The configuration's.
+    """
+    if schedule is None or not {"muon_lr", "adam_lr"}.intersection(params):
+        return None
+    key, default = RATES_OF_SCHEDULES.get(schedule.type or "", ("", None))
+    rate = schedule.params.get(key, default)
+    if rate is None or isinstance(rate, list | tuple):
+        return None
+    return (
+        f"scheduler.params.{key}: {rate} of {schedule.type} is the rate of Muon's parameters and "
+        "of AdamW's, whatever muon_lr and adam_lr say; give a list of one rate per parameter "
+        "group, Muon's first"
+    )
+
+
+def muon_groups(
+    module: nn.Module, parameters: Iterable[Any], config: TrainingConfig
+) -> list[dict[str, Any]]:
     """`parameters` as groups with the key `use_muon`.
 
     A parameter that is not marked (`param.use_muon`) uses Muon if it has two dimensions or more and
@@ -28,6 +60,7 @@ def muon_groups(module: nn.Module, parameters: Iterable[Any]) -> list[dict[str, 
     Args:
         module: The model.
         parameters: Parameters or groups; a group with the key stays as it is.
+        config: Names Muon as the optimizer.
 
     Raises:
         DeepSpeedConfigError: Marks and groups disagree, or something that is marked is no matrix.
@@ -55,6 +88,11 @@ def muon_groups(module: nn.Module, parameters: Iterable[Any]) -> list[dict[str, 
         use: sum(len(group["params"]) for group in groups if bool(group[MARK]) is use)
         for use in (True, False)
     }
+    warning = one_rate_for_both(
+        config.optimizer.params if config.optimizer else {}, config.scheduler
+    )
+    if warning is not None:
+        log_dist(warning, ranks=[0], level=logging.WARNING)
     log_dist(f"Muon updates {counts[True]} parameters, AdamW {counts[False]}", ranks=[0])
     return groups
 

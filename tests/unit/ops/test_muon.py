@@ -11,8 +11,9 @@ from torch import nn
 
 from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.ops.muon.newton_schulz import orthogonalize
+from deepspeed.runtime.config_models.training import SchedulerConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters
+from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters, one_rate_for_both
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -77,6 +78,23 @@ def test_state_of_other_groups_is_refused() -> None:
     state["param_groups"].reverse()
     with pytest.raises(ValueError, match="parameter group 0 has use_muon=True, in the state"):
         optimizer.load_state_dict(state)
+
+
+def test_a_schedule_that_sets_one_rate_is_told_of() -> None:
+    # Kills: rates of their own that a schedule overwrites without a word; a warning for nothing.
+    rates = {"muon_lr": 0.02, "adam_lr": 3e-4}
+
+    def told(kind: str, params: dict[str, Any]) -> str | None:
+        return one_rate_for_both(rates, SchedulerConfig(type=kind, params=params))
+
+    assert "scheduler.params.warmup_max_lr: 0.1" in (told("WarmupLR", {"warmup_max_lr": 0.1}) or "")
+    assert "scheduler.params.warmup_max_lr: 0.001" in (told("WarmupDecayLR", {}) or "")
+    assert told("WarmupLR", {}) is None
+    assert told("WarmupLR", {"warmup_max_lr": [0.02, 3e-4]}) is None
+    assert told("WarmupCosineLR", {"total_num_steps": 9}) is None
+    one = SchedulerConfig(type="WarmupLR", params={"warmup_max_lr": 0.1})
+    assert one_rate_for_both({"lr": 0.1}, one) is None
+    assert one_rate_for_both(rates, None) is None
 
 
 def test_a_slice_of_a_matrix_is_refused() -> None:
