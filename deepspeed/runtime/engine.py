@@ -313,8 +313,10 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__"):
                 raise
-            if hasattr(module, name):
-                return getattr(module, name)
+        # Once: a model's property may be dear.
+        try:
+            return getattr(module, name)
+        except AttributeError:
             absent = reason(f"{DeepSpeedEngine.__module__}.{DeepSpeedEngine.__name__}", name)
             if absent is None:
                 raise

@@ -144,3 +144,9 @@ class TestRefusals(DistributedTest):
         with pytest.raises(AttributeError, match="no attribute 'weihgt'"):
             engine.weihgt  # noqa: B018
         assert engine.weight is engine.module.weight
+        # Kills: a model's property that is computed twice.
+        asked = []
+        kind = type(engine.module)
+        counted = type("Counted", (kind,), {"dear": property(lambda self: asked.append(1))})
+        engine.module.__class__ = counted
+        assert engine.dear is None and asked == [1]
