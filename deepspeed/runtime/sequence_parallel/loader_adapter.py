@@ -83,7 +83,11 @@ class UlyssesSPDataLoaderAdapter:
             for rank, fault in enumerate(faults):
                 if fault is not None:
                     raise ValueError(f"the batch of rank {rank} of those that share it {fault}")
-            for batch in batches:
+            # accelerate's loader says so with its last batch, and accumulation ends there.
+            ended = getattr(self.dl, "end_of_dataloader", False)
+            for left, batch in enumerate(batches, start=1 - len(batches)):
+                if ended:
+                    self.dl.end_of_dataloader = left == 0
                 yield self._cut(batch)
 
     def _of_all(self, own: Any) -> list[Any]:

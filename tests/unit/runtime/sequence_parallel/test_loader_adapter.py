@@ -56,6 +56,20 @@ class TestAdapter(DistributedTest):
                 else:
                     assert piece["name"] == f"of {source}" and piece["weight"].shape == (2,)
 
+    def test_the_end_is_the_last_piece(self) -> None:
+        # Kills: accumulation that accelerate ends with each piece of the loader's last batch.
+        class Loader:
+            end_of_dataloader = False
+
+            def __iter__(self) -> Any:
+                for index in range(2):
+                    self.end_of_dataloader = index == 1
+                    yield batch_of(dist.get_rank(), 8)
+
+        loader: Any = Loader()
+        said = [loader.end_of_dataloader for _ in self.adapter(loader)]
+        assert said == [False, False, False, True]
+
     def test_all_ranks_refuse(self) -> None:
         # Kills: one rank that raises while the other waits for it.
         good, rank = batch_of(0, 8), dist.get_rank()
