@@ -309,6 +309,8 @@ class TestMuonIsNeverOffUnsaid(DistributedTest):
         no_matrix.norm.weight.use_muon = True  # type: ignore[assignment]  # a mark
         refused(r"norm\.weight, of shape \(31,\), has use_muon", config_of("Muon", 2), no_matrix)
         refused("Muon would update no parameter", config_of("Muon", 2), nn.Embedding(3, 4))
+        if not hasattr(torch.optim, "Muon"):
+            return  # it came with torch 2.9
         with pytest.raises(DeepSpeedConfigError, match=r"deepspeed\.ops\.muon\.MuonWithAuxAdam"):
             model = nn.Linear(3, 4, bias=False)
             deepspeed.initialize(
