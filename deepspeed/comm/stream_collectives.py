@@ -68,6 +68,7 @@ class _Issued:
 
     Attributes:
         started: Position after *start*.
+        is_starting: Whether its start is at work and has not handed it to the backend yet.
         number: How many operations were issued before.
         waited: How many operations had been issued when its handle was first waited for; None
             before.
@@ -83,6 +84,7 @@ class _Issued:
         self.stream = stream
         self.operation = operation
         self.started = 0
+        self.is_starting = False
         self.number = 0
         self.waited: int | None = None
         self.copies: CollectiveCall | None = None
@@ -290,8 +292,10 @@ class StreamCollectives:
     # Running
 
     def _start(self, issued: _Issued) -> None:
+        issued.is_starting = True
         self.start_issued(issued.number)
         issued.start()
+        issued.is_starting = False
         self._stuck.begun(issued.operation)
 
     def _finish(self, issued: _Issued) -> None:
@@ -318,6 +322,10 @@ class StreamCollectives:
         """Start every operation issued so far (the first `before`), in order."""
         for earlier in list(self._unstarted):
             if before is not None and earlier.number >= before:
+                break
+            if earlier.is_starting:
+                # Called while it waits for those before it. Its finish, and with it whatever is
+                # later on its stream, must not come before its start is done.
                 break
             earlier.stream.scheduler.drain(earlier.stream, earlier.started)
         while self._unstarted and self._unstarted[0].is_started:

@@ -237,6 +237,8 @@ class _Run:
                 self._consumers.setdefault(producer, []).append(node)
         for node in self._streams:
             self._handles.callback(node.register_prehook(self._entering(node)).remove)
+            if hasattr(node, "variable"):
+                self._lead(node)
             if node in crossing:
                 self._handles.callback(node.register_hook(self._leaving(node)).remove)
 
@@ -264,33 +266,49 @@ class _Run:
         accumulates = hasattr(node, "variable")
 
         def enter(grads: Any) -> Any:
-            self._settle()
-            if self._begun is None:
-                # Behind the gradient of the roots, which is made on the caller's stream.
-                self._begun = self._caller.record_event()
-            if not self._is_joining:
-                # Queued first, so that callbacks queued by hooks find the caller's stream current,
-                # and joined.
-                self._is_joining = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._join)
-            self._scheduler.switch(stream)
-            self._await_producers(node)
+            self._arrive(node, grads)
             if (
                 (self._captures or accumulates)
                 and stream is not self._caller
                 and stream not in self._finished
             ):
                 self._finished.append(stream)
-            for grad in grads:
-                if grad is not None:
-                    # As autograd does: its producer's stream reuses the memory as soon as it is
-                    # freed.
-                    grad.record_stream(stream)
             if not (accumulates and self._copies) or stream is self._caller:
                 return None
             return tuple(grad if grad is None else grad.clone() for grad in grads)
 
         return enter
+
+    def _arrive(self, node: Any, grads: Any) -> None:
+        """The engine turns to `node`, whose gradients are `grads`."""
+        stream = self._streams[node]
+        self._settle()
+        if self._begun is None:
+            # Behind the gradient of the roots, which is made on the caller's stream.
+            self._begun = self._caller.record_event()
+        if not self._is_joining:
+            # Queued first, so that callbacks queued by hooks find the caller's stream current, and
+            # joined.
+            self._is_joining = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._join)
+        self._scheduler.switch(stream)
+        self._await_producers(node)
+        for grad in grads:
+            if grad is not None:
+                # As autograd does: its producer's stream reuses the memory as soon as it is freed.
+                grad.record_stream(stream)
+
+    def _lead(self, node: Any) -> None:
+        """Let hooks of the parameter run where its node does: they come before the node's own."""
+        hooks = node.variable._backward_hooks
+        if hooks:
+            handle = node.variable.register_hook(lambda grad: self._arrive(node, (grad,)))
+            self._handles.callback(handle.remove)
+            # They run in the order in which they are in the dictionary; handles find them by key.
+            others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+            for key, _ in others:
+                del hooks[key]
+            hooks.update(others)
 
     def _await_producers(self, node: Any) -> None:
         stream, producers = self._streams[node], self._producers[node]

@@ -191,17 +191,23 @@ def test_gradients_on_side_streams_are_joined(streams: int) -> None:
 
 
 def test_hooks_find_the_stream_of_their_node(sim: Sim_Accelerator) -> None:
-    # Kills: hooks on the caller's stream, whatever stream the gradient is produced on.
-    side = sim.Stream()
-    weight = nn.Parameter(torch.ones(4))
-    seen = []
-    weight.register_post_accumulate_grad_hook(lambda param: seen.append(sim.current_stream()))
-    with sim.backward_on_streams(lambda param: side):
-        (weight * 2).sum().backward()
-    assert seen == [side]
+    # Kills: hooks on the caller's stream, or on the stream of the node before, whatever stream the
+    # gradient is accumulated on.
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    sides = [sim.Stream() for _ in weights]
+    before, after = [], []
+    for weight in weights:
+        for _ in range(2):
+            weight.register_hook(lambda grad: before.append(sim.current_stream()))
+        weight.register_post_accumulate_grad_hook(lambda param: after.append(sim.current_stream()))
+    with sim.backward_on_streams(dict(zip(weights, sides, strict=True)).__getitem__):
+        # One node hands both gradients out: the second parameter comes right behind the first.
+        torch.add(*weights, alpha=2).sum().backward()
+    assert set(after) == set(sides)
+    assert before == [stream for stream in after for _ in range(2)]
     assert sim.current_stream() is sim.default_stream()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0] * 4
+    assert [weight.grad.tolist() for weight in weights] == [[1.0] * 4, [2.0] * 4]
+    assert all(len(weight._backward_hooks) == 2 for weight in weights)
 
 
 def test_nodes_run_where_forward_made_them(sim: Sim_Accelerator) -> None:

@@ -8,7 +8,6 @@ of `deepspeed` has is used here, so that a scenario runs against any copy of the
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -239,8 +238,8 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
 
 
 def nan_norms(seeds: int, schedules: int) -> list[str]:
-    """Runs in which the gradient norm was NaN: short trainings on the device under each seed and
-    schedule (DeepSpeed issue 8061).
+    """Runs in which a gradient norm was not finite, so that the step was skipped: short trainings
+    on the device under each seed and schedule (DeepSpeed issue 8061).
 
     Two layers share a bucket and gradients are accumulated on three streams.
     """
@@ -262,14 +261,13 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
             model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
             optimizer = torch.optim.SGD(model.parameters(), lr=reference.LEARNING_RATE)
             engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-            norms = []
             for _ in range(2):
                 engine.backward(engine(torch.randn(4, 8)).square().mean())
                 engine.step()
-                norms.append(float(engine.get_global_grad_norm()))
+            skipped = engine.skipped_steps
             engine.destroy()
-        if any(math.isnan(norm) for norm in norms):
-            found.append(f"seed {seed}, schedule {schedule}: the gradient norm is nan")
+        if skipped:
+            found.append(f"seed {seed}, schedule {schedule}: the gradient norm is not finite")
     return found
 
 

@@ -78,7 +78,8 @@ class TestExpertsOnTheDevice(DistributedTest):
         ]
     )
     def test(self, case: ExpertCase) -> None:
-        # Kills: tokens that are used before their exchange is over, or sent before they are gated.
+        # Kills: tokens that are used before their exchange is over, or sent before they are gated;
+        # a simulated collective that is over before its start is, because that waits for another's.
         found, failures = watched(lambda: ExpertRun(case).run())
         assert not found and not failures, "\n".join([*found, *failures])
 
