@@ -119,7 +119,8 @@ def test_the_checkout_has_no_generated_version_module() -> None:
 
 def test_op_lists_are_computed_on_demand() -> None:
     names = {"async_io", "cpu_adagrad", "cpu_adam", "cpu_lion"}
-    assert set(git_version_info.compatible_ops) == set(git_version_info.installed_ops) == names
+    # Upstream's other operators have names, too; nothing of them is built.
+    assert set(git_version_info.compatible_ops) > set(git_version_info.installed_ops) == names
     assert (
         git_version_info.compatible_ops["async_io"]
         is git_version_info.installed_ops["async_io"]

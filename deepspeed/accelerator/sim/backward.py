@@ -159,6 +159,7 @@ class BackwardStreams:
             return None
         return _Run(
             self._scheduler,
+            roots,
             nodes,
             streams,
             captures,
@@ -197,6 +198,7 @@ class _Run:
 
     Args:
         scheduler: Owns the streams.
+        roots: What it begins at.
         nodes: Every node, with the nodes that hand gradients to it.
         streams: Where each runs.
         captures: The caller gets gradients of any node, and not only accumulated ones.
@@ -208,12 +210,14 @@ class _Run:
     def __init__(
         self,
         scheduler: Scheduler,
+        roots: list[Any],
         nodes: dict[Any, list[Any]],
         streams: dict[Any, Stream],
         captures: bool,
         copies: bool,
     ) -> None:
         self._scheduler = scheduler
+        self._roots = roots
         self._producers = nodes
         self._streams = streams
         self._caller = scheduler.current
@@ -235,10 +239,13 @@ class _Run:
             crossing |= set(producers) if len(used_on) > 1 else set()
             for producer in producers:
                 self._consumers.setdefault(producer, []).append(node)
+        for root in self._roots:
+            if isinstance(root, torch.Tensor) and root.grad_fn in self._streams:
+                self._lead(root, root.grad_fn)
         for node in self._streams:
             self._handles.callback(node.register_prehook(self._entering(node)).remove)
             if hasattr(node, "variable"):
-                self._lead(node)
+                self._lead(node.variable, node)
             if node in crossing:
                 self._handles.callback(node.register_hook(self._leaving(node)).remove)
 
@@ -298,11 +305,13 @@ class _Run:
                 # As autograd does: its producer's stream reuses the memory as soon as it is freed.
                 grad.record_stream(stream)
 
-    def _lead(self, node: Any) -> None:
-        """Let hooks of the parameter run where its node does: they come before the node's own."""
-        hooks = node.variable._backward_hooks
+    def _lead(self, tensor: torch.Tensor, node: Any) -> None:
+        """Let hooks of a parameter, or of a root, run where its node does: they come before the
+        node's own.
+        """
+        hooks = tensor._backward_hooks
         if hooks:
-            handle = node.variable.register_hook(lambda grad: self._arrive(node, (grad,)))
+            handle = tensor.register_hook(lambda grad: self._arrive(node, (grad,)))
             self._handles.callback(handle.remove)
             # They run in the order in which they are in the dictionary; handles find them by key.
             others = [(key, hook) for key, hook in hooks.items() if key != handle.id]

@@ -20,6 +20,8 @@ MAY_WRITE_NAMES = (
     "checkpoint/file_names.py",
     "utils/zero_to_fp32.py",
 )
+# A key of transformers' configurations.
+OTHER_WORDS = ("layer_types",)
 PARTS_OF_NAMES = (
     "mp_rank_",
     "zero_pp_rank_",
@@ -116,8 +118,8 @@ def test_only_one_module_makes_names() -> None:
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             name = path.relative_to(PACKAGE).as_posix()
             for line, text in literals(ast.parse(path.read_text())):
-                if name not in MAY_WRITE_NAMES and any(
-                    text.startswith(part) or text.endswith(part) for part in PARTS_OF_NAMES
-                ):
+                if name in MAY_WRITE_NAMES or text in OTHER_WORDS:
+                    continue
+                if any(text.startswith(part) or text.endswith(part) for part in PARTS_OF_NAMES):
                     found.append(f"{name}:{line}: {text!r}")
     assert found == []
