@@ -72,7 +72,7 @@ def start(
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     shards = {
         "stage": stage,
-        "reduce_bucket_size": 20,
+        "reduce_bucket_size": 40,
         "overlap_comm": True,
         "num_optimizer_instances": count,
         **(zero or {}),
