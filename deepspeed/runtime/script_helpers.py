@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -145,16 +146,24 @@ class CheckOverflow:
         self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None
     ) -> bool:
         """The same on all ranks (with an mpu: on those that share the model). Collective."""
-        device = get_accelerator().current_device_name()
-        flag = torch.tensor(float(self.has_overflow_serial(params)), device=device)
+        return self._on_any_rank(self.has_overflow_serial(params))
+
+    def _on_any_rank(self, own: bool) -> bool:
+        flag = torch.tensor(float(own), device=get_accelerator().current_device_name())
         if dist.is_initialized():
             group = None if self.mpu is None else self.mpu.get_model_parallel_group()
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """Whether a norm is -1, which upstream writes for one that is not finite, or not finite."""
-        return any(norm == -1 or norm != norm or norm == float("inf") for norm in norm_group)
+        """Whether a norm is -1, which upstream writes for one that is not finite, or not finite.
+
+        Args:
+            norm_group: The norms.
+            reduce_overflow: Ask the other ranks too, as `has_overflow`; collective then.
+        """
+        own = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
+        return self._on_any_rank(own) if reduce_overflow else own
 
     @staticmethod
     def _has_inf_or_nan(x: torch.Tensor, i: int) -> torch.Tensor:
@@ -244,7 +253,7 @@ def align_dense_tensors(tensor_list: Sequence[torch.Tensor], alignment: int) -> 
 def mask_nan_or_inf_with_val_inplace(
     input: torch.Tensor, device: Any = None, val: float = -1.0
 ) -> None:
-    """Overwrite what is not finite with `val`."""
+    """Overwrite what is not finite with `val`, on the device where `input` is."""
     input.masked_fill_(~torch.isfinite(input), val)
 
 
@@ -361,7 +370,7 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Bytes of a checkpoint's files, as this process sees them."""
+    """Bytes of a checkpoint's files, as this process sees them; whatever its `local_rank`."""
     return sum(path.stat().st_size for path in Path(save_dir, tag).rglob("*") if path.is_file())
 
 

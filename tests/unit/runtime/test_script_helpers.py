@@ -162,9 +162,14 @@ class TestOnRanks(DistributedTest):
         assert other.full_size() == [3, 5]
 
     def test_overflow_anywhere(self) -> None:
+        # Kills: an answer of this rank alone, and ranks that are asked where they should not be.
         param = nn.Parameter(torch.ones(2))
         param.grad = torch.tensor([1.0, INF if dist.get_rank() else 1.0])
-        assert utils.CheckOverflow([[param]]).check()
+        check = utils.CheckOverflow([[param]])
+        assert check.check()
+        norm = -1.0 if dist.get_rank() else 1.0
+        assert check.check_using_norm([norm])
+        assert check.check_using_norm([norm], reduce_overflow=False) == bool(dist.get_rank())
 
     def test_files_of_a_folder(self, tmpdir: Any) -> None:
         config = {
