@@ -85,7 +85,7 @@ def distinct(completions: list[str], **others: Any) -> list[float]:
 
 def make_trainer(kind: str, out: Path) -> Any:
     """The trainer as its page shows it."""
-    # A host without a GPU: see docs/clients.md.
+    # A host without a GPU: see docs/clients/accelerate.md.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     words: dict[str, Any] = {
