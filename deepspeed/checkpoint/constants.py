@@ -71,6 +71,9 @@ BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
 # Not upstream's: elastic files hold moments only, and a resumed run needs the rates its schedule
 # had set.
 BASE_OPTIMIZER_PARAM_GROUPS = "base_optimizer_param_groups"
+# Not upstream's: state of a shard that is kept by parameter, each whole with the rank that it is
+# dealt to: name -> that parameter's state.
+STATE_OF_PARAMETERS = "state_of_parameters"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 GROUP_PADDINGS = "group_paddings"
 PARTITION_COUNT = "partition_count"

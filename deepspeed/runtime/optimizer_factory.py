@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
@@ -27,6 +26,7 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.optimizers.on_shards import BY_OWNERS, ELEMENTWISE, on_shards
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
@@ -36,32 +36,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-# Optimizers whose update of an element depends on that element alone: right on any shard of a flat
-# buffer.
-ELEMENTWISE = (
-    "Adam",
-    "AdamW",
-    "FusedAdam",
-    "DeepSpeedCPUAdam",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "SGD",
-    "ASGD",
-    "RMSprop",
-    "Rprop",
-    "Adagrad",
-    "DeepSpeedCPUAdagrad",
-    "Lion",
-    "FusedLion",
-    "DeepSpeedCPULion",
-)
-# Optimizers that look at whole parameters (norms, matrices, line searches) and do not ask for them
-# (`deepspeed.ops.whole_parameters`): wrong on a shard, whatever the user allows.
-WHOLE_PARAMETER = ("Muon", "Adafactor", "LBFGS", "SparseAdam", "Lamb")
-# What does the same and asks for them.
-ON_SHARDS = {"Muon": "deepspeed.ops.muon.MuonWithAuxAdam", "Lamb": "deepspeed.ops.lamb.FusedLamb"}
 # Written for flat buffers; everything else keeps one master per parameter without ZeRO, as
 # upstream's files expect.
 FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
@@ -328,9 +302,16 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters
 
     is_elementwise = type(basic).__name__ in ELEMENTWISE
-    check_whole_parameters(basic, is_elementwise, context.param_names, context.ranks)
+    by_owners = type(basic).__name__ in BY_OWNERS
+    check_whole_parameters(basic, is_elementwise, by_owners, context.param_names, context.ranks)
     if stage > 0:
-        _check_shardable(basic, context.config)
+        zero = tree.zero_optimization
+        if zero.save_muon_momentum_buffer_in_memory and _offloads(context.config):
+            raise DeepSpeedConfigError(
+                "zero_optimization.save_muon_momentum_buffer_in_memory: true with "
+                "offload_optimizer, which keeps all optimizer state on the host: remove one of them"
+            )
+        basic = on_shards(basic, tree, context.param_names, context.ranks)
     if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
         raise DeepSpeedConfigError(
             f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
@@ -386,29 +367,6 @@ def _check_accumulation(
         f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage "
         f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's dtype"
     )
-
-
-def _check_shardable(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
-    if config.tree.zero_optimization.save_muon_momentum_buffer_in_memory and _offloads(config):
-        raise DeepSpeedConfigError(
-            "zero_optimization.save_muon_momentum_buffer_in_memory: true with offload_optimizer, "
-            "which keeps all optimizer state on the host: remove one of them"
-        )
-    name = type(basic).__name__
-    if isinstance(basic, WholeParameterOptimizer):
-        return
-    if name in WHOLE_PARAMETER:
-        instead = f"{ON_SHARDS[name]}, or " if name in ON_SHARDS else ""
-        raise DeepSpeedConfigError(
-            f"{name} updates a parameter from the whole of it, and ZeRO gives each rank a shard: "
-            f"use {instead}zero_optimization.stage 0"
-        )
-    if name not in ELEMENTWISE and not config.tree.zero_allow_untested_optimizer:
-        raise DeepSpeedConfigError(
-            f"{name} is not known to work on shards. If it updates every element from that element "
-            'alone, set "zero_allow_untested_optimizer": true; otherwise use '
-            "zero_optimization.stage 0"
-        )
 
 
 def _sequence(context: WrapContext) -> dict[str, Any]:

@@ -97,6 +97,11 @@ def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -
     group = optimizer.groups[group_index]
     if not group.params:
         return group.master
+    if optimizer.owner_steps is not None:
+        raise KeyError(
+            f"{key!r}: {type(optimizer.owner_steps.inner).__name__} keeps state of whole "
+            "parameters, of which there are no fragments; use safe_get_full_optimizer_state"
+        )
     states = [optimizer.state.get(master, {}) for master in group.masters]
     missing = [state for state in states if key not in state]
     if missing:
@@ -164,15 +169,14 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Optimizer state `optim_state_key` ("exp_avg", ...) of `param`, fp32 in its shape, on every
-    rank.
+    rank; of an optimizer that keeps state of whole parameters as it has it (Adafactor's rows).
 
     Raises:
         KeyError: If the optimizer keeps no such state.
     """
     if _link(param) is None:
         return None
-    values = _full([param], lambda optimizer: _shards(optimizer, optim_state_key, [param]))
-    return values[0] if values else None
+    return safe_get_full_optimizer_states([param], optim_state_key)[0]
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -199,7 +203,13 @@ def safe_get_full_fp32_params(params: Sequence[nn.Parameter]) -> list[torch.Tens
 def safe_get_full_optimizer_states(
     params: Sequence[nn.Parameter], optim_state_key: str
 ) -> list[torch.Tensor]:
-    """`safe_get_full_optimizer_state` of many parameters of one engine with one collective."""
+    """`safe_get_full_optimizer_state` of many parameters of one engine with one collective, or one
+    for each where the optimizer keeps state of whole parameters.
+    """
+    links = [_require_link(param, "safe_get") for param in params]
+    steps = links[0][0].owner_steps if links else None
+    if steps is not None:
+        return [steps.state_of(group, index, optim_state_key) for _, group, index in links]
     return _full(params, lambda optimizer: _shards(optimizer, optim_state_key, params)) or []
 
 
@@ -216,6 +226,9 @@ def safe_set_full_optimizer_state(
     """Set optimizer state of `param`; `value` is the same on all ranks."""
     optimizer, group_index, index = _require_link(param, "safe_set_full_optimizer_state")
     group = optimizer.groups[group_index]
+    if optimizer.owner_steps is not None:
+        optimizer.owner_steps.set_state_of(group_index, index, optim_state_key, value)
+        return
     if len(group.masters) > 1:
         with torch.no_grad():
             optimizer.state[group.masters[index]][optim_state_key].copy_(value)

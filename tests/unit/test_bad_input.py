@@ -104,9 +104,24 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         of_model(torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), WHOLE), **zero(1)),
         r'of 2 dtypes \(0\.weight, 1\.weight.*"bf16": \{"enabled": true\}',
     ),
-    "Adafactor under ZeRO": (
-        give(optimizer={"type": "Adafactor", "params": {"lr": 1e-3}}, **zero(1)),
-        r"Adafactor updates a parameter from the whole of it.*zero_optimization\.stage 0",
+    "LBFGS under ZeRO": (
+        give(optimizer={"type": "LBFGS", "params": {"lr": 1e-3}}, **zero(1)),
+        r"LBFGS does not work on shards.*zero_optimization\.stage 0",
+    ),
+    "Adafactor with an elastic checkpoint": (
+        give(
+            optimizer={"type": "Adafactor"},
+            zero_optimization={"stage": 2, "elastic_checkpoint": True},
+        ),
+        r"zero_optimization\.elastic_checkpoint: true with Adafactor.*remove the key",
+    ),
+    "a client optimizer that updates parameters from each other": (
+        lambda: deepspeed.initialize(
+            model=(m := torch.nn.Linear(4, 4)),
+            optimizer=Exotic(m.parameters(), lr=1.0),
+            config={**GOOD, **zero(2), "zero_allow_untested_optimizer": True},
+        ),
+        r"Exotic updates a parameter from others too.*zero_optimization\.stage 0",
     ),
     "Muon's momentum on the device and on the host": (
         give(
@@ -158,7 +173,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 class Exotic(torch.optim.SGD):
-    """An optimizer that nobody knows."""
+    """An optimizer that nobody knows, and that looks at all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
 
 
 class TestMistakes(DistributedTest):

@@ -125,7 +125,8 @@ class ConsolidatedCheckpoint:
                         f"{self.folder}: fragments of {name} have state {key!r} {value} and "
                         f"{fragments[0].shared[key]}"
                     )
-        return fragments[0].shared if fragments else {}
+        alone = {key: value for rank in self._ranks for key, value in rank.alone(name).items()}
+        return {**fragments[0].shared, **alone} if fragments else {}
 
     def group(self, name: str) -> int | None:
         return self._ranks[0].groups.get(name)
@@ -165,6 +166,7 @@ class _TensorParallelRank:
         self.shapes: dict[str, torch.Size] = {}
         self.groups: dict[str, int] = {}
         self.fragments: dict[str, list[SavedFragment]] = {}
+        self._alone: dict[str, Mapping[str, Any]] = {}
         for model in self.weights.models:
             self._note_shapes(
                 parameter_shapes(model) or parameter_shapes(model.get(keys.OPTIMIZER) or {})
@@ -176,6 +178,9 @@ class _TensorParallelRank:
                 )
                 self._note_shapes(parameter_shapes(optimizer))
         for fragment in self.saved.fragments() if self.saved.has_state else ():
+            if fragment.is_state_alone:
+                self._alone[fragment.name] = fragment.shared
+                continue
             self.fragments.setdefault(fragment.name, []).append(fragment)
             if fragment.group is not None:
                 self.groups[fragment.name] = fragment.group
@@ -206,6 +211,10 @@ class _TensorParallelRank:
         if prefix is None or number is None or not self._held.get(prefix):
             return name
         return renumbered(name, {prefix: number % self._held[prefix] - number})
+
+    def alone(self, name: str) -> Mapping[str, Any]:
+        """What an optimizer of whole parameters keeps of this one."""
+        return self._alone.get(name, {})
 
     def slots(self, name: str) -> list[str]:
         if name in self.frozen:

@@ -58,6 +58,8 @@ class SavedFragment(NamedTuple):
         shared: State that is not per element (`step`).
         options: Hyper-parameters of its parameter group.
         group: Number of that group; None if it is in none, or that is not known.
+        is_state_alone: It has no elements: `shared` is what an optimizer of whole parameters keeps
+            of this one, in whatever shapes.
     """
 
     name: str
@@ -67,6 +69,7 @@ class SavedFragment(NamedTuple):
     shared: Mapping[str, Any]
     options: Mapping[str, Any]
     group: int | None = None
+    is_state_alone: bool = False
 
 
 class _Run(NamedTuple):
@@ -89,6 +92,8 @@ class _OptimizerTensor(NamedTuple):
         options: Hyper-parameters of its group.
         group: Number of its group.
         is_scalar: It has no dimensions, so its per-element state has none either.
+        shape: Of a parameter that it holds whole, and so of its per-element state: rows of a
+            matrix of one column have as many elements. None: state is told by `sizes` alone.
     """
 
     runs: Sequence[_Run]
@@ -98,10 +103,13 @@ class _OptimizerTensor(NamedTuple):
     options: Mapping[str, Any]
     group: int
     is_scalar: bool = False
+    shape: torch.Size | None = None
 
     def is_per_element(self, key: str, value: Any) -> bool:
         """Whether `value` has an element for each of the tensor's; a step count never has."""
-        return is_per_element(key, value, self.sizes, self.is_scalar)
+        return is_per_element(key, value, self.sizes, self.is_scalar) and (
+            self.shape is None or value.shape == self.shape
+        )
 
 
 class SavedOptimizer:
@@ -305,7 +313,7 @@ class SavedOptimizer:
         for index, (group, named) in enumerate(zip(base["param_groups"], shapes, strict=True)):
             options = self.options.setdefault(index, _options(group))
             runs, at = [], 0
-            is_scalar = [len(shape) == 0 for shape in named.values()]
+            forms = list(named.values())
             for name, shape in named.items():
                 runs.append(_Run(renumbered(name, offsets), 0, at, shape.numel()))
                 at += shape.numel()
@@ -329,7 +337,8 @@ class SavedOptimizer:
                     options,
                     index,
                 )
-                yield from _fragments_in(tensor._replace(is_scalar=is_scalar[position]))
+                form = forms[position]
+                yield from _fragments_in(tensor._replace(is_scalar=len(form) == 0, shape=form))
 
     def _keep_scaler(self, state: Mapping[str, Any]) -> None:
         self.scaler = self.scaler or scaler_state(state)
@@ -396,10 +405,16 @@ def _shard(
     base = state[keys.BASE_OPTIMIZER_STATE]
     if isinstance(base, Mapping):
         group = base["param_groups"][index]
+        own = dict(_state_of(base, group, 0))
+        if keys.STATE_OF_PARAMETERS in own:
+            own[keys.STATE_OF_PARAMETERS] = {
+                renumbered(name, offsets): kept
+                for name, kept in own[keys.STATE_OF_PARAMETERS].items()
+            }
         return _OptimizerTensor(
             runs,
             master,
-            _state_of(base, group, 0),
+            own,
             (master.numel(), padded),
             _options(group),
             index,
@@ -440,7 +455,11 @@ def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
     """The fragments of one of the optimizer's tensors."""
     flat = {} if tensor.master is None else {FP32: tensor.master.reshape(-1)}
     shared = {}
+    for name, own in tensor.state.get(keys.STATE_OF_PARAMETERS, {}).items():
+        yield SavedFragment(name, 0, 0, {}, own, tensor.options, tensor.group, is_state_alone=True)
     for key, value in tensor.state.items():
+        if key == keys.STATE_OF_PARAMETERS:
+            continue
         if tensor.is_per_element(key, value):
             flat[key] = value.reshape(-1)
         else:

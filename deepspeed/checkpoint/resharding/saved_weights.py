@@ -151,7 +151,7 @@ def weight_pieces(
     if has_weights_in_shards(folder) and any(name in names for group in shapes for name in group):
         found = optimizer.fragments() if rank is None else optimizer.fragments_of_rank(rank)
         for fragment in found:
-            if fragment.name in names:
+            if fragment.name in names and not fragment.is_state_alone:
                 yield WeightPiece(fragment.name, fragment.start, fragment.values[FP32])
 
 

@@ -173,10 +173,13 @@ def _state(sequence: StepSequence, optimizer: OptimizerFiles) -> dict[str, Any]:
     slots: list[dict[str, str]] = []
     fragments = []
     for own in sequence.own_tensors():
+        if own.beside is not None:
+            continue  # its elements are in shards
         sizes, is_scalar = (own.tensor.numel(), own.used), own.tensor.dim() == 0
         found = {FP32: "float32"} if optimizer.layout.has_masters else {}
         for key, value in sequence.state.get(own.tensor, {}).items():
-            if is_per_element(key, value, sizes, is_scalar):
+            fits = not own.is_whole or getattr(value, "shape", None) == own.shape
+            if fits and is_per_element(key, value, sizes, is_scalar):
                 found[key] = str(value.dtype).removeprefix("torch.")
         if found not in slots:
             slots.append(found)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import STATE_OF_PARAMETERS
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
@@ -71,24 +72,40 @@ class _Target:
 
     def take(self, run: ParamRun, fragment: SavedFragment) -> None:
         """Copy what a run in this tensor has of a fragment."""
+        if fragment.is_state_alone:
+            self._take_alone(fragment)
+            return
         first = max(run.start, fragment.start)
         last = min(run.start + run.numel, fragment.start + fragment.numel)
         if first >= last:
             return
         count, target, source = last - first, run.at + first - run.start, first - fragment.start
         for key, value in fragment.values.items():
+            if not (self.own.beside is None if key == FP32 else self.own.has_state):
+                continue
             if key not in self.values:
                 self.values[key] = torch.zeros(self.numel, dtype=value.dtype)
             self.values[key][target : target + count].copy_(value[source : source + count])
             self.filled[key] = self.filled.get(key, 0) + count
         self.found += count
-        for key, value in fragment.shared.items():
+        for key, value in fragment.shared.items() if self.own.has_state else ():
             if not _same(self.shared.setdefault(key, value), value):
                 raise CheckpointMismatchError(
                     f"{fragment.name}: its optimizer state {key!r} is {value}, that of "
                     f"{self.names[0]} {self.shared[key]}; here one tensor holds both and has one "
                     "value"
                 )
+
+    def _take_alone(self, fragment: SavedFragment) -> None:
+        if not self.own.has_state:
+            return
+        if not self.own.is_whole:
+            raise CheckpointMismatchError(
+                f"{fragment.name}: its optimizer state ({', '.join(sorted(fragment.shared))}) is "
+                "that of an optimizer which updates whole parameters, and this run's updates "
+                "shards: use the optimizer that saved it, or load_optimizer_states=False"
+            )
+        self.shared.update(fragment.shared)
 
     def resemble(self, fragment: SavedFragment) -> None:
         """Have the state of a tensor that holds padding only, as the optimizer would have made it
@@ -155,7 +172,8 @@ class _Resharding:
         for fragment in saved.fragments():
             if fragment.options:  # not of a parameter that was not trained
                 first = first or fragment
-            if fragment.name in self._names and FP32 not in fragment.values:
+            lacks = FP32 not in fragment.values and not fragment.is_state_alone
+            if fragment.name in self._names and lacks:
                 self.has_masters = False
             for place in self.places.get(fragment.name, ()):
                 if fragment.start + fragment.numel > place.whole:
@@ -204,20 +222,27 @@ class _Resharding:
         return {"state": dict(self._states()), "param_groups": groups}
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        of_parameters: dict[int, dict[str | None, Any]] = {}
         for number, target in enumerate(self.targets):
             moments = {
                 key: value.view(target.own.shape)
                 for key, value in target.values.items()
                 if key != FP32
             }
-            if moments or target.shared:
-                yield number, {**target.shared, **moments}
+            own = {**target.shared, **moments}
+            if own and target.own.beside is None:
+                yield number, own
+            elif own:  # a group's only shard has its number
+                of_parameters.setdefault(target.own.group, {})[target.own.beside] = own
+        for number, states in of_parameters.items():
+            yield number, {STATE_OF_PARAMETERS: states}
 
     def masters(self) -> list[torch.Tensor]:
         """The master of each tensor in its shape in files; zeros where none was saved."""
         return [
             target.values.get(FP32, torch.zeros(target.numel)).view(target.own.shape)
             for target in self.targets
+            if target.own.beside is None
         ]
 
 

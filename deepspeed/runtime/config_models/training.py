@@ -205,7 +205,9 @@ class TrainingConfig(DeepSpeedConfigModel):
 
     # ZeRO
     zero_optimization: zero.DeepSpeedZeroConfig = option(zero.DeepSpeedZeroConfig, "ZeRO.")
-    zero_allow_untested_optimizer: Bool = option(False, "Accept any optimizer under ZeRO.")
+    zero_allow_untested_optimizer: Bool = option(
+        False, "Try an unknown optimizer on small tensors, and use it with ZeRO if it can be."
+    )
     zero_force_ds_cpu_optimizer: Bool = option(
         True, "Offloading insists on an optimizer of deepspeed.ops."
     )

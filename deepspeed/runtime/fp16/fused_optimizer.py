@@ -24,7 +24,7 @@ from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_fla
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.replicated_reduction import ReplicatedReduction
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.state import load_in_place
+from deepspeed.runtime.sharding.loading_in_place import load_in_place
 
 
 class FP16_Optimizer(MasterWeightOptimizer):

@@ -27,6 +27,7 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
+from deepspeed.runtime.sharding.owner_steps import OwnerSteps
 from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
@@ -156,7 +157,10 @@ class MasterWeightOptimizer(StepSequence):
         self._per_param = per_param
         if isinstance(init_optimizer, WholeParameterOptimizer) and not per_param:
             init_optimizer.use_shards(
-                {group.masters[0]: DealtParameters(group, self.device) for group in self.groups}
+                {
+                    group.masters[0]: DealtParameters(group, self.device, self._names(number))
+                    for number, group in enumerate(self.groups)
+                }
             )
         self._link_params()
         memory_names.register(self)
@@ -243,6 +247,13 @@ class MasterWeightOptimizer(StepSequence):
         if per_param:
             group.masters = [nn.Parameter(view) for view in group.param_views(group.master)]
         param_group["params"] = group.masters
+
+    def _names(self, group_index: int) -> list[str]:
+        """Of the parameters of a group."""
+        return [
+            self.param_names.get(param, f"unnamed.{group_index}.{index}")
+            for index, param in enumerate(self.groups[group_index].params)
+        ]
 
     def _link_params(self) -> None:
         for group_index, group in enumerate(self.groups):
@@ -468,6 +479,11 @@ class MasterWeightOptimizer(StepSequence):
         shapes = [logical_shape(self.groups[group].params[index]) for group, index in links]
         return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
 
+    @property
+    def owner_steps(self) -> OwnerSteps | None:
+        """The wrapped optimizer, if it keeps state of whole parameters with their owners."""
+        return self.optimizer if isinstance(self.optimizer, OwnerSteps) else None
+
     def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Model-precision value of `param` <- `value`, the same on all ranks; its master is set
         already.
@@ -497,7 +513,16 @@ class MasterWeightOptimizer(StepSequence):
                 ParamRun(group.params[part.param], part.param_start, part.shard_start, part.numel)
                 for part in group.file_table.of_shard(group.shard_rank)
             ]
-            yield OwnTensor(group.masters[0], index, runs, filed_as=(group.file_table.shard_numel,))
+            filed_as = (group.file_table.shard_numel,)
+            by_owners = isinstance(self.optimizer, OwnerSteps)
+            yield OwnTensor(
+                group.masters[0], index, runs, filed_as=filed_as, has_state=not by_owners
+            )
+        if isinstance(self.optimizer, OwnerSteps):
+            for tensor, index, param_index, name in self.optimizer.owned():
+                own = OwnTensor.of_param(tensor, index, self.groups[index].params[param_index])
+                shape = tuple(logical_shape(own.runs[0].param))
+                yield own._replace(filed_as=shape, beside=name)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def muon_groups(
 def check_whole_parameters(
     basic: torch.optim.Optimizer,
     is_elementwise: bool,
+    by_owners: bool,
     names: Mapping[nn.Parameter, str],
     ranks: ModelRanks,
 ) -> None:
@@ -108,6 +109,7 @@ def check_whole_parameters(
     Args:
         basic: The optimizer.
         is_elementwise: It is known to update each element by itself.
+        by_owners: It is known to update each parameter from the whole of it, and does not ask.
         names: Of parameters.
         ranks: Which ranks hold which parameters.
 
@@ -124,6 +126,8 @@ def check_whole_parameters(
                         f"{type(basic).__name__} would update it: set "
                         '"optimizer": {"type": "Muon"}, or take use_muon away'
                     )
+    if by_owners:
+        check_has_wholes(basic, names, ranks)
     if not isinstance(basic, WholeParameterOptimizer):
         return
     groups = [group for group in basic.param_groups if group.get(MARK, True)]
@@ -136,6 +140,18 @@ def check_whole_parameters(
             f"Muon would update no parameter (AdamW has {left}, ...): set param.use_muon = True on "
             'matrices, or use "optimizer": {"type": "AdamW"}'
         )
+    check_has_wholes(basic, names, ranks)
+
+
+def check_has_wholes(
+    basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], ranks: ModelRanks
+) -> None:
+    """Make sure that no rank has only a slice of what an optimizer updates from the whole of it.
+
+    Raises:
+        DeepSpeedConfigError: One has.
+    """
+    groups = [group for group in basic.param_groups if group.get(MARK, True)]
     for param in _members(groups) if ranks.tensor_group is not None else ():
         if is_model_parallel_parameter(param):
             raise DeepSpeedConfigError(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.sharding.fragments import ShardRank
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class OwnTensor(NamedTuple):
         runs: The parts of parameters that lie in it, as files have it; what they leave is padding.
         required: It is trained, so a checkpoint that is loaded must have its state.
         filed_as: Its shape in files where that is another than in memory.
+        has_state: The optimizer keeps state by it. Where an optimizer updates whole parameters that
+            are dealt to ranks, shards have the masters, and tensors of their own the state.
+        beside: It has state only, which files have by this name beside that of its group's shard.
     """
 
     tensor: torch.Tensor
@@ -78,18 +82,25 @@ class OwnTensor(NamedTuple):
     runs: Sequence[ParamRun]
     required: bool = True
     filed_as: tuple[int, ...] | None = None
+    has_state: bool = True
+    beside: str | None = None
 
     @classmethod
     def of_param(
         cls, tensor: torch.Tensor, group: int, param: nn.Parameter, required: bool = True
     ) -> OwnTensor:
         """One that holds a whole parameter in its shape."""
-        return cls(tensor, group, (ParamRun(param, 0, 0, param.numel()),), required)
+        return cls(tensor, group, (ParamRun(param, 0, 0, logical_shape(param).numel()),), required)
 
     @property
     def shape(self) -> torch.Size:
         """Its shape in files."""
         return self.tensor.shape if self.filed_as is None else torch.Size(self.filed_as)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one parameter, in its shape."""
+        return len(self.runs) == 1 and self.shape == logical_shape(self.runs[0].param)
 
     @property
     def used(self) -> int:

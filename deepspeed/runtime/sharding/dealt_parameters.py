@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -54,13 +55,14 @@ class DealtTable:
 
     Attributes:
         shard_numel: Elements of the rank that has most.
+        owners: As given.
     """
 
     def __init__(
         self, numels: Sequence[NumEl], owners: Sequence[ShardRank], num_shards: int
     ) -> None:
         self._numels = list(numels)
-        self._owners = list(owners)
+        self.owners = list(owners)
         self._starts: list[NumEl] = []
         ends = [0] * num_shards
         for numel, owner in zip(numels, owners, strict=True):
@@ -72,13 +74,13 @@ class DealtTable:
         """The fragment of elements `start` to `end` of one parameter, if there are any."""
         if start < end:
             at = self._starts[param] + start
-            yield Fragment(param, start, self._owners[param], at, end - start)
+            yield Fragment(param, start, self.owners[param], at, end - start)
 
     def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
         """The parameters that `shard` has, in its order."""
         return [
             fragment
-            for param, owner in enumerate(self._owners)
+            for param, owner in enumerate(self.owners)
             if owner == shard
             for fragment in self.of_range(param, 0, self._numels[param])
         ]
@@ -90,9 +92,18 @@ class DealtParameters(WholeParameters):
     Args:
         group: Whose shards an optimizer updates.
         device: Where ranks communicate, and functions of whole parameters run.
+        names: Of the group's parameters, in its order.
+
+    Attributes:
+        names: As given.
+        process_group: The ranks that it is dealt to.
     """
 
-    def __init__(self, group: ShardedGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: ShardedGroup, device: torch.device, names: Sequence[str] = ()
+    ) -> None:
+        self.names = list(names)
+        self.process_group = group.process_group
         self.shapes = [logical_shape(param) for param in group.params]
         self.parts = [
             Part(part.param, part.in_shard) for part in group.table.of_shard(group.shard_rank)
@@ -124,12 +135,53 @@ class DealtParameters(WholeParameters):
         self, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """See base class."""
-        there, back, longest = self._exchanges
-        dealt = there.move(shard, longest, self._device)
-        for fragment in self.table.of_shard(self._group.shard_rank):
-            whole = dealt[fragment.in_shard].view(self.shapes[fragment.param])
+        dealt = self.to_owners(shard, self._device)
+        for _, whole in self.wholes(dealt):
             whole.copy_(function(whole))
-        return back.move(dealt, longest, shard.device)
+        return self.from_owners(dealt, shard.device)
+
+    @property
+    def owned(self) -> list[ParamIndex]:
+        """The parameters that are dealt to this rank, in the order of `wholes`; none that is
+        empty.
+        """
+        return [fragment.param for fragment in self.table.of_shard(self._group.shard_rank)]
+
+    def from_owner(self, param: ParamIndex, value: Any) -> Any:
+        """What the owner of a parameter gives, on every rank. Collective.
+
+        Args:
+            param: The parameter.
+            value: What this rank would give; read on the owner only.
+        """
+        if self._group.num_shards == 1:
+            return value
+        owner = dist.get_global_rank(self.process_group, self.table.owners[param])
+        told = [value]
+        dist.broadcast_object_list(told, src=owner, group=self.process_group)
+        return told[0]
+
+    @torch.no_grad()
+    def to_owners(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The whole parameters of this rank behind one another, from everybody's shard. Collective.
+
+        Args:
+            shard: Like the tensor that is updated; any dtype.
+            device: Where the result is wanted.
+        """
+        there, _, longest = self._exchanges
+        return there.move(shard, longest, device)
+
+    @torch.no_grad()
+    def from_owners(self, dealt: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The reverse of `to_owners`; zero where no parameter lies. Collective."""
+        _, back, longest = self._exchanges
+        return back.move(dealt, longest, device)
+
+    def wholes(self, dealt: torch.Tensor) -> Iterator[tuple[ParamIndex, torch.Tensor]]:
+        """The parameters in what `to_owners` returned, each a view in its shape."""
+        for fragment in self.table.of_shard(self._group.shard_rank):
+            yield fragment.param, dealt[fragment.in_shard].view(self.shapes[fragment.param])
 
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
         """See base class."""

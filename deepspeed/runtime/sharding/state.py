@@ -30,10 +30,13 @@ from deepspeed.checkpoint.constants import (
     PARAM_SLICE_MAPPINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
+    STATE_OF_PARAMETERS,
 )
 from deepspeed.checkpoint.resharding.saved_optimizer import is_per_element
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.sharding.exchange import LayoutExchange
+from deepspeed.runtime.sharding.loading_in_place import load_in_place
+from deepspeed.runtime.sharding.owner_steps import OwnerSteps
 from deepspeed.utils.tensor_fragment import fragment_address
 
 if TYPE_CHECKING:
@@ -273,6 +276,8 @@ def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
                 f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, "
                 f"this model's {expected}"
             )
+    if not is_dealt_alike(optimizer, saved[BASE_OPTIMIZER_STATE]):
+        raise CheckpointMismatchError("other ranks had the state of this one's whole parameters")
     for index, group in enumerate(
         optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
     ):
@@ -284,6 +289,18 @@ def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
                 f"parameter group {index}: other parameters or another order, e.g. "
                 f"{differing[0][0]}"
             )
+
+
+def is_dealt_alike(optimizer: ZeROOptimizer, base: Any) -> bool:
+    """Whether saved state of whole parameters, if there is any or would be, is of those that this
+    rank has.
+    """
+    has_wholes = isinstance(base, dict) and any(
+        STATE_OF_PARAMETERS in own for own in base["state"].values()
+    )
+    if not isinstance(optimizer.optimizer, OwnerSteps):
+        return not has_wholes
+    return isinstance(base, dict) and optimizer.optimizer.has_state_of(base)
 
 
 @torch.no_grad()
@@ -318,22 +335,6 @@ def load_sharded_state(
             group.master[: moved.numel()].copy_(moved)
     else:
         optimizer.refresh_fp32_params()
-
-
-def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)` that keeps the dictionaries of its groups.
-
-    torch makes new ones. A schedule over another optimizer that shares these groups (a client
-    replaced its optimizer by one of ours for offload) would from then on set the learning rate
-    where nobody reads it.
-    """
-    groups = list(optimizer.param_groups)
-    optimizer.load_state_dict(state)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if group is not loaded:
-            group.clear()
-            group.update(loaded)
-    optimizer.param_groups = groups
 
 
 def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any], moved: Moments) -> None:

@@ -40,9 +40,10 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.flattening import lies_on_host
+from deepspeed.runtime.sharding.loading_in_place import load_in_place
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.publisher import Gather, Publisher
-from deepspeed.runtime.sharding.state import load_in_place
+from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gather_unit import GatherUnit
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -469,6 +470,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             and all(len(group["params"]) == 1 for group in base["param_groups"])
             and [buffer.numel() for buffer in buffers]
             == [group.table.shard_numel for group in self.groups]
+            and is_dealt_alike(self, base)
         )
 
     def rebuilt_state(

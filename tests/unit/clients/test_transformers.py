@@ -15,7 +15,7 @@ from .launching import launch, need
 
 STEPS, SAVED_AT = 6, 3
 STAGES = ["1", "2", "3"]
-KINDS = ["config", "client"]
+KINDS = ["config", "client", "adafactor"]
 OPTIMIZERS = {"1": "DeepSpeedZeroOptimizer", "2": "DeepSpeedZeroOptimizer"}
 OPTIMIZERS["3"] = "DeepSpeedZeroOptimizer_Stage3"
 
@@ -36,7 +36,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(params=KINDS)
 def runs(request: pytest.FixtureRequest, launched: dict[str, Any]) -> dict[str, Any]:
     """Those whose optimizer and schedule are the DeepSpeed configuration's, or the Trainer's own,
-    the latter with activation checkpointing.
+    the latter with activation checkpointing, or as Adafactor, which needs whole parameters.
     """
     kind = request.param
     return {

@@ -80,7 +80,7 @@ def pretrained(folder: Path) -> Path:
     return found
 
 
-def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any]:
+def train(folder: Path, stage: int, resume: bool, kind: str) -> dict[str, Any]:
     """One run; returns what a user sees of it."""
     # accelerate asks for no backend on a host without a GPU and then believes to be alone; a state
     # made beforehand says gloo.
@@ -89,7 +89,7 @@ def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any
     PartialState(backend="gloo")
     arguments = TrainingArguments(
         output_dir=str(folder),
-        deepspeed=config(stage, client),
+        deepspeed=config(stage, kind != "config"),
         accelerator_config={"use_configured_state": True},
         bf16=True,
         max_steps=STEPS,
@@ -105,7 +105,8 @@ def train(folder: Path, stage: int, resume: bool, client: bool) -> dict[str, Any
         report_to=[],
         disable_tqdm=True,
         seed=3,
-        gradient_checkpointing=client,
+        gradient_checkpointing=kind == "client",
+        optim="adafactor" if kind == "adafactor" else "adamw_torch",
     )
     # At stage 3 the library makes the model inside `zero.Init`, because the arguments say so.
     model = GPT2LMHeadModel.from_pretrained(pretrained(folder))
@@ -148,16 +149,16 @@ def main() -> None:
     )
     parser.add_argument(
         "--kinds",
-        choices=["config", "client"],
+        choices=["config", "client", "adafactor"],
         nargs="+",
-        help="whose optimizer and schedule: the configuration's, or the Trainer's own; one after "
-        "the other",
+        help="whose optimizer and schedule: the configuration's, or the Trainer's own, AdamW or "
+        "Adafactor; one after the other",
     )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
     result = {
         kind: {
-            stage: train(args.out / kind / f"stage{stage}", stage, args.resume, kind == "client")
+            stage: train(args.out / kind / f"stage{stage}", stage, args.resume, kind)
             for stage in args.stages
         }
         for kind in args.kinds

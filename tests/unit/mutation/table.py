@@ -38,6 +38,7 @@ FIX4 = "tests/unit/v1/bf16/test_fix4_boundary_microbatch.py"
 LARGE_SUMS = "tests/unit/v1/fp16/test_large_sums.py"
 SCALING = "tests/unit/v1/fp16/test_dynamic_scaling.py"
 WAITS = "tests/unit/v1/device/test_host_waits.py"
+WHOLE_PARAMETERS = "tests/unit/v1/zero/test_whole_parameters.py"
 LAYOUT = "tests/unit/v1/zero/test_layout.py"
 
 
@@ -295,7 +296,7 @@ FAULTS = (
         "deepspeed/runtime/sharding/dealt_parameters.py",
         (
             (
-                "        dealt = there.move(shard, longest, self._device)\n",
+                "        dealt = self.to_owners(shard, self._device)\n",
                 "        dealt = shard.new_zeros(self.table.shard_numel)\n"
                 "        dealt[: shard.numel()] = shard[: dealt.numel()]\n",
             ),
@@ -653,6 +654,45 @@ FAULTS = (
         (("        if unit in self._last_fused:\n            return\n", ""),),
         "tests/unit/v1/zero/test_stage3_fusion.py",
         "between_steps",
+    ),
+    Fault(
+        "an optimizer of whole parameters steps shards",
+        "deepspeed/runtime/optimizers/on_shards.py",
+        (("    return OwnerSteps(basic)\n", "    return basic\n"),),
+        WHOLE_PARAMETERS,
+        "TestAsOneProcess",
+    ),
+    Fault(
+        "masters that an owner has updated stay with it",
+        "deepspeed/runtime/sharding/owner_steps.py",
+        (
+            (
+                "shard.data.copy_(of.from_owners(master, shard.device)[: shard.numel()])",
+                "of.from_owners(master, shard.device)",
+            ),
+        ),
+        WHOLE_PARAMETERS,
+        "TestAsOneProcess",
+    ),
+    Fault(
+        "state of whole parameters is taken for a sign that no masters were saved",
+        "deepspeed/runtime/checkpointing/optimizer_resharding.py",
+        ((" and not fragment.is_state_alone", ""),),
+        WHOLE_PARAMETERS,
+        "TestCheckpoints",
+    ),
+    Fault(
+        "a rank loads state of whole parameters that are another's",
+        "deepspeed/runtime/sharding/owner_steps.py",
+        (("there == here or not there for", "True for"),),
+        WHOLE_PARAMETERS,
+        "TestCheckpoints",
+    ),
+    Fault(
+        "an optimizer is tried at a rate of zero",
+        "deepspeed/runtime/optimizers/update_probe.py",
+        (('        options["lr"] = _LR\n', "        pass\n"),),
+        "tests/unit/runtime/optimizers/test_update_probe.py",
     ),
 )
 

@@ -1,0 +1,116 @@
+"""Which optimizers may step shards of parameters, which get whole ones, and which do not work with
+ZeRO at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
+from deepspeed.runtime.config_models.training import TrainingConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.optimizers.muon_groups import check_has_wholes
+from deepspeed.runtime.optimizers.update_probe import Update, update_of
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from deepspeed.runtime.sharding.owner_steps import OwnerSteps
+from deepspeed.utils.logging import log_dist
+
+# Optimizers whose update of an element depends on that element alone: right on any shard of a flat
+# buffer.
+ELEMENTWISE = (
+    "Adam",
+    "AdamW",
+    "FusedAdam",
+    "DeepSpeedCPUAdam",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "SGD",
+    "ASGD",
+    "RMSprop",
+    "Rprop",
+    "Adagrad",
+    "DeepSpeedCPUAdagrad",
+    "Lion",
+    "FusedLion",
+    "DeepSpeedCPULion",
+)
+# torch's and transformers', which update each parameter from the whole of it and do not ask for it
+# (`deepspeed.ops.whole_parameters`): owners step them (`runtime.sharding.owner_steps`).
+BY_OWNERS = ("Adafactor", "Muon")
+# Those that look at all parameters at once, or at none that is dense.
+NEVER_SHARDED = ("LBFGS", "SparseAdam")
+
+
+def on_shards(
+    basic: torch.optim.Optimizer,
+    config: TrainingConfig,
+    names: Mapping[nn.Parameter, str],
+    ranks: ModelRanks,
+) -> torch.optim.Optimizer:
+    """`basic`, or what hands it whole parameters.
+
+    Args:
+        basic: Named by the configuration, or the client's.
+        config: The configuration, of stage 1 or higher.
+        names: Of parameters.
+        ranks: Which ranks hold which parameters.
+
+    Raises:
+        DeepSpeedConfigError: It would not be right on shards.
+    """
+    name = type(basic).__name__
+    if isinstance(basic, WholeParameterOptimizer) or name in ELEMENTWISE:
+        return basic
+    if name in NEVER_SHARDED:
+        raise DeepSpeedConfigError(
+            f"{name} does not work on shards of parameters, nor on whole ones by themselves: use "
+            "zero_optimization.stage 0"
+        )
+    if name not in BY_OWNERS:
+        if not config.zero_allow_untested_optimizer:
+            raise DeepSpeedConfigError(
+                f"{name} is not known to work on shards. Set "
+                '"zero_allow_untested_optimizer": true to have it tried on small tensors when '
+                "training starts, or use zero_optimization.stage 0"
+            )
+        if not _needs_wholes(basic, name):
+            return basic
+    if config.zero_optimization.elastic_checkpoint:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.elastic_checkpoint: true with {name}, whose state is that of whole "
+            "parameters: remove the key; other checkpoints are loaded by any number of ranks too"
+        )
+    check_has_wholes(basic, names, ranks)
+    return OwnerSteps(basic)
+
+
+def _needs_wholes(basic: torch.optim.Optimizer, name: str) -> bool:
+    """Whether a client's optimizer that is not known has to be given whole parameters."""
+    if not isinstance(basic, torch.optim.Optimizer):
+        log_dist(
+            f"{name} is no torch.optim.Optimizer and cannot be tried: it steps shards, which is "
+            "right only if it updates every element from that element alone",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+        return False
+    found = update_of(basic)
+    if found is Update.COUPLED:
+        raise DeepSpeedConfigError(
+            f"{name} updates a parameter from others too (tried on small tensors), and ZeRO deals "
+            "parameters to ranks: use zero_optimization.stage 0"
+        )
+    by = "shards" if found is Update.ELEMENTWISE else "whole parameters, each on one rank"
+    log_dist(
+        f"{name} is not known here. Tried on small tensors, it updates an element from "
+        f"{found.value}, so it steps {by}",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    return found is not Update.ELEMENTWISE

@@ -1,0 +1,86 @@
+"""What an optimizer's update of an element depends on, found out by trying it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.runtime.optimizers.on_shards import BY_OWNERS, ELEMENTWISE
+from deepspeed.runtime.optimizers.update_probe import Update, update_of
+
+OF_TORCH = [name for name in ELEMENTWISE if hasattr(torch.optim, name)]
+
+
+def made(name: str, **options: Any) -> torch.optim.Optimizer:
+    cls: Any = getattr(torch.optim, name)
+    return cls([nn.Parameter(torch.ones(3, 2))], **{"lr": 0.1, **options})  # type: ignore[no-any-return]  # a class
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Clips all gradients together, as some optimizers do themselves."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class Picky(torch.optim.SGD):
+    """Wants a size that small tensors do not have."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("too small")
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_those_that_are_called_elementwise_are(name: str) -> None:
+    # Kills: a name in the list that looks at more, a tolerance that nothing meets.
+    assert update_of(made(name)) is Update.ELEMENTWISE
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0, torch.tensor(0.0)])
+def test_whole_parameters_are_noticed_whatever_the_rate_is(lr: Any) -> None:
+    # Kills: a warmup's first rate of zero, with which nothing is updated and so nothing differs.
+    for name in BY_OWNERS:
+        if hasattr(torch.optim, name):
+            assert update_of(made(name, lr=lr)) is Update.BY_PARAMETER, name
+
+
+def test_each_group_is_tried() -> None:
+    # Kills: only the first group's options, of which another may switch the rule.
+    class Mixed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if group["normed"]:
+                        param.grad = param.grad / param.grad.norm()
+            return super().step(closure)
+
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "normed": flag} for flag in (False, True)]
+    assert update_of(Mixed(groups[:1], lr=0.1)) is Update.ELEMENTWISE
+    assert update_of(Mixed(groups, lr=0.1)) is Update.BY_PARAMETER
+
+
+def test_what_depends_on_other_parameters() -> None:
+    # Kills: such an optimizer stepped by owners, each with other parameters beside.
+    assert update_of(GlobalNorm([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.COUPLED
+
+
+def test_one_that_cannot_be_tried_gets_whole_parameters() -> None:
+    # Kills: its error raised, or shards.
+    assert update_of(Picky([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.BY_PARAMETER
+
+
+def test_it_leaves_no_trace() -> None:
+    # Kills: a schedule's count of steps, state or random numbers that a try moves on.
+    optimizer = made("AdamW")
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before, random = optimizer.state_dict(), torch.get_rng_state()
+    params = list(optimizer.param_groups[0]["params"])
+    assert update_of(optimizer) is Update.ELEMENTWISE
+    assert torch.equal(torch.get_rng_state(), random)
+    assert optimizer.state_dict() == before and optimizer.param_groups[0]["params"] == params
+    assert not getattr(optimizer, "_opt_called", False)
+    assert torch.equal(params[0], torch.ones(3, 2)) and params[0].grad is None
