@@ -114,12 +114,6 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     # ZeRO
     Absence(
-        r"deepspeed\.runtime\.zero(\..*)?",
-        "MiCS_Init",
-        "use deepspeed.zero.Init; zero_optimization.num_optimizer_instances shards optimizer state "
-        "among some ranks",
-    ),
-    Absence(
         r"deepspeed\.runtime\.zero\.stage3",
         r"estimate_zero3_\w+",
         "estimates of stage 3 come in a later release; docs/zero3.md says what it holds",

@@ -126,7 +126,8 @@ class ExpertAxes:
 @dataclass(frozen=True)
 class OptimizerInstances:
     """This rank's place in a group of D replicas that is split into `count` instances of D / count
-    consecutive ranks, each of which has the whole sharded optimizer state.
+    consecutive ranks, each of which has the whole sharded state: the optimizer's, and at ZeRO stage
+    3 the parameters.
 
     Attributes:
         inside: The ranks of this instance; each owns one shard.
@@ -134,12 +135,19 @@ class OptimizerInstances:
             instance.
         index: Which instance this rank is in.
         count: How many there are.
+        all_replicas: The D replicas; None if there is one instance, whose ranks they are.
     """
 
-    inside: ProcessGroup
+    inside: ProcessGroup | None
     across: ProcessGroup | None = None
     index: int = 0
     count: int = 1
+    all_replicas: ProcessGroup | None = None
+
+    @property
+    def everyone(self) -> ProcessGroup | None:
+        """The ranks of all instances."""
+        return self.inside if self.all_replicas is None else self.all_replicas
 
 
 def make_mesh(data: int, sequence: int) -> Any:
@@ -355,22 +363,10 @@ class ParallelMap:
     # -- replicas of the sharded optimizer state inside the replicas
 
     def optimizer_instances(self, count: int) -> OptimizerInstances:
-        """The ranks that share dense parameters as `count` instances. Collective over the world
-        when first asked.
-
-        Raises:
-            ValueError: The group cannot be split evenly.
+        """The ranks that share dense parameters, as `count` instances; see
+        `split_into_instances`.
         """
-        whole = self.replicas.group
-        if count == 1:
-            return OptimizerInstances(whole)
-        own = tuple(sorted(dist.get_all_ranks_from_group(whole)))  # as new_group will number them
-        if count < 1 or len(own) % count:
-            raise ValueError(
-                f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances "
-                "of equal size"
-            )
-        return group_store.made_once(("instances", own, count), lambda: _make_instances(own, count))
+        return split_into_instances(self.replicas.group, count)
 
     # -- experts
 
@@ -463,11 +459,32 @@ def _or_alone(group: ProcessGroup | None) -> ProcessGroup:
     return group_store.group_of_one() if group is None else group
 
 
-def _make_instances(own: Ranks, count: int) -> OptimizerInstances:
+def split_into_instances(whole: ProcessGroup | None, count: int) -> OptimizerInstances:
+    """A group of ranks that share parameters as `count` instances. Collective over the world when
+    first asked.
+
+    Raises:
+        ValueError: The group cannot be split evenly.
+    """
+    if count == 1:
+        return OptimizerInstances(whole)
+    own = tuple(sorted(dist.get_all_ranks_from_group(whole)))  # as new_group will number them
+    if count < 1 or len(own) % count:
+        raise ValueError(
+            f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances "
+            "of equal size"
+        )
+    return group_store.made_once(
+        ("instances", own, count), lambda: _make_instances(whole, own, count)
+    )
+
+
+def _make_instances(whole: ProcessGroup | None, own: Ranks, count: int) -> OptimizerInstances:
     lists = rank_lists.optimizer_instances(_told_by_all(own), count)
     return OptimizerInstances(
         group_store.own_group(lists.rows),
         group_store.own_group(lists.columns),
         own.index(dist.get_rank()) // (len(own) // count),
         count,
+        whole,
     )

@@ -18,6 +18,11 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.elasticity.batch import elastic_batch_sizes
 from deepspeed.runtime.config_models.batch import BatchSizes, WorldSize, resolve_batch_sizes
 from deepspeed.runtime.config_models.reading import Reading
+from deepspeed.runtime.config_models.shard_groups import (
+    check_secondary,
+    divisors,
+    instances_at_stage_3,
+)
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import (
     DeepSpeedConfigError,
@@ -296,15 +301,23 @@ class DeepSpeedConfig:
         if count > 1 and int(zero.stage) == 0:
             raise DeepSpeedConfigError(
                 f"zero_optimization.num_optimizer_instances: {count} makes copies of sharded "
-                "state, and zero_optimization.stage: 0 shards none; use stage 1 or 2, or 1 instance"
+                "state, and zero_optimization.stage: 0 shards none; use stage 1, 2 or 3, or 1 "
+                "instance"
             )
         if world.size % count:
-            possible = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
             raise DeepSpeedConfigError(
                 f"zero_optimization.num_optimizer_instances: {count} does not divide the "
-                f"{world.size} data-parallel ranks ({world.source}); use one of {possible}, or "
-                "start another number of ranks"
+                f"{world.size} data-parallel ranks ({world.source}); use one of "
+                f"{divisors(world.size)}, or start another number of ranks"
             )
+        if zero.stage != ZeroStageEnum.weights:
+            return
+        ranks = world.size * self.sequence_parallel_size
+        count = instances_at_stage_3(count, zero.mics_shard_size, ranks)
+        on_host = zero.offload_param is not None and zero.offload_param.device.value != "none"
+        check_secondary(zero.zero_hpz_partition_size, count, ranks, on_host)
+        # Past the validators, which have seen what was given; who shards asks this key alone.
+        zero.__dict__["num_optimizer_instances"] = count
 
     # Upstream's names for parts of the tree.
 

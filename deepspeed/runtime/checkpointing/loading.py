@@ -174,7 +174,7 @@ class Loader:
                 "deepspeed.zero.GatheredParameters"
             )
         state, files = self._state, ModelFiles(self._state.module)
-        model = read_own_model_file(folder, offload.group)
+        model = read_own_model_file(folder, offload.instances.inside)
         self._check_manifest_is_there(folder, model)
         slices = slices_of_this_rank(
             state.module,

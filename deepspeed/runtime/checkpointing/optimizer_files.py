@@ -116,11 +116,7 @@ class OptimizerFiles:
         shard = self.layout.shard
         if shard is None or self.sequence is None:
             return self._expert_files(node)
-        if shard.holders is not None and not node.is_first(
-            dist.get_all_ranks_from_group(shard.holders)
-        ):
-            # Others hold copies. The files are those of one of them alone, so offline tools read
-            # them as ever.
+        if not self.writes(shard, node):
             return {}
         assert self._collected is not None, "own_files() before collect()"
         content = {
@@ -129,6 +125,14 @@ class OptimizerFiles:
             keys.DS_VERSION: __version__,
         }
         return {self._shard_file(shard, self._bf16): content}
+
+    @staticmethod
+    def writes(shard: OwnShard, node: StorageNode) -> bool:
+        """Whether this rank writes the files of its shard. Where others hold copies they are those
+        of one of them alone, so offline tools read them as ever.
+        """
+        holders = shard.holders
+        return holders is None or node.is_first(dist.get_all_ranks_from_group(holders))
 
     def _shard_file(self, shard: OwnShard, bf16: bool) -> str:
         return file_names.optimizer_file(shard.rank, self._part, bf16)

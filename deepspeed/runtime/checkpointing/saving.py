@@ -183,9 +183,14 @@ class Saver:
         state = self._state
         weights = state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         files.put(put, node, weights, exclude_frozen_parameters)
+        layout = optimizer.layout
         # One of those that hold the same part of the model: with sequence parallelism more than the
         # data-parallel ranks.
-        if optimizer.layout.has_weights or node.is_first(state.parallel_map.replicas.ranks):
+        if (
+            optimizer.writes(layout.shard, node)
+            if layout.has_weights and layout.shard is not None
+            else node.is_first(state.parallel_map.replicas.ranks)
+        ):
             content = model_state(state, files, optimizer, weights, exclude_frozen_parameters)
             put(
                 optimizer.model_file,

@@ -99,34 +99,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "zero_optimization.legacy_stage1", _on, "there is one implementation of stage 1; use false"
     ),
     Refusal(
-        "zero_optimization.zero_hpz_partition_size",
-        _above_one,
-        f"hpZ {LATER}; use 1",
-    ),
-    Refusal(
         "zero_optimization.zero_quantized_weights",
         _on,
-        f"it {LATER}; use false",
+        f"gathering rounded weights, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights",
         _on,
-        f"it {LATER}; use false",
+        f"gathering rounded weights, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_gradients",
         _on,
-        f"it {LATER}; use false",
+        f"reducing rounded gradients, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zeropp_loco_param",
         _given,
         f"it needs quantized gradients, which {LATER_MANY}; remove the key",
-    ),
-    Refusal(
-        "zero_optimization.mics_shard_size",
-        lambda v: v > 0,
-        f"MiCS {LATER}; use -1",
     ),
     Refusal(
         "optimizer.type",
@@ -252,9 +242,10 @@ AT_STAGE_3: tuple[Refusal, ...] = (
         Scope.VALUE,
     ),
     Refusal(
-        "zero_optimization.num_optimizer_instances",
-        _above_one,
-        f"hybrid sharding at stage 3 {LATER}; use 1, or stage 1 or 2",
+        "zero_optimization.mics_hierarchical_params_gather",
+        _on,
+        "a gather of mics_shard_size ranks is one collective, whose way over nodes is the "
+        "backend's; use false",
     ),
     Refusal(
         "zero_optimization.round_robin_gradients",

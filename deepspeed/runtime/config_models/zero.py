@@ -29,7 +29,6 @@ STAGE_3 = "ZeRO stage 3"
 NVME_OFFLOAD = "NVMe offload"
 SUB_GROUPS = "updates in parts"
 TRACE = "an order of modules that matters"
-MICS = "MiCS"
 
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -247,7 +246,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         False, "Deal parameters to ranks in turn, which balances partial overlap."
     )
     zero_hpz_partition_size: Int = option(
-        1, "Ranks of a secondary parameter partition (stage 3).", ge=0
+        1,
+        "Neighbouring ranks that keep copies of gathered shards for backward (stage 3); 1: none.",
+        ge=0,
+        needs=STAGE_3,
     )
     zero_quantized_weights: Bool = option(False, "Gather quantized weights (stage 3).")
     zero_quantized_nontrainable_weights: Bool = option(
@@ -257,9 +259,14 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     zeropp_loco_param: dict[str, Any] | None = option(
         None, "LoCo error feedback of quantized gradients."
     )
-    mics_shard_size: Int = option(-1, "Ranks of a MiCS shard (stage 3); -1: off.")
+    mics_shard_size: Int = option(
+        -1,
+        "Neighbouring ranks that share one set of shards, of which there are several (stage 3); "
+        "-1: all ranks share one.",
+        needs=STAGE_3,
+    )
     mics_hierarchical_params_gather: Bool = option(
-        False, "Gather MiCS shards in two levels.", needs=MICS
+        False, "Gather MiCS shards in two levels.", needs=STAGE_3
     )
     memory_efficient_linear: Bool = option(
         True,
@@ -287,7 +294,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         needs=STAGE_3,
     )
     num_optimizer_instances: Int = option(
-        1, "Replicas of the sharded state in the data-parallel group (stages 1, 2).", ge=1
+        1, "Replicas of the sharded state in the data-parallel group (stages 1 to 3).", ge=1
     )
 
     @model_validator(mode="after")

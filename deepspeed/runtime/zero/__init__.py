@@ -11,6 +11,7 @@ __getattr__ = lazy_attributes(
         "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
         "GatheredParameters": _PARAMETERS,
         "Init": _PARAMETERS,
+        "MiCS_Init": "deepspeed.runtime.zero.mics",
         "TiledLinear": "deepspeed.runtime.zero.tiling",
         "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling",
         "ZeroParamStatus": _PARAMETERS,
@@ -21,6 +22,7 @@ __getattr__ = lazy_attributes(
     },
     (
         "config",
+        "mics",
         "offload_config",
         "offload_states",
         "parameter_offload",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed import comm as dist
+
 
 @dataclass(frozen=True)
 class GatherSettings:
@@ -19,6 +21,7 @@ class GatherSettings:
         overlap: Gather beside the model's work.
         loads: Shards are on the host (`offload_param`).
         fusion: Small units are gathered together up to so many.
+        secondary_group: Ranks that keep copies of gathered shards among them (hpZ); None: nobody.
     """
 
     param_persistence: int = 100_000
@@ -30,3 +33,4 @@ class GatherSettings:
     overlap: bool = True
     loads: bool = False
     fusion: int = 800_000
+    secondary_group: dist.Group = None

@@ -7,6 +7,8 @@ issued ahead of time:
              gather stream   shards of all ranks -> rows `[N, s]`     (one all-gather)
     finish   current stream  rows -> whole parameters                 (one grouped copy)
 
+With `secondary_shards` the gather stream keeps some rows, from which later gathers fill them.
+
 [Note: edges of a gather]
 1. shard updated -> gathered: the gather stream (or the load stream) waits for the event after the
    last update;
@@ -41,7 +43,9 @@ from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.secondary_shards import SecondaryShards
 from deepspeed.runtime.zero.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
@@ -59,13 +63,13 @@ class GatherResources:
     """What all units of a model share.
 
     Args:
-        by_broadcast: One broadcast per rank instead of an all-gather.
-        overlap: Whether the gather stream runs beside the others.
+        settings: How parameters are gathered.
         owner: Who has the model.
-        loads: Whether shards are on the host, and so are loaded before they are gathered.
         context: The gather stream, if there is one already.
 
     Attributes:
+        by_broadcast: One broadcast per rank instead of an all-gather.
+        secondary_group: Ranks that keep copies of gathered rows; None: nobody does.
         context: The gather stream.
         load_context: The stream that shards are loaded on; the gather stream if they need not be.
         rows: Pool of what all-gathers fill.
@@ -76,18 +80,17 @@ class GatherResources:
 
     def __init__(
         self,
-        by_broadcast: bool = False,
-        overlap: bool = True,
+        settings: GatherSettings,
         owner: Any = None,
-        loads: bool = False,
         context: CommContext | None = None,
     ) -> None:
         self.owner = owner
-        self.by_broadcast = by_broadcast
-        self.context = context or CommContext(overlap, "gather stream")
+        self.by_broadcast = settings.by_broadcast
+        self.secondary_group = settings.secondary_group
+        self.context = context or CommContext(settings.overlap, "gather stream")
         self.load_context = (
-            CommContext(overlap, "parameter load stream")
-            if loads and self.context.has_streams
+            CommContext(settings.overlap, "parameter load stream")
+            if settings.loads and self.context.has_streams
             else self.context
         )
         self._last_load: Any = None  # event behind it
@@ -189,6 +192,8 @@ class GatherUnit:
             tuple(record.numel for record in self.records), self.num_shards
         )
         self.numel = self.table.numel
+        near = None if persists else resources.secondary_group
+        self._secondary = None if near is None else SecondaryShards(near, self.table)
         self.device = self.records[0].device
         self.shard = joined([record.shard for record in self.records])
         # What is not is copied before the host goes on.
@@ -277,17 +282,17 @@ class GatherUnit:
         """Begin the gather, on the gather stream if there is one. Idempotent."""
         if self.is_whole or self.is_on_its_way:
             return
-        announce(self.label, self.group)
         shared = self.resources
+        group, own, shard, self._update = self._source()
+        announce(self.label, group)
         with shared.loading():
             rows = shared.rows.take(self.table.padded_numel, self.shard.dtype, self.device, self)
             filled = rows.tensor[: self.table.padded_numel]
-            own = self.table.row(self.rank)
-            filled[own].copy_(self.shard, non_blocking=self._is_locked)
+            filled[own].copy_(shard, non_blocking=self._is_locked)
         with shared.context.on_reduction_stream():
             self._pending = gather_from_owners(
                 filled,
-                self.group,
+                group,
                 shared.by_broadcast,
                 async_op=True,
                 tag=_FIRST_TAG + self.index,
@@ -295,13 +300,38 @@ class GatherUnit:
             if shared.context.reduction_stream is not None:
                 # The gather stream waits, not the host; what comes later on it comes after.
                 self._pending.wait()
+                self._keep(filled)
                 self._gathered = get_accelerator().Event()
                 self._gathered.record(shared.context.reduction_stream)
         self._rows = rows
-        self._update = shared.num_updates
         for record in self.records:
             if record.status is ZeroParamStatus.NOT_AVAILABLE:
                 record.status = ZeroParamStatus.INFLIGHT
+
+    def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
+        """Over which ranks to gather, what of the rows this one has, where it lies, and after how
+        many updates of the shards that was made.
+        """
+        near, num_updates = self._secondary, self.resources.num_updates
+        if near is not None and near.shard is not None:
+            return near.group, near.own, near.shard, near.update
+        if near is not None:
+            near.expect(num_updates)
+        return self.group, self.table.row(self.rank), self.shard, num_updates
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        if self._secondary is not None:
+            self._secondary.keep(rows)
+
+    def forget_secondary(self) -> None:
+        """The next gather is from all ranks: a copy of the shards is older than they may be."""
+        if self._secondary is not None:
+            self._secondary.forget()
+
+    def before_write(self) -> None:
+        """The host is about to write to the shard of one of the parameters."""
+        self.forget_secondary()
+        self.resources.before_write()
 
     def fetch(self) -> None:
         """Have the parameters whole for what is issued from now on on the current stream.
@@ -338,6 +368,7 @@ class GatherUnit:
         else:
             with lone_waits.watch.waiting(lambda: self.label):
                 self._pending.wait()
+            self._keep(rows.tensor[: self.table.padded_numel])
         memory = self._take_memory()
         views = memory.views.get(self)
         if views is None:

@@ -25,6 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.agreement import agree
+from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import poison
 from deepspeed.runtime.zero.zero_parameter import (
@@ -104,7 +105,7 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
 
 def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Whole parameters of one kind, in memory that lives as long as they do."""
-    resources = GatherResources(context=_stream.context())
+    resources = GatherResources(GatherSettings(), context=_stream.context())
     unit = GatherUnit("read by hand", params, resources, takes_shards=False)
     unit.fetch()
     resources.let_go()
@@ -151,7 +152,7 @@ def _tell_units(params: Sequence[nn.Parameter]) -> None:
 def publish(params: Sequence[nn.Parameter], source: int) -> None:
     """Everybody's values of whole parameters <- those of global rank `source`, and shards too."""
     for same in _kinds(params):
-        group = record_of(same[0]).group
+        group = record_of(same[0]).instances.everyone
         flat = torch.cat([param.data.reshape(-1) for param in same])
         if dist.get_world_size(group=group) > 1 and flat.numel():
             # Over before anything is written or let go: `flat` is complete on every rank here.
@@ -210,7 +211,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
-            self._agree(record_of(self.params[0]).group)
+            self._agree(record_of(self.params[0]).instances.everyone)
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
             ordinary_copies.begin()

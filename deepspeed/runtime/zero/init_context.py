@@ -25,6 +25,8 @@ from torch.nn.parameter import is_lazy
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.initialization import ensure_distributed
+from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
+from deepspeed.runtime.config_models.shard_groups import instances_at_stage_3
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
@@ -72,7 +74,7 @@ class _Construction:
         finally:
             read = self.read.pop()
             if read:
-                publish(read, dist.get_global_rank(record_of(read[0]).group, 0))
+                publish(read, dist.get_global_rank(record_of(read[0]).instances.everyone, 0))
                 let_go(read)
 
     def construct(
@@ -183,16 +185,17 @@ class Init:
 
     Args:
         module: A module that stands already.
-        data_parallel_group: Ranks that share parameters; None: all, or those of `mpu`.
+        data_parallel_group: Ranks that hold the parameters; None: all, or those of `mpu`.
         mem_efficient_linear: No effect: what autograd saves of gathered weights takes no memory
             for any module.
         remote_device: "cpu" keeps shards on the host; "none": on the accelerator; None: where the
             configuration's `offload_param` says. The engine's configuration decides where they
             stay.
         pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
-        config_dict_or_path, config: Configuration, of which only the stage, the precision and
-            `offload_param` are read; "auto" counts as not given. At a stage below 3 the block does
-            nothing, as with `enabled=False`: parameters are made as usual.
+        config_dict_or_path, config: Configuration, of which only the stage, the precision,
+            `offload_param`, and `mics_shard_size` or `num_optimizer_instances`, by which they are
+            cut inside groups of those ranks, are read; "auto" counts as not given. At a stage below
+            3 the block does nothing, as with `enabled=False`: parameters are made as usual.
         enabled: False: the block does nothing.
         dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
             are made.
@@ -242,7 +245,7 @@ class Init:
         group = sequence_data_parallel_group or data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self.group = group if group is not None else dist.get_world_group()
+        self.instances = _instances(group if group is not None else dist.get_world_group(), source)
         self.dtype = dtype if dtype is not None else _configured_dtype(source)
         self.device = torch.device(get_accelerator().current_device_name())
         self.memory = _shard_memory(remote_device, pin_memory, source)
@@ -267,6 +270,11 @@ class Init:
             _construction.contexts.pop()
             if not _construction.contexts:
                 _patches.remove()
+
+    @property
+    def group(self) -> dist.Group:
+        """The ranks that share parameters."""
+        return self.instances.inside
 
     @property
     def num_partitions(self) -> int:
@@ -295,8 +303,9 @@ class Init:
         if own:
             kind = type(module).__name__
             named = [(f"{name} of {kind}", described(param)) for param, name in own.items()]
-            agree_on_parameters(named, self.group, f"zero.Init of {kind}", _DIFFERENT)
-            cut_parameters(own, self.group, self.dtype, self.device, self.memory)
+            everyone = self.instances.everyone
+            agree_on_parameters(named, everyone, f"zero.Init of {kind}", _DIFFERENT)
+            cut_parameters(own, self.instances, self.dtype, self.device, self.memory)
             for param in own:
                 record = record_of(param)
                 record.on_read = _construction.on_read
@@ -310,10 +319,42 @@ def _refuse(name: str, value: Any) -> None:
         raise DeepSpeedConfigError(f"zero.Init({name}={value!r}) is not supported; leave it out")
 
 
+def _instances(group: dist.Group, source: Any) -> OptimizerInstances:
+    """The ranks of `group` as the configuration divides them. Collective over the world when first
+    asked.
+    """
+    count = _number(source, "num_optimizer_instances", 1)
+    size = configured_shard_size(source)
+    ranks = dist.get_world_size(group=group)
+    return split_into_instances(group, instances_at_stage_3(count, size, ranks))
+
+
+def configured_shard_size(source: Any) -> int:
+    """`mics_shard_size` of a configuration, of which the rest may still be "auto"; not above 0: it
+    has none.
+    """
+    return _number(source, "mics_shard_size", -1)
+
+
+def _number(source: Any, key: str, otherwise: int) -> int:
+    """A whole number of the block `zero_optimization`; `otherwise` for "auto" and what is not
+    there.
+    """
+    # startup: configuration models load pydantic.
+    from deepspeed.runtime.config_models.base import plain_number
+
+    number = plain_number(_zero_block(source).get(key))
+    return int(number) if isinstance(number, (int, float)) else otherwise
+
+
+def _zero_block(source: Any) -> Mapping[str, Any]:
+    block = {} if source is None else _mapping(source).get("zero_optimization")
+    return block if isinstance(block, Mapping) else {}
+
+
 def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> ShardMemory:
     """Where shards live, by the arguments or else by the configuration."""
-    zero = {} if source is None else _mapping(source).get("zero_optimization")
-    block = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    block = _zero_block(source).get("offload_param")
     offload = block if isinstance(block, Mapping) else {}
     device = remote_device or offload.get("device")
     return ShardMemory(
@@ -339,8 +380,7 @@ def _mapping(source: Any) -> Mapping[str, Any]:
 
 def _shards_parameters(source: Any) -> bool:
     """Whether a configuration, if any, is one of stage 3; one that names no stage counts."""
-    zero = {} if source is None else _mapping(source).get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    stage = _zero_block(source).get("stage")
     return stage is None or str(stage) in ("3", "3.0", "auto")
 
 

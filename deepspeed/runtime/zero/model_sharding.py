@@ -7,12 +7,14 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
@@ -68,6 +70,13 @@ def shard_model(
     # which `cast_model` has looked at those that are trained.
     wanted = None if dtype == torch.float32 else dtype
     _refuse_parts(ranks)
+    _refuse_experts(zero, ranks)
+    instances = ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances)
+
+    def sharers(param: nn.Parameter) -> OptimizerInstances:
+        holders = ranks.holders(param)
+        return instances if holders is ranks.replicas else OptimizerInstances(holders)
+
     named = [(name, described(param)) for name, param in model.named_parameters()]
     agree_on_parameters(
         named, ranks.replicas, "deepspeed.initialize", "ranks have different models"
@@ -88,29 +97,41 @@ def shard_model(
 
     def cut(chosen: Iterable[nn.Parameter]) -> None:
         # Experts are shared by fewer ranks than the rest.
-        families: dict[dist.Group, dict[nn.Parameter, None]] = {}
+        families: dict[OptimizerInstances, dict[nn.Parameter, None]] = {}
         for param in chosen:
-            families.setdefault(ranks.holders(param), {})[param] = None
-        for group, params in families.items():
+            families.setdefault(sharers(param), {})[param] = None
+        for shared_by, params in families.items():
             # One exchange for many modules: they are small, and every rank waits in each.
             for piece in in_pieces(params, CUT_NUMEL):
-                cut_parameters(piece, group, wanted, device, memory)
+                cut_parameters(piece, shared_by, wanted, device, memory)
                 for param in piece:
                     _move_shard(param, wanted, device, memory)
 
     cut(params)
-    _check_experts(params, ranks)
+    _check_cuts(params, ranks, sharers)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 kind = buffers if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
-    return DeepSpeedZeRoOffload(model, ranks.replicas, settings_of(zero), names, cut)
+    return DeepSpeedZeRoOffload(model, instances, settings_of(zero, ranks.replicas), names, cut)
 
 
-def settings_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
-    """What the configuration says of when parameters are whole."""
+def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
+    """What the configuration says of when the parameters that `group` holds are whole, and where
+    copies of gathered shards are kept. Collective over the world when first asked.
+    """
+    return replace(_sizes_of(zero), secondary_group=_secondary_group(zero, group))
+
+
+def _secondary_group(zero: DeepSpeedZeroConfig, group: dist.Group) -> dist.Group:
+    world, size = dist.get_world_size(group=group), zero.zero_hpz_partition_size
+    # All of them have all shards already.
+    return split_into_instances(group, world // size).inside if 1 < size < world else None
+
+
+def _sizes_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
     return GatherSettings(
         param_persistence=zero.param_persistence_threshold,
         model_persistence=zero.model_persistence_threshold,
@@ -157,31 +178,56 @@ def _refuse_parts(ranks: ModelRanks) -> None:
         )
 
 
-def _check_experts(params: Iterable[nn.Parameter], ranks: ModelRanks) -> None:
-    """Say what is not there for experts.
+def _refuse_experts(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
+    """Experts are on fewer ranks than the rest, which would have to be grouped anew."""
+    grouped = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size,
+        "mics_shard_size or num_optimizer_instances, instances": zero.num_optimizer_instances,
+    }
+    for key, number in grouped.items():
+        if number > 1 and ranks.experts:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.{key}: {number} at stage 3 with experts (groups "
+                f"{sorted(ranks.experts)}) is not supported; leave it out"
+            )
+
+
+def _check_cuts(
+    params: Iterable[nn.Parameter],
+    ranks: ModelRanks,
+    sharers: Callable[[nn.Parameter], OptimizerInstances],
+) -> None:
+    """Look at who shares the parameters, and say what is not there for experts.
 
     Raises:
-        DeepSpeedConfigError: `zero.Init` has cut experts, before it was known which ranks share
-            them.
+        DeepSpeedConfigError: `zero.Init` has cut parameters for other ranks: it was given another
+            configuration, or has cut experts, before it was known which ranks share them.
     """
+    for param in params:
+        cut_for, shared_by = record_of(param).instances, sharers(param)
+        if cut_for != shared_by and _ranks_of(cut_for) != _ranks_of(shared_by):
+            raise DeepSpeedConfigError(
+                f"zero.Init (or an engine before this one) has cut {record_of(param).label} for "
+                f"ranks {_ranks_of(cut_for)[0]}, but it is shared by {_ranks_of(shared_by)[0]}: "
+                "give zero.Init the configuration of deepspeed.initialize, and make experts "
+                "outside of it"
+            )
     if not ranks.experts:
         return
-    for param in params:
-        cut_for, shared_by = (
-            dist.get_all_ranks_from_group(group)
-            for group in (record_of(param).group, ranks.holders(param))
-        )
-        if cut_for != shared_by:
-            raise DeepSpeedConfigError(
-                f"zero.Init with experts: {record_of(param).label} was cut for ranks {cut_for}, "
-                f"but is shared by {shared_by}; make experts outside of zero.Init"
-            )
     log_dist(
         "ZeRO stage 3 with experts: save_checkpoint is not supported; use stage 1 or 2 for "
         "checkpoints",
         ranks=[0],
         level=logging.WARNING,
     )
+
+
+def _ranks_of(instances: OptimizerInstances) -> tuple[list[int], list[int]]:
+    """Who shares a parameter, and who has other copies too."""
+    inside, everyone = (
+        dist.get_all_ranks_from_group(group) for group in (instances.inside, instances.everyone)
+    )
+    return inside, everyone
 
 
 def _take_from_other_engines(model: nn.Module) -> None:

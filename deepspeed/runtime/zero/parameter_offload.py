@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gather_settings import GatherSettings
@@ -83,7 +83,7 @@ class DeepSpeedZeRoOffload:
 
     Args:
         module: The model; its parameters have been cut.
-        group: Ranks that share them.
+        instances: Ranks that share them, and those that have other copies.
         settings: When parameters are whole.
         param_names: Name of each parameter.
         cut: Cuts parameters that come later. All ranks call it with the same ones.
@@ -99,13 +99,13 @@ class DeepSpeedZeRoOffload:
     def __init__(
         self,
         module: nn.Module,
-        group: dist.Group,
+        instances: OptimizerInstances,
         settings: GatherSettings,
         param_names: Mapping[nn.Parameter, str],
         cut: Callable[[Iterable[nn.Parameter]], None],
     ) -> None:
         self.module = module
-        self.group = group
+        self.instances = instances
         self._settings = settings
         self._cut = cut
         self._on_edit: Callable[[nn.Parameter], None] | None = None
@@ -113,9 +113,7 @@ class DeepSpeedZeRoOffload:
         # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
         # clients ask in their backward what they ask a parameter (trl's fused losses).
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # it is new
-        self.resources = GatherResources(
-            settings.by_broadcast, settings.overlap, owner=self, loads=settings.loads
-        )
+        self.resources = GatherResources(settings, owner=self)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self.units: list[GatherUnit] = []
@@ -203,7 +201,8 @@ class DeepSpeedZeRoOffload:
         if late:
             named = [(name, described(param)) for param, name in late.items()]
             what = f"stage 3 taking in {next(iter(late.values()))}"
-            agree_on_parameters(named, self.group, what, "ranks were given different parameters")
+            told = "ranks were given different parameters"
+            agree_on_parameters(named, self.instances.everyone, what, told)
             self._cut(late)
         if late or has_modules:
             self.param_coordinator.release_all()

@@ -196,6 +196,8 @@ class PartitionedParameterCoordinator:
         self._end_fused()
         self.done_in_backward(list(self._kept))
         self._release_idle()
+        for unit in self.units:
+            unit.forget_secondary()
 
     # Clients
 

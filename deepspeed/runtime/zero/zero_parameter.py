@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
@@ -82,7 +83,7 @@ def _note_group(group: dist.Group) -> None:
 
 
 def only_group() -> dist.Group:
-    """The ranks that share every parameter which was ever cut; None if nothing was, or there are
+    """The ranks that have every parameter which was ever cut; None if nothing was, or there are
     several groups. The same on all of them: it depends on collectives alone.
     """
     is_current = _world and dist.is_initialized() and _world[0] is dist.get_world_group()
@@ -106,8 +107,7 @@ class ShardRecord:
     Args:
         shape: Logical shape.
         shard: This rank's cut, 1-D, padding included; it may be on the host (`offload_param`).
-        group: Ranks that share it.
-
+        instances: Ranks that share it, and those that have other copies of it.
         made_in: The dtype that it was made in.
         device: Where it is while it is whole.
 
@@ -128,7 +128,7 @@ class ShardRecord:
         self,
         shape: torch.Size,
         shard: torch.Tensor,
-        group: dist.Group,
+        instances: OptimizerInstances,
         made_in: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -136,7 +136,7 @@ class ShardRecord:
         self.shape = shape
         self.numel = shape.numel()
         self.shard = shard
-        self.group = group
+        self.instances = instances
         self.made_in = made_in
         self.device = device
         self.name: str | None = None
@@ -156,6 +156,11 @@ class ShardRecord:
         return self.name or f"parameter {self.id} of shape {tuple(self.shape)}"
 
     @property
+    def group(self) -> dist.Group:
+        """The ranks that share it, of which each has a cut."""
+        return self.instances.inside
+
+    @property
     def table(self) -> ParameterCutTable:
         """How it is cut."""
         return ParameterCutTable.cut((self.numel,), dist.get_world_size(group=self.group))
@@ -166,9 +171,11 @@ class ShardRecord:
         return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
 
     def before_write(self) -> None:
-        """The host is about to write to the shard: nothing may be copying it to the device."""
+        """The host is about to write to the shard: nothing may be copying it to the device, and
+        what was made of it is old.
+        """
         if self.unit is not None:
-            self.unit.resources.before_write()
+            self.unit.before_write()
 
     def write(self, whole: torch.Tensor) -> None:
         """Shard <- this rank's part of a whole parameter."""
@@ -406,17 +413,17 @@ def become_plain(param: nn.Parameter, whole: torch.Tensor) -> None:
 @torch.no_grad()
 def cut_parameters(
     params: Iterable[nn.Parameter],
-    group: dist.Group,
+    instances: OptimizerInstances,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     memory: ShardMemory = ON_DEVICE,
 ) -> None:
-    """Cut whole parameters, in place. All ranks of `group` call it; the values are those of its
-    first rank, so ranks that drew other random numbers agree.
+    """Cut whole parameters, in place. All ranks of all instances call it; the values are those of
+    the first of them, so ranks that drew other random numbers agree.
 
     Args:
         params: Parameters; those that are cut already are left alone.
-        group: Ranks that share them.
+        instances: Ranks that share them.
         dtype: What floating-point ones are rounded to; None keeps it.
         device: Where they are when they are whole; None: where the parameter is.
         memory: Where shards live.
@@ -434,27 +441,31 @@ def cut_parameters(
         wanted = dtype if dtype is not None and param.is_floating_point() else param.dtype
         kinds.setdefault((wanted, device or param.device), []).append(param)
     for (wanted, where), same in kinds.items():
-        _cut(same, group, wanted, where, memory)
+        _cut(same, instances, wanted, where, memory)
 
 
 def _cut(
     params: list[nn.Parameter],
-    group: dist.Group,
+    instances: OptimizerInstances,
     dtype: torch.dtype,
     device: torch.device,
     memory: ShardMemory,
 ) -> None:
+    group, across = instances.inside, instances.across
     world, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
-    _note_group(group)
+    _note_group(instances.everyone)
     table = ParameterCutTable.cut(tuple(param.numel() for param in params), world)
     rows = torch.empty(table.padded_numel, dtype=dtype, device=device)
     if rank == 0:
         RowFiller(table, rows).fill([param.data for param in params])
     shard = torch.empty(table.shard_numel, dtype=dtype, device=device)
     scatter_from_first(rows, shard, group)
+    if across is not None and shard.numel():
+        # Each instance has had the values of its own first rank.
+        dist.broadcast(shard, src=dist.get_global_rank(across, 0), group=across)
     shard = memory.place(shard, device)
     for index, param in enumerate(params):
         start = table.cut_starts[index]
         own = shard[start : start + table.cuts[index]]
-        param._zero3 = ShardRecord(param.shape, own, group, param.dtype, device)  # type: ignore[attr-defined]  # the record is dynamic
+        param._zero3 = ShardRecord(param.shape, own, instances, param.dtype, device)  # type: ignore[attr-defined]  # the record is dynamic
         hide(param)

@@ -431,12 +431,10 @@ REFUSED_EXAMPLES = [
     ("zero_optimization.offload_optimizer", {"ratio": 0.5}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.2}),
     ("zero_optimization.legacy_stage1", True),
-    ("zero_optimization.zero_hpz_partition_size", 2),
     ("zero_optimization.zero_quantized_weights", True),
     ("zero_optimization.zero_quantized_nontrainable_weights", True),
     ("zero_optimization.zero_quantized_gradients", True),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
-    ("zero_optimization.mics_shard_size", 2),
     ("optimizer", {"type": "OneBitAdam"}),
     ("optimizer", {"type": "MuAdam"}),
     ("optimizer", {"type": "Adam", "legacy_fusion": True}),
@@ -473,7 +471,7 @@ REFUSED_EXAMPLES = [
 ]
 REFUSED_AT_STAGE_3 = {
     "offload_param": {"device": "nvme"},
-    "num_optimizer_instances": 2,
+    "mics_hierarchical_params_gather": True,
     "round_robin_gradients": True,
     "elastic_checkpoint": True,
     "stage3_use_all_reduce_for_fetch_params": True,
@@ -499,6 +497,57 @@ def test_what_stage_3_does_not_honour_is_refused_there_by_name(key, monkeypatch)
     elsewhere = {"train_batch_size": 8, "zero_optimization": {"stage": 2, **zero}}
     monkeypatch.setenv("WORLD_SIZE", "2")
     DeepSpeedConfig(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"mics_shard_size": 3}, "mics_shard_size: 3 does not divide the 4 ranks .* 1, 2, 4"),
+        ({"zero_hpz_partition_size": 3}, "hpz_partition_size: 3 does not divide .* 1, 2, 4"),
+        ({"num_optimizer_instances": 3}, "num_optimizer_instances: 3 does not divide the 4"),
+        (
+            {"mics_shard_size": 1, "num_optimizer_instances": 2},
+            "mics_shard_size: 1 makes 4 .*num_optimizer_instances: 2; remove one",
+        ),
+        (
+            {"mics_shard_size": 2, "zero_hpz_partition_size": 2},
+            "hpz_partition_size: 2 with 2 optimizer instances .*mics_shard_size",
+        ),
+        (
+            {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}},
+            "hpz_partition_size: 2 .* remove offload_param",
+        ),
+    ],
+)
+def test_groups_of_stage_3_that_cannot_be_are_refused(zero, message, monkeypatch):
+    # Kills: a key that is ignored, or that contradicts another unseen.
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 3, **zero}})
+
+
+@pytest.mark.parametrize(
+    ("zero", "instances"),
+    [
+        ({"mics_shard_size": "2"}, 2),
+        ({"mics_shard_size": 4}, 1),
+        ({"mics_shard_size": 1, "num_optimizer_instances": 4}, 4),
+        ({"num_optimizer_instances": 2}, 2),
+        ({"zero_hpz_partition_size": 2}, 1),
+        ({"zero_hpz_partition_size": 0, "mics_shard_size": 2}, 2),
+    ],
+)
+def test_groups_of_stage_3(zero, instances, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    tree = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 3, **zero}}).tree
+    assert tree.zero_optimization.num_optimizer_instances == instances
+
+
+def test_groups_of_stage_3_have_no_effect_below(warnings):
+    config(zero_optimization={"stage": 2, "mics_shard_size": 2, "zero_hpz_partition_size": 2})
+    assert len(warnings) == 1
+    assert "mics_shard_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
+    assert "zero_hpz_partition_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))

@@ -71,14 +71,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def cuts_of(case: str) -> list[Cut]:
-    """Cuts that the case allows: stage 0 shards nothing, so it has no instances, and stage 3 has
-    none; pipelines keep whole gradients, so no stage 2.
+    """Cuts that the case allows: stage 0 shards nothing, so it has no instances; pipelines keep
+    whole gradients, so no stage 2.
     """
     stage = CASES[case]["zero_optimization"]["stage"]
     return [
-        cut
-        for cut in CUTS
-        if (stage in (1, 2) or cut.instances == 1) and (stage < 2 or cut.stages == 1)
+        cut for cut in CUTS if (stage > 0 or cut.instances == 1) and (stage < 2 or cut.stages == 1)
     ]
 
 

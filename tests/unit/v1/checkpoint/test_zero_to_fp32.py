@@ -104,28 +104,30 @@ class TestDense(DistributedTest):
         """Kills: groups counted without the empty ones, shards looked for under the ranks of all
         instances.
         """
-        torch.manual_seed(1)
-        model = Net()
-        groups = [
-            {"params": []},
-            {"params": list(model.first.parameters())},
-            {"params": []},
-            {"params": [*model.last.parameters()]},
-        ]
-        keys: dict[str, Any] = {**BF16, "zero_optimization": {"stage": 2}}
-        if dist.get_world_size() == 2:
-            keys["zero_optimization"]["num_optimizer_instances"] = 2
-        for name in ("tied", "again", "frozen"):
-            getattr(model, name).requires_grad_(False)
-        engine = deepspeed.initialize(
-            model=model, model_parameters=groups, config=config(**keys), training_data=samples()
-        )[0]
-        engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
-        train(engine, 1)
-        engine.save_checkpoint(str(tmpdir))
-        wanted = expected_of(by_name(engine))
-        found = get_fp32_state_dict_from_zero_checkpoint(str(tmpdir))
-        assert differences(wanted, {name: found[name] for name in wanted}) == []
+        for stage in (2, 3):
+            torch.manual_seed(1)
+            model = Net()
+            groups = [
+                {"params": []},
+                {"params": list(model.first.parameters())},
+                {"params": []},
+                {"params": [*model.last.parameters()]},
+            ]
+            keys: dict[str, Any] = {**BF16, "zero_optimization": {"stage": stage}}
+            if dist.get_world_size() == 2:
+                keys["zero_optimization"]["num_optimizer_instances"] = 2
+            for name in ("tied", "again", "frozen"):
+                getattr(model, name).requires_grad_(False)
+            engine = deepspeed.initialize(
+                model=model, model_parameters=groups, config=config(**keys), training_data=samples()
+            )[0]
+            engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
+            train(engine, 1)
+            folder = f"{tmpdir}/{stage}"
+            engine.save_checkpoint(folder)
+            wanted = expected_of(by_name(engine))
+            found = get_fp32_state_dict_from_zero_checkpoint(folder)
+            assert differences(wanted, {name: found[name] for name in wanted}) == [], stage
 
 
 class TestDivided(DistributedTest):

@@ -41,6 +41,7 @@ class Stage3Case(Case):
         units: What is gathered together: the "model", "blocks" or "layers".
         fusion: `stage3_unit_fusion_size`; None: the default, of small neighbours all.
         host: What is there: "none", "optimizer" or "both", parameters too.
+        secondary: `zero_hpz_partition_size`.
     """
 
     persistence: int | None = None
@@ -50,11 +51,12 @@ class Stage3Case(Case):
     units: str = "layers"
     fusion: int | None = 0
     host: str = "none"
+    secondary: int = 1
 
     @property
     def name(self) -> str:
         """See base class."""
-        words = {field: getattr(self, field) for field in OWN_FACTORS}
+        words = {field: getattr(self, field) for field in (*OWN_FACTORS, "secondary")}
         return "-".join([super().name, *(f"{word}:{value}" for word, value in words.items())])
 
 
@@ -79,6 +81,23 @@ PRODUCT_FACTORS: dict[str, tuple[Any, ...]] = {
     "units": ("blocks", "layers"),
     "host": ("none", "optimizer", "both"),
 }
+# Four ranks in groups: as many optimizer instances, or copies of gathered shards among so many.
+GROUPS: dict[str, dict[str, int]] = {
+    "2 instances": {"instances": 2},
+    "4 instances": {"instances": 4},
+    "near": {"secondary": 2},
+}
+GROUP_FACTORS: dict[str, tuple[Any, ...]] = {
+    **{name: SHARED_FACTORS[name] for name in ("accumulation", "clip", "overlap")},
+    "precision": ("fp32", "bf16", "fp16+fp32"),
+    "reduce_scatter": (True, False),
+    "bucket": ("tiny", "exact"),
+    "persistence": (0, 12),
+    "prefetch": (0, None),
+    "units": ("blocks", "layers"),
+    "host": ("none", "optimizer", "both"),
+    "group": tuple(GROUPS),
+}
 
 
 def case_of(row: dict[str, Any], **more: Any) -> Stage3Case:
@@ -101,6 +120,23 @@ def stage3_cases() -> list[Stage3Case]:
         )
     )
     return [case_of(row) for row in rows] + [case_of(row, optimizer="adamw") for row in with_state]
+
+
+def group_cases() -> list[Stage3Case]:
+    """All pairs of values in groups of four ranks; units go as soon as nobody uses them, so that
+    backward gathers again. Copies of shards and parameters on the host exclude each other.
+    """
+    rows = pairwise(GROUP_FACTORS)
+    return [
+        case_of(
+            {**row, "host": "none" if (group, row["host"]) == ("near", "both") else row["host"]},
+            world=4,
+            reuse=0,
+            **GROUPS[group],
+        )
+        for row in rows
+        for group in (row.pop("group"),)
+    ]
 
 
 def product_cases() -> list[Stage3Case]:
@@ -148,6 +184,7 @@ class Stage3Run(CaseRun):
         }
         zero = {name: value for name, value in given.items() if value is not None}
         zero["allgather_partitions"] = not case.broadcast
+        zero["zero_hpz_partition_size"] = case.secondary
         if case.host == "both":
             zero["offload_param"] = {"device": "cpu"}
         if case.units == "model":
@@ -199,6 +236,18 @@ class TestPairs(DistributedTest):
         run_cases(of_world(stage3_cases(), dist.get_world_size()), Stage3Run)
 
 
+class TestGroups(DistributedTest):
+    """Several copies of the shards, and copies of gathered ones."""
+
+    world_size = 4
+    exec_timeout = 300
+
+    def test(self) -> None:
+        # Kills: gradients summed or parameters gathered over the wrong ranks, copies that drift or
+        # are old.
+        run_cases(group_cases(), Stage3Run)
+
+
 class TestSimulated(DistributedTest):
     """The same on the simulated device, where every missing wait is an error."""
 
@@ -245,4 +294,6 @@ def test_what_is_covered() -> None:
     assert not names(ContractModel) & names(ModelOfBlocks) & {"lift", "pairs.0"}
     for factor, values in OWN_FACTORS.items():
         assert {getattr(case, factor) for case in stage3_cases()} == set(values)
+    in_groups = {(case.instances, case.secondary) for case in group_cases()}
+    assert in_groups == {(2, 1), (4, 1), (1, 2)}
     assert len(set(product_cases())) == 25_920

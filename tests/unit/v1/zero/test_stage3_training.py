@@ -168,11 +168,11 @@ class TestRefusals(DistributedTest):
     @pytest.mark.parametrize(
         ("key", "value"),
         [
-            ("num_optimizer_instances", 2),
+            ("mics_hierarchical_params_gather", True),
             ("round_robin_gradients", True),
             ("stage3_use_all_reduce_for_fetch_params", True),
             ("offload_param", {"device": "nvme"}),
-            ("zero_hpz_partition_size", 2),
+            ("zero_quantized_weights", True),
         ],
     )
     def test_keys(self, key: str, value: Any) -> None:

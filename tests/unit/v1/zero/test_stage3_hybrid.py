@@ -1,0 +1,361 @@
+"""Stage 3 inside groups of ranks: several copies of the shards (`mics_shard_size`,
+`num_optimizer_instances`), and copies of gathered shards for backward
+(`zero_hpz_partition_size`).
+
+Checkpoints are `v1/checkpoint/test_instances`'s, the product of settings
+`v1/contract/test_stage3`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import DeepSpeedConfigError
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_set_local_fp32_param
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.v1.looping import each
+from unit.v1.zero.stage3_models import (
+    SHARDED,
+    Net,
+    check_as_one_process,
+    config_of,
+    distance,
+    engine_of,
+    loss_of,
+    make_net,
+    reference,
+    tokens_of,
+    train,
+    trained,
+)
+
+# Units go as soon as nobody uses them, so backward gathers all of them again.
+BOUNDED = {**SHARDED, "stage3_max_reuse_distance": 0}
+IN_PAIRS = {"mics_shard_size": 2}
+NEAR = {"zero_hpz_partition_size": 2}
+SHAPES: tuple[dict[str, Any], ...] = (
+    BOUNDED,
+    {**SHARDED, "stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 60},
+    {"stage3_param_persistence_threshold": 20, "reduce_bucket_size": 16},
+    {**BOUNDED, "overlap_comm": False, "allgather_partitions": False, "reduce_scatter": False},
+)
+
+
+def bit_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class TestTraining(DistributedTest):
+    """Tied, frozen, unused and external parameters; a block that is used twice."""
+
+    world_size = 4
+
+    def test_equals_one_process_and_other_stages(self) -> None:
+        # Kills: gradients summed over one instance only or scaled by its size, a copy of the shards
+        # that drifts; rows that are another rank's, a copy that outlives a step.
+        def after(stage: int = 3, model: Any = None, **zero: Any) -> dict[str, torch.Tensor]:
+            return trained(stage, model, steps=2, **zero)
+
+        wanted, plain = reference(2), after(**SHARDED)
+        of_two = after(2, num_optimizer_instances=2)
+        assert distance(plain, wanted) < 1e-5 and distance(of_two, wanted) < 1e-5
+        for shape in SHAPES:
+            assert bit_equal(after(**shape, **IN_PAIRS), of_two), shape
+            # An all-reduce has an order of its own.
+            same = plain if shape.get("reduce_scatter", True) else after(**shape)
+            assert bit_equal(after(**shape, **NEAR), same), shape
+        assert bit_equal(after(**BOUNDED, num_optimizer_instances=2), of_two)
+        assert distance(after(**BOUNDED, mics_shard_size=1), wanted) < 1e-5
+        for keys, recompute in ((IN_PAIRS, True), (NEAR, False)):
+            found = after(model=make_net(recompute=recompute), **BOUNDED, **keys)
+            assert distance(found, wanted) < 1e-5, keys
+
+    def test_checked(self) -> None:
+        # Kills: a collective that the checks of a group do not know, a contribution that is counted
+        # once per instance.
+        for keys in (IN_PAIRS, NEAR):
+            model = make_net()
+            config = config_of(3, **BOUNDED, **keys)
+            config["verify"] = {"collectives": True, "ledger": True, "poison": True}
+            engine = engine_of(model, config)
+            train(engine, 4)
+            engine.destroy()
+            check_as_one_process(model)
+
+    def test_one_rank_overflows(self) -> None:
+        # Kills: a decision to skip that an instance takes alone.
+        model = make_net()
+        config = config_of(3, 1, **BOUNDED, **IN_PAIRS)
+        config["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        engine = engine_of(model, config)
+        before = safe_get_full_fp32_param(model.head.weight)
+        factor = float("inf") if dist.get_rank() == 3 else 1.0
+        engine.backward(loss_of(engine, tokens_of(0, dist.get_rank())) * factor)
+        engine.step()
+        assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
+        assert torch.equal(safe_get_full_fp32_param(model.head.weight), before)
+        engine.destroy()
+
+
+# What scripts do around and inside a pass; backward then sees what they wrote.
+
+
+def edit(model: Net) -> None:
+    weight = model.blocks[1].up.weight
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=3):
+        if dist.get_rank() == 3:
+            weight.data.mul_(1.5)
+
+
+def set_full(model: Net) -> None:
+    weight = model.blocks[2].down.weight
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 1.25)
+
+
+def set_local(model: Net) -> None:
+    """This rank's elements, and no other rank hears of it."""
+    own = safe_get_local_fp32_param(model.blocks[2].up.weight)
+    if dist.get_rank() == 2:
+        safe_set_local_fp32_param(model.blocks[2].up.weight, own * 0.5)
+
+
+def edited(zero: dict[str, Any], folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Parameters, after each kind of change between a forward and its backward, or between passes;
+    what one pass has made the next must not take.
+    """
+    model = make_net()
+    engine = engine_of(model, config_of(3, 1, **zero))
+    train(engine, 1, 1)
+    engine.save_checkpoint(str(folder))
+    train(engine, 1, 1, first=1)
+
+    def load() -> None:
+        engine.load_checkpoint(str(folder))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(tokens_of(40, dist.get_rank()))
+
+    seen = []
+    changes: list[Callable[[], None]] = [
+        lambda: edit(model),
+        lambda: set_full(model),
+        load,
+        evaluate,
+    ]
+    for index, change in enumerate(changes):
+        loss = loss_of(engine, tokens_of(10 + index, dist.get_rank()))
+        change()
+        engine.backward(loss)
+        engine.step()
+        set_local(model)
+        with deepspeed.zero.GatheredParameters(model.parameters()):
+            named = model.named_parameters()
+            seen.append({name: param.detach().clone() for name, param in named})
+    engine.destroy()
+    return seen
+
+
+class TestCopiesAreNeverOld(DistributedTest):
+    """`zero_hpz_partition_size`."""
+
+    world_size = 4
+
+    def test_changes_inside_and_between_passes(self, tmp_path: Path) -> None:
+        # Kills: a backward that takes copies of before an edit, a load or an update; copies that
+        # are kept from one pass to the next, which do not see what a rank writes to its shard.
+        wanted = edited(BOUNDED, tmp_path / "plain")
+        found = edited({**BOUNDED, **NEAR}, tmp_path / "near")
+        for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            assert bit_equal(other, one), index
+        assert not bit_equal(wanted[0], wanted[1])
+
+    def test_inference_sees_an_edit(self) -> None:
+        # Kills: copies that only an optimizer's step makes old.
+        model = make_net()
+        engine = deepspeed.initialize(model=model, config=config_of(3, **BOUNDED, **NEAR))[0]
+        whole = make_net()
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(engine(tokens_of(0, 0)), whole(tokens_of(0, 0)))
+            loss_of(engine, tokens_of(0, 0))
+            edit(model)
+            whole.blocks[1].up.weight.data.mul_(1.5)
+        engine.destroy()
+
+    def test_memory(self) -> None:
+        # Kills: copies that are whole on each rank, copies of what persists, copies where the node
+        # is all ranks.
+        model = make_net()
+        zero = {**BOUNDED, "stage3_param_persistence_threshold": 20}
+        engine = engine_of(model, config_of(3, **zero, **NEAR))
+        train(engine, 1)
+        offload = engine.parameter_offload
+        for unit in offload.units:
+            assert unit._secondary._memory.numel() * 2 == unit.table.padded_numel
+        assert offload.persistent_units
+        assert all(unit._secondary is None for unit in offload.persistent_units)
+        engine.destroy()
+        engine = engine_of(make_net(), config_of(3, **zero, zero_hpz_partition_size=4))
+        assert all(unit._secondary is None for unit in engine.parameter_offload.units)
+        engine.destroy()
+
+
+class Counts:
+    """Collectives by name and number of ranks."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """See `deepspeed.comm.observation`."""
+        self.seen[call.name, dist.get_world_size(group=call.group)] += 1
+        return proceed()
+
+    def of(self, name: str) -> dict[int, int]:
+        """Number of ranks -> how often."""
+        return {size: count for (found, size), count in self.seen.items() if found == name}
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    counts = Counts()
+    add_observer(counts)
+    try:
+        yield counts
+    finally:
+        remove_observer(counts)
+
+
+class TestSimulated(DistributedTest):
+    """As on a device: one operation for each gather and reduction, and streams that wait for
+    nothing by themselves.
+    """
+
+    world_size = 4
+
+    @each(keys=(IN_PAIRS, NEAR))
+    def test_collectives_and_streams(self, keys: dict[str, int]) -> None:
+        # Kills: backward gathers over all ranks, forward gathers over a node whose copies are old;
+        # an instance that gathers or reduces over all; a second collective across.
+        torch.set_num_threads(1)
+        with simulate(backward_streams=2), check_streams():
+            model = make_net()
+            # Nothing that backward uses is gathered in forward already.
+            zero = {**BOUNDED, "stage3_prefetch_bucket_size": 0, **keys}
+            engine = engine_of(model, config_of(3, 1, **zero))
+            train(engine, 2, 1)
+            with counting() as forward:
+                loss = loss_of(engine, tokens_of(2, dist.get_rank()))
+            with counting() as backward:
+                engine.backward(loss)
+            with counting() as step:
+                engine.step()
+            units, plans = engine.parameter_offload.units, engine.optimizer.plans
+            engine.destroy()
+        assert len(units) > 5 and len(plans) > 4
+        gathers = forward.of("all_gather_into_tensor")
+        again = 2  # the first block, and the tied weight
+        if keys is NEAR:
+            assert gathers == {4: len(units), 2: again}, gathers
+            assert backward.of("reduce_scatter_tensor") == {4: len(plans)}
+            assert backward.of("all_reduce") in ({}, {4: 1})  # whether anything was late
+        else:
+            assert gathers == {2: len(units) + again}, gathers
+            assert backward.of("reduce_scatter_tensor") == {2: len(plans)}
+            assert backward.of("all_reduce")[2] == len(plans)
+        assert set(backward.of("all_gather_into_tensor")) == {2}
+        assert not step.of("all_gather_into_tensor")
+        assert step.of("all_reduce") == {4: 1}  # the norm
+
+
+class TestParameters(DistributedTest):
+    """Of several copies of the shards."""
+
+    world_size = 4
+
+    @each(form=("Init", "MiCS_Init"))
+    def test_init(self, form: str) -> None:
+        # Kills: an instance with the values of its own first rank, cuts among all ranks.
+        config = config_of(3, **BOUNDED, **IN_PAIRS)
+        torch.manual_seed(dist.get_rank())
+        with getattr(deepspeed.zero, form)(config_dict_or_path=config) as init:
+            model = Net()
+        assert init.num_partitions == 2
+        weight = model.blocks[0].up.weight
+        assert weight.ds_tensor.numel() == -(-weight.ds_numel // 2)
+        torch.manual_seed(0)
+        wanted = Net()
+        torch.manual_seed(0)
+        for name, param in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(param):
+                assert torch.equal(param, wanted.get_parameter(name)), name
+        engine = engine_of(model, config)
+        train(engine, 4)
+        engine.destroy()
+        wanted_after = trained(2, wanted, num_optimizer_instances=2)
+        assert bit_equal(dict(model.named_parameters()), wanted_after)
+
+    def test_edits_reach_all_copies(self) -> None:
+        # Kills: an edit that stays in the modifier's instance, a master that keeps the old value in
+        # the other.
+        model = make_net()
+        engine = engine_of(model, config_of(3, 1, **BOUNDED, **IN_PAIRS))
+        plain = make_net()
+        edit(model)
+        set_full(model)
+        plain.blocks[1].up.weight.data.mul_(1.5)
+        plain.blocks[2].down.weight.data.mul_(1.25)
+        for name, param in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(param):
+                assert torch.equal(param, plain.get_parameter(name)), name
+            if param.requires_grad:
+                assert torch.equal(safe_get_full_fp32_param(param), plain.get_parameter(name))
+        train(engine, 1, 1)
+        engine.destroy()
+        flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+        copies = [torch.empty_like(flat) for _ in range(4)]
+        dist.all_gather(copies, flat)
+        assert all(torch.equal(copy, flat) for copy in copies)
+
+    def test_instances_that_disagree(self) -> None:
+        # Kills: ranks that compare what they enter with inside an instance only.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **BOUNDED, **IN_PAIRS))
+        other = dist.get_rank() > 1
+        chosen = model.scale.weight if other else model.blocks[0].up.weight
+        with (
+            pytest.raises(RuntimeError, match="different parameters"),
+            deepspeed.zero.GatheredParameters(chosen),
+        ):
+            pass
+        with (
+            pytest.raises(RuntimeError, match="different parameters"),
+            deepspeed.zero.GatheredParameters([] if other else chosen),
+        ):
+            pass
+        engine.destroy()
+
+    def test_refusals(self) -> None:
+        # Kills: a key that is accepted and ignored, shards of other ranks than the optimizer's.
+        with deepspeed.zero.Init():
+            model = Net()
+        with pytest.raises(DeepSpeedConfigError, match=r"zero\.Init .* has cut .* \[0, 1, 2, 3\]"):
+            engine_of(model, config_of(3, **IN_PAIRS))
+        with pytest.raises(DeepSpeedConfigError, match="mics_shard_size above 0"):
+            deepspeed.zero.MiCS_Init(config_dict_or_path=config_of(3))
+        with pytest.raises(DeepSpeedConfigError, match=r"mics_shard_size: 3 .* use one of 1, 2, 4"):
+            deepspeed.zero.Init(config_dict_or_path=config_of(3, mics_shard_size=3))
