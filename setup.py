@@ -93,7 +93,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["deepspeed", "deepspeed.*"]),
-    package_data={"deepspeed": ["py.typed"], "deepspeed.ops": ["csrc/**/*"]},
+    package_data={
+        "deepspeed": ["py.typed"],
+        "deepspeed.monitor.watch": ["page.*"],
+        "deepspeed.ops": ["csrc/**/*"],
+    },
     install_requires=read_requirements("requirements.txt"),
     extras_require=extras(),
     ext_modules=native_extensions(),
@@ -107,6 +111,7 @@ setup(
             "ds_report = deepspeed.env_report:cli_main",
             "ds_to_universal = deepspeed.checkpoint.ds_to_universal:command",
             "ds_verify = deepspeed.verify.oracle.cli:command",
+            "ds_watch = deepspeed.monitor.watch.cli:command",
         ]
     },
     classifiers=[

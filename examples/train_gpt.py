@@ -125,6 +125,7 @@ def engine_config(arguments: argparse.Namespace, total_steps: int) -> dict[str, 
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "zero_optimization": zero,
         "dataloader_drop_last": True,
+        "watch": {"enabled": True, "output_path": arguments.out, "job_name": "watch"},
     }
     if arguments.precision != "fp32":
         config[arguments.precision] = {"enabled": True}
@@ -253,6 +254,7 @@ def finish(model: GPT, history: History, arguments: argparse.Namespace, seconds:
         "per byte)"
     )
     print(f"curve: {out / 'loss.png'}  log: {out / 'log.json'}  checkpoint: {out / 'checkpoints'}")
+    print(f"page (open it while training, too): {out / 'watch' / 'watch.html'}")
     print(f"sample (prompt: its first {len(SAMPLE_PROMPT)} bytes):\n" + "-" * 72)
     print(sample.decode("utf-8", errors="replace"))
     print("-" * 72, flush=True)

@@ -6,12 +6,16 @@ The engine's own events (`runtime.step_observers.training_events`) and a script'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 from deepspeed.monitor.base import Event, Monitor, require
 from deepspeed.utils.logging import logger
+
+if TYPE_CHECKING:
+    from deepspeed.monitor.watch.monitor import WatchMonitor
 
 
 class MonitorMaster(Monitor):
@@ -22,7 +26,7 @@ class MonitorMaster(Monitor):
     is named in a warning once, and asked again with the next events.
 
     Args:
-        monitor_config: The four blocks, `deepspeed.monitor.config.DeepSpeedMonitorConfig`.
+        monitor_config: The blocks, `deepspeed.monitor.config.DeepSpeedMonitorConfig`.
 
     Raises:
         ImportError: If an enabled monitor's package is not installed, on every rank alike; names
@@ -35,6 +39,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor: Monitor | None = None
         self.csv_monitor: Monitor | None = None
         self.comet_monitor: Monitor | None = None
+        self.watch_monitor: WatchMonitor | None = None
         self._warned: set[str] = set()
         self._require_packages()
         if self.enabled and _is_rank_0():
@@ -70,29 +75,66 @@ class MonitorMaster(Monitor):
             from deepspeed.monitor.comet import CometMonitor  # optional: needs its package
 
             self.comet_monitor = CometMonitor(blocks.comet)
+        if blocks.watch.enabled:
+            # optional: as the others
+            from deepspeed.monitor.watch.monitor import WatchMonitor
+
+            self.watch_monitor = WatchMonitor(blocks.watch)
 
     @property
     def monitors(self) -> list[Monitor]:
         """The monitors that are open here; none on ranks other than 0."""
+        return self._of_events() + ([] if self.watch_monitor is None else [self.watch_monitor])
+
+    def _of_events(self) -> list[Monitor]:
+        """Those that are given the engine's numbers as events."""
         found = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
         return [monitor for monitor in found if monitor is not None]
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Event], of_engine: bool = False) -> None:
         """See base class.
+
+        Args:
+            event_list: `(name, number, step)` each.
+            of_engine: They are what the engine tells of each step, which a record has already.
 
         Raises:
             ValueError: If an event is not (name, number, step).
         """
-        monitors = self.monitors
+        monitors = self._of_events() if of_engine else self.monitors
         if not monitors:
             return
         events = [checked(event) for event in event_list]
         for monitor in monitors:
-            try:
+            with self._guarded(monitor):
                 monitor.write_events(events)
-            except Exception as error:
-                # Whatever a logging service raises, days of training are worth more than its point.
-                self._warn(type(monitor).__name__, error)
+
+    # The record that `watch` keeps of a run
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Say what run it is."""
+        if self.watch_monitor is not None:
+            self.watch_monitor.describe(about)
+
+    def record(self, line: Mapping[str, Any]) -> None:
+        """Append a step."""
+        if self.watch_monitor is not None:
+            with self._guarded(self.watch_monitor):
+                self.watch_monitor.record(line)
+
+    def end_record(self, error: BaseException | None = None) -> None:
+        """The run has ended, by `error` if there is one."""
+        if self.watch_monitor is not None:
+            with self._guarded(self.watch_monitor):
+                self.watch_monitor.end(error)
+
+    @contextmanager
+    def _guarded(self, monitor: Monitor) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # Whatever a logging service raises, days of training are worth more than its point.
+            self._warn(type(monitor).__name__, error)
 
     def _warn(self, name: str, error: Exception) -> None:
         if name not in self._warned:
@@ -104,11 +146,10 @@ class MonitorMaster(Monitor):
     def close(self) -> None:
         """See base class."""
         for monitor in self.monitors:
-            try:
+            with self._guarded(monitor):
                 monitor.close()
-            except Exception as error:  # as above
-                self._warn(type(monitor).__name__, error)
         self.tb_monitor = self.wandb_monitor = self.csv_monitor = self.comet_monitor = None
+        self.watch_monitor = None
 
 
 def checked(event: Event) -> tuple[str, float, int]:

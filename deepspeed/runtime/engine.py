@@ -147,7 +147,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self._start_counters()
         self._checkpoint = EngineCheckpoint(self)
         # Raises without its packages: before the model is touched.
-        self.monitor = MonitorMaster(self._config.monitor_config)
+        self.monitor: MonitorMaster = MonitorMaster(self._config.monitor_config)
         shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
         self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
         if not dont_change_device and not shards_model:
@@ -326,7 +326,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, under autocast if configured."""
-        self.timers.start_forward(self.training)
+        self.timers.start_forward(self.training, inputs, kwargs)
         if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
             # The last backward raised before it could finish. One that runs now has called: it
             # recomputes a checkpointed engine.

@@ -7,7 +7,7 @@ observers do with them is theirs (`step_observers`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +58,18 @@ class EngineTimers:
         self._in_step = False
         self._in_backward = False
 
-    def start_forward(self, training: bool) -> None:
-        """A forward begins; the first one of a training step starts the throughput timer."""
+    def start_forward(
+        self, training: bool, inputs: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """A forward begins; the first one of a training step starts the throughput timer.
+
+        Args:
+            training: It will be followed by a backward.
+            inputs, kwargs: What the model is given, where that is the batch.
+        """
         for observer in self.observers:
+            if training:
+                observer.saw_inputs(inputs, kwargs or {})
             observer.forward_starts(training)
         if training and not self._in_step:
             self._in_step = True
@@ -96,6 +105,8 @@ class EngineTimers:
 
     def start_reduce(self) -> None:
         """Backward's gradients are all there; what follows is reduction."""
+        for observer in self.observers:
+            observer.reduction_starts()
         if self._enabled:
             if self._timers(INNER).started_:
                 self._timers(INNER).stop()
@@ -109,6 +120,8 @@ class EngineTimers:
             self._timers(REDUCE).stop()
             if self._timers(BACKWARD).started_:
                 self._timers(BACKWARD).stop()
+        for observer in self.observers:
+            observer.reduction_ended()
         if self._in_backward:
             self._in_backward = False
             for observer in self.observers:

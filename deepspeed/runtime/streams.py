@@ -166,8 +166,8 @@ class CommContext:
 
 
 class LateNumber:
-    """One number on its way from a device to the host, in page-locked memory that is used again and
-    again.
+    """One number, or a list of them, on its way from a device to the host, in page-locked memory
+    that is used again and again.
 
     Reading it waits for its copy alone: what was issued after `post` keeps the device busy
     meanwhile.
@@ -178,15 +178,20 @@ class LateNumber:
         self._copied: Event | None = None
 
     def post(self, number: torch.Tensor) -> None:
-        """Copy a 0-d tensor behind the work issued so far on the current stream. What was posted
-        before is lost unless it has been read.
+        """Copy a tensor, of the same shape and dtype each time, behind the work issued so far on
+        the current stream. What was posted before is lost unless it has been read.
         """
         accelerator = get_accelerator()
         if self._host is None:
-            self._host = accelerator.pin_memory(torch.zeros((), dtype=number.dtype, device="cpu"))
+            memory = torch.zeros(number.shape, dtype=number.dtype, device="cpu")
+            self._host = accelerator.pin_memory(memory)
         self._host.copy_(number, non_blocking=True)
         self._copied = accelerator.Event()
         self._copied.record(accelerator.current_stream())
+
+    def is_there(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._copied is None or bool(self._copied.query())
 
     def read(self) -> float:
         """Wait for what was posted last, and return it.
@@ -194,10 +199,20 @@ class LateNumber:
         Raises:
             RuntimeError: Nothing was posted.
         """
+        return float(self._arrived().item())
+
+    def read_list(self) -> list[float]:
+        """The same for a 1-d tensor, without asking to wait where it is there."""
+        numbers: list[float] = self._arrived(look_first=True).tolist()
+        return numbers
+
+    def _arrived(self, look_first: bool = False) -> torch.Tensor:
         if self._host is None or self._copied is None:
             raise RuntimeError("LateNumber.read: nothing was posted; call post() first")
+        if look_first and self.is_there():
+            return self._host
         self._copied.synchronize()
-        return float(self._host.item())
+        return self._host
 
 
 class StagingBuffers:

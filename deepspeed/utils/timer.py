@@ -64,7 +64,8 @@ class CudaEventTimer:
 
     def get_elapsed_msec(self) -> float:
         """Milliseconds between the events; waits for the second one."""
-        self.end_event.synchronize()
+        if not self.is_over():
+            self.end_event.synchronize()
         return float(self.start_event.elapsed_time(self.end_event))
 
 

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "launcher",
             "ops",
             "utils.bwc",
+            "utils.html_page",
             "utils.init_on_device",
             "utils.memory_names",
             "utils.numa",

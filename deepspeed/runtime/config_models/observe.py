@@ -41,6 +41,17 @@ class CSVConfig(DeepSpeedConfigModel):
     job_name: Text = option("DeepSpeedJobName", "Name of the run.")
 
 
+class WatchConfig(DeepSpeedConfigModel):
+    """Record and page of a run; this project's own."""
+
+    enabled: Bool = option(False, "Record every step, and draw a page of it while training.")
+    output_path: Text = option("", "Folder of all runs that are compared.")
+    job_name: Text = option("DeepSpeedJobName", "Name of the run.")
+    refresh_seconds: Float = option(
+        5.0, "Least seconds between two drawings of the page; 0: never, `ds_watch` draws it.", ge=0
+    )
+
+
 class CometConfig(DeepSpeedConfigModel):
     """Comet monitor."""
 
@@ -56,16 +67,22 @@ class CometConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """The four monitor blocks together; upstream's grouping, not a JSON block of its own."""
+    """The monitor blocks together; upstream's grouping, not a JSON block of its own."""
 
     tensorboard: TensorBoardConfig = option(TensorBoardConfig, "TensorBoard monitor.")
     comet: CometConfig = option(CometConfig, "Comet monitor.")
     wandb: WandbConfig = option(WandbConfig, "Weights & Biases monitor.")
     csv_monitor: CSVConfig = option(CSVConfig, "CSV monitor.")
+    watch: WatchConfig = option(WatchConfig, "Record and page of a run.")
 
     @property
     def enabled(self) -> bool:
         """Whether any monitor is on."""
+        return self.takes_events or self.watch.enabled
+
+    @property
+    def takes_events(self) -> bool:
+        """Whether one is on that is given the engine's numbers as events."""
         return any(
             block.enabled for block in (self.tensorboard, self.comet, self.wandb, self.csv_monitor)
         )

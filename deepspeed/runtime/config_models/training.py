@@ -238,6 +238,7 @@ class TrainingConfig(DeepSpeedConfigModel):
     wandb: observe.WandbConfig = option(observe.WandbConfig, "Weights & Biases monitor.")
     csv_monitor: observe.CSVConfig = option(observe.CSVConfig, "CSV monitor.")
     comet: observe.CometConfig = option(observe.CometConfig, "Comet monitor.")
+    watch: observe.WatchConfig = option(observe.WatchConfig, "Record and page of a run.")
 
     # Data
     dataloader_drop_last: Bool = option(False, "Drop the last incomplete batch.")

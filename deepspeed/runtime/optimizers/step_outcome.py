@@ -86,6 +86,24 @@ class GradientScaling(NamedTuple):
         return torch.full_like(self.found_inf, 1.0 / self.factor)
 
 
+class UnreadNorms(NamedTuple):
+    """The norms of a step's gradient where they were computed, for whoever reads them later.
+
+    Attributes:
+        norm: Of everything, times the loss scale, 0-d, fp32.
+        scale: The loss scale that these gradients carry.
+        skips: Whether the step is skipped if the norm is not finite.
+        group_squares: Squared norms per parameter group, 1-d, fp32; None without gradients.
+        group_factor: By what their roots are multiplied to be norms without loss scale.
+    """
+
+    norm: torch.Tensor
+    scale: float
+    skips: bool
+    group_squares: torch.Tensor | None
+    group_factor: float
+
+
 class StepOutcome:
     """The norm of a step's gradient, and with it whether the step was skipped.
 
@@ -93,24 +111,27 @@ class StepOutcome:
         norm: Times the loss scale, 0-d, fp32, where it was computed.
         scale: The loss scale that these gradients carry.
         skips: Whether the step is skipped if the norm is not finite.
+
+    Attributes:
+        norm, scale, skips: The same.
     """
 
     def __init__(self, norm: torch.Tensor, scale: float, skips: bool) -> None:
         self.norm = norm
         self.scale = scale
-        self._skips = skips
+        self.skips = skips
         self._late: LateNumber | None = None
         self._host_norm: float | None = None
 
     def found_inf(self) -> torch.Tensor | None:
         """`GradientScaling.found_inf`, computed on the device; None if no step is skipped."""
-        return torch.isfinite(self.norm).logical_not_().float() if self._skips else None
+        return torch.isfinite(self.norm).logical_not_().float() if self.skips else None
 
     def send(self, late: LateNumber) -> None:
         """Start copying the norm to the host, if the host will have to know whether the step was
         skipped: it then waits for this copy, and not for what is issued after it.
         """
-        if self._skips:
+        if self.skips:
             late.post(self.norm)
             self._late = late
 
@@ -127,4 +148,4 @@ class StepOutcome:
         """Whether the step was skipped. The first read waits for the device if steps are skipped
         at all.
         """
-        return self._skips and not math.isfinite(self.host_norm)
+        return self.skips and not math.isfinite(self.host_norm)

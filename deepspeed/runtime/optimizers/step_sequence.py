@@ -30,6 +30,7 @@ from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import (
     GradientScaling,
     StepOutcome,
+    UnreadNorms,
     takes_scaling,
 )
 from deepspeed.runtime.streams import LateNumber, runs_ahead
@@ -386,6 +387,17 @@ class StepSequence(DeepSpeedOptimizer, ABC):
             return None
         norms: list[float] = (self._group_squares.sqrt() * self._group_norm_factor).tolist()
         return norms
+
+    @property
+    def unread_norms(self) -> UnreadNorms | None:
+        """The norms of the last step, skipped or not, which asking for waits for nothing; None
+        before the first step.
+        """
+        outcome = self._outcome
+        if outcome is None:
+            return None
+        squares, factor = self._group_squares, self._group_norm_factor
+        return UnreadNorms(outcome.norm, outcome.scale, outcome.skips, squares, factor)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -419,7 +419,8 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> None:
         buffer = self.pipe_buffers[buffer_id]
         inputs = buffer.take_inputs()
-        self.timers.start_forward(self._training_batch)
+        data = (inputs,) if self._is_first_part(chunk) else ()
+        self.timers.start_forward(self._training_batch, data)
         with self._autocast():
             outputs = self.module.forward_chunk(chunk, inputs)
             if self._is_last_part(chunk):

@@ -1,7 +1,7 @@
 """What listens to the engine's steps: `observers_of` makes what the configuration asks for.
 
-`step_observer` is the interface, `training_events` what goes to the monitors, `memory_breakdown`
-and `step_profile` the profilers.
+`step_observer` is the interface, `training_events` what goes to the monitors, `step_figures` what
+`ds_watch` shows, `memory_breakdown` and `step_profile` the profilers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
         from deepspeed.runtime.step_observers.step_profile import StepProfile
 
         observers.append(StepProfile(engine, tree.flops_profiler))
-    if engine.global_rank == 0 and engine.monitor.enabled:
+    if engine.global_rank == 0 and tree.watch.enabled:
+        # optional: as above
+        from deepspeed.runtime.step_observers.step_figures import StepFigures
+
+        observers.append(StepFigures(engine))
+    if engine.global_rank == 0 and engine._config.monitor_config.takes_events:
         # optional: as above
         from deepspeed.runtime.step_observers.training_events import TrainingEvents
 

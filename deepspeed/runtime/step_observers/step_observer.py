@@ -6,18 +6,24 @@ listens. An observer must not communicate: ranks may have different ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
 class StepObserver:
-    """Call order, per micro-batch: forward starts, forward ended, loss, backward starts, backward
-    ended; then, at the boundary:
-    step starts, step ended, and in pipelines the batch's loss. Evaluation has only forwards. Every
-    method may be left out.
+    """Call order, per micro-batch: inputs, forward starts, forward ended, loss, backward starts,
+    reduction starts, reduction ended, backward ended; then, at the boundary: step starts, step
+    ended, and in pipelines the batch's loss. Pipelines begin and end a reduction after their last
+    backward too. Evaluation has only forwards. Every method may be left out.
     """
+
+    def saw_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What a forward in training is about to be given; empty where that is not the batch, on a
+        pipeline's later stages.
+        """
 
     def forward_starts(self, training: bool) -> None:
         """A forward begins."""
@@ -35,6 +41,12 @@ class StepObserver:
 
     def backward_starts(self) -> None:
         """A backward begins."""
+
+    def reduction_starts(self) -> None:
+        """Autograd is done; what is left of the reductions follows."""
+
+    def reduction_ended(self) -> None:
+        """What was left is issued."""
 
     def backward_ended(self) -> None:
         """It ended, its reductions are issued."""

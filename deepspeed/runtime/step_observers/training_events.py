@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from deepspeed.monitor.base import Event
+from deepspeed.runtime.step_observers.mean_loss import MeanLoss
 from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -29,6 +28,8 @@ from deepspeed.utils.timer import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 PREFIX = "Train/Samples/"
@@ -52,23 +53,18 @@ class TrainingEvents(StepObserver):
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
-        self._loss_sum: torch.Tensor | None = None
-        self._num_losses = 0
+        self._loss = MeanLoss()
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """See base class. The sum stays on the device: reading it here would wait for the
-        forward.
-        """
-        value = loss.detach().float().sum()
-        self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
-        self._num_losses += 1
+        """See base class."""
+        self._loss.add(loss)
 
     def step_ended(self) -> None:
         """See base class."""
         events: list[tuple[str, float | torch.Tensor]] = []
-        if self._loss_sum is not None:
-            events.append((LOSS, self._loss_sum / self._num_losses))
-            self._loss_sum, self._num_losses = None, 0
+        loss = self._loss.take()
+        if loss is not None:
+            events.append((LOSS, loss))
         engine = self._engine
         events += [(f"{PREFIX}lr", lr) for lr in engine.get_lr()[:1]]
         if engine.fp16_enabled() and engine._sequence is not None:
@@ -91,4 +87,4 @@ class TrainingEvents(StepObserver):
     def _write(self, events: list[tuple[str, float | torch.Tensor]]) -> None:
         step = self._engine.global_samples
         points: list[Event] = [(name, float(value), step) for name, value in events]
-        self._engine.monitor.write_events(points)
+        self._engine.monitor.write_events(points, of_engine=True)

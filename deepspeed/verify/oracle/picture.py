@@ -8,12 +8,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+from deepspeed.utils import html_page
 from deepspeed.verify.oracle.text import cells, summary
 from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.verdicts import Report, Verdict
 
 SUFFIXES = (".html", ".png")
-COLORS = {Verdict.PASS: "#1a7f37", Verdict.FAIL: "#cf222e", Verdict.NOT_RUN: "#6e7781"}
+CLASSES = {Verdict.PASS: "good", Verdict.FAIL: "bad", Verdict.NOT_RUN: "quiet"}
 HEADINGS = (
     "check",
     "parameters",
@@ -23,13 +24,6 @@ HEADINGS = (
     "divisor",
     "result",
     "",
-)
-STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2em auto;max-width:1200px;padding:0 1em}"
-    "table{border-collapse:collapse;width:100%}"
-    "td,th{padding:.25em .6em;border-bottom:1px solid #d0d7de;text-align:left;vertical-align:top}"
-    "td.n{text-align:right;font-variant-numeric:tabular-nums}"
-    "pre{margin:0;white-space:pre-wrap}img{max-width:100%}td.f{font-family:monospace}"
 )
 
 
@@ -144,14 +138,13 @@ def page(report: Report, image: bytes) -> str:
         f"<li>{html.escape(str(k))}: <code>{html.escape(str(v))}</code></li>"
         for k, v in report.settings.items()
     )
-    color = COLORS[Verdict.PASS if report.passed else Verdict.FAIL]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds_verify</title>'
-        f"<style>{STYLE}</style></head><body><h1>ds_verify</h1>"
-        f'<p style="color:{color}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'
-        f"<table><tr>{heads}</tr>{body}</table><ul>{notes}</ul>"
-        f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
-        "</body></html>\n"
+    result = CLASSES[Verdict.PASS if report.passed else Verdict.FAIL]
+    return html_page.page(
+        "ds_verify",
+        "<h1>ds_verify</h1>"
+        f'<p class="{result}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'
+        f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div><ul>{notes}</ul>'
+        f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(image).decode()}">',
     )
 
 
@@ -159,5 +152,5 @@ def _row(texts: list[str], verdict: Verdict, detail: str) -> str:
     first = f"<td>{html.escape(texts[0])}</td>"
     family = f'<td class="f">{html.escape(texts[1])}</td>'
     numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in texts[2:-1])
-    result = f'<td style="color:{COLORS[verdict]}"><b>{verdict.value}</b></td>'
+    result = f'<td class="{CLASSES[verdict]}"><b>{verdict.value}</b></td>'
     return f"<tr>{first}{family}{numbers}{result}<td><pre>{html.escape(detail)}</pre></td></tr>"

@@ -26,6 +26,7 @@ LEFT_OUT = (
     "tensorboard",
     "csv_monitor",
     "comet",
+    "watch",
     "flops_profiler",
     "memory_breakdown",
     "steps_per_print",
