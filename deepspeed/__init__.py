@@ -57,6 +57,7 @@ _NAMES = {
     "is_compile_supported": "deepspeed.runtime.compiler",
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",
+    "tp_model_init": "deepspeed.runtime.tensor_parallel.model_init",
     "zero": "deepspeed.runtime",
 }
 __getattr__ = lazy_attributes(__name__, _NAMES, _SUBMODULES)
@@ -109,6 +110,7 @@ def initialize(
     from deepspeed.comm.initialization import ensure_distributed
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.tensor_parallel.cutting import mpu_of
 
     if model is None:
         raise ValueError("deepspeed.initialize: model is required")
@@ -127,6 +129,7 @@ def initialize(
                 "leave mpu out"
             )
         engine_class, mpu = PipelineEngine, model.mpu()
+    mpu = mpu_of(model, None, mpu)
     mesh = _mesh_of(mesh_param, mpu)
     engine = engine_class(
         args=args,

@@ -7,15 +7,6 @@ from typing import NamedTuple
 
 from deepspeed._absent_internals import CONVERSION, HELPERS, MODULE_NAMES, OPTIMIZER_METHODS
 
-LATER = {
-    "tp_model_init": "tensor parallelism",
-    "set_tensor_model_parallel_rank": "tensor parallelism",
-    "set_tensor_model_parallel_world_size": "tensor parallelism",
-    "set_autotp_mode": "tensor parallelism",
-    "load_ds_config": "tensor parallelism",
-    "merge_tp_model_init_into_config": "tensor parallelism",
-    "record_tp_model_init_args": "tensor parallelism",
-}
 OUT_OF_SCOPE = (
     "InferenceEngine",
     "DeepSpeedInferenceConfig",
@@ -27,7 +18,6 @@ OUT_OF_SCOPE = (
     "replace_transformer_layer",
     "revert_transformer_layer",
     "inference",
-    "module_inject",
     "compression",
     "autotuning",
 )
@@ -65,6 +55,11 @@ ABSENCES: tuple[Absence, ...] = (
         "deepspeed",
         "io",
         "files are written by deepspeed.checkpoint.file_writer; choose one by checkpoint.writer",
+    ),
+    Absence(
+        "deepspeed",
+        "set_autotp_mode|load_ds_config|(merge|record)_tp_model_init\\w+",
+        "deepspeed.tp_model_init cuts a model, and its engine knows",
     ),
     Absence(
         "deepspeed",
@@ -247,8 +242,6 @@ def reason(package: str, name: str) -> str | None:
         package: A module, or a class as `module.Class`.
         name: The attribute.
     """
-    if name in LATER:
-        return f"{package}.{name}: {LATER[name]} is not in this release; it comes in a later one"
     if name in OUT_OF_SCOPE:
         return (
             f"{package}.{name}: this project is for training; inference, compression and "

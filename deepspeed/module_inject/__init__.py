@@ -1,5 +1,14 @@
-"""Kernel injection: not in this release; importing it says why."""
+"""Upstream's path of the layers that tensor parallelism cuts. No kernels are injected: names that
+do say so.
+"""
 
-from deepspeed._absent import reason
+from deepspeed._lazy import lazy_attributes
 
-raise ImportError(reason("deepspeed", "module_inject"))
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "LinearAllreduce": "deepspeed.runtime.tensor_parallel.layers",
+        "LinearLayer": "deepspeed.runtime.tensor_parallel.layers",
+    },
+    ("layers",),
+)

@@ -175,7 +175,8 @@ class DeepSpeedConfig:
         from deepspeed.runtime.config_models.refusals import inert_keys_of
 
         self.tree, param_dict = read_tree(config)
-        world = self._beside_sequences(data_parallel_world_size(mpu, mesh_device), mpu, mesh_device)
+        world = self._beside_tensors(data_parallel_world_size(mpu, mesh_device), mpu, mesh_device)
+        world = self._beside_sequences(world, mpu, mesh_device)
         self._check_together(world)
         inert = list(inert_keys_of(self.tree))
         if inert:
@@ -212,6 +213,29 @@ class DeepSpeedConfig:
         self.elastic_model_parallel_size = block.model_parallel_size
         self.num_gpus_per_node = block.num_gpus_per_node
         return elastic_batch_sizes(self._param_dict, self.world_size, ranks)
+
+    def _beside_tensors(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
+        """`world`, divided by `tensor_parallel.autotp_size` unless an mpu says who shares layers.
+
+        Raises:
+            DeepSpeedConfigError: That does not divide the ranks, or ranks share sequences too.
+        """
+        size = self.tree.tensor_parallel.autotp_size
+        if size < 2 or mpu is not None:
+            return world
+        if mesh_device is not None or (self.tree.sequence_parallel_size or 1) > 1:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size: {size} beside sequence parallelism is not "
+                "supported; use one of them, or an mpu that knows both"
+            )
+        if world.size % size:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size: {size} does not divide the {world.size} ranks "
+                f"({world.source}); use a size that does"
+            )
+        return WorldSize(
+            world.size // size, f"{world.source}, divided by tensor_parallel.autotp_size"
+        )
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
         """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how
@@ -273,6 +297,11 @@ class DeepSpeedConfig:
             )
         self._check_instances(world)
         stage = int(tree.zero_optimization.stage)
+        if tree.tensor_parallel.autotp_size > 1 and stage == 3:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size: {tree.tensor_parallel.autotp_size} at "
+                "zero_optimization.stage: 3 is not supported; use stage 0, 1 or 2, or autotp_size 0"
+            )
         if (
             not tree.managed_gradient_accumulation
             and stage < 2

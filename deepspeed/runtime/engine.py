@@ -57,6 +57,8 @@ from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.step_observers import observers_of
+from deepspeed.runtime.tensor_parallel.cutting import cut_model, mpu_of
+from deepspeed.runtime.tensor_parallel.same_inputs import SameInputs
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups
@@ -140,8 +142,8 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         ensure_distributed(dist_init_required)
         self.module = model
         self.collate_fn = collate_fn
-        self.mpu = mpu
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
+        self.mpu = mpu = mpu_of(model, self._config.tree.tensor_parallel, mpu)
         self._configure_distributed(args, mpu, mesh_device)
         configure_for_engine(self._config, mpu)
         self._start_counters()
@@ -149,6 +151,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         # Raises without its packages: before the model is touched.
         self.monitor: MonitorMaster = MonitorMaster(self._config.monitor_config)
         shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
+        cut_model(model, self._config, mpu, self.device)
         self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
         if not dont_change_device and not shards_model:
             model.to(self.device)
@@ -157,6 +160,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self.parameter_offload = self._shard(model, dont_change_device) if shards_model else None
         broadcast_model(model, self.model_ranks)
         self._sequence_parts = SequenceParts(model, self.model_ranks.tensor_group)
+        self._same_inputs = SameInputs(model, self.device)
         self.timers = EngineTimers(self._config, self.train_batch_size())
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
@@ -973,6 +977,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         verification.detach_ledger(self)
         verification.engines.discard(self)
         self._sequence_parts.close()
+        self._same_inputs.close()
         for compiled in self._compiled:
             compiled.remove()
         self._compiled = []

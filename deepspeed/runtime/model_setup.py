@@ -4,7 +4,7 @@ its parameters need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -139,25 +139,39 @@ def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
             make(config.tree.use_data_before_expert_parallelism)
 
 
-@torch.no_grad()
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
-    """Give all ranks that hold a parameter or buffer the value of the first of them, in flat pieces
-    per dtype.
-    """
-    families: dict[tuple[Any, torch.dtype], list[torch.Tensor]] = {}
+    """Give all ranks that hold a parameter or buffer the value of the first of them."""
+    families: dict[Any, list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
+        families.setdefault(ranks.holders(tensor), []).append(tensor)
+    for group, tensors in families.items():
+        broadcast_tensors(tensors, group)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], group: dist.Group, device: torch.device | None = None
+) -> None:
+    """Give all ranks of a group the values that its first rank has, in flat pieces per dtype.
+
+    Args:
+        tensors: The same shapes on these ranks; those on the meta device are left out.
+        group: The ranks.
+        device: Where to communicate from; None: where the tensors are.
+    """
+    if dist.get_world_size(group=group) < 2:
+        return
+    families: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
-            families.setdefault((ranks.holders(tensor), tensor.dtype), []).append(tensor.data)
-    for (group, _), tensors in families.items():
-        source = dist.get_global_rank(group, 0)
-        for piece in (
-            in_pieces(tensors, BROADCAST_NUMEL) if dist.get_world_size(group=group) > 1 else ()
-        ):
-            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+            families.setdefault(tensor.dtype, []).append(tensor.data)
+    source = dist.get_global_rank(group, 0)
+    for family in families.values():
+        for piece in in_pieces(family, BROADCAST_NUMEL):
+            flat = torch.cat([tensor.reshape(-1).to(device) for tensor in piece])
             dist.broadcast(flat, src=source, group=group)
-            for tensor, value in zip(
-                piece, flat.split([tensor.numel() for tensor in piece]), strict=True
-            ):
+            parts = flat.split([tensor.numel() for tensor in piece])
+            for tensor, value in zip(piece, parts, strict=True):
                 tensor.copy_(value.view(tensor.shape))
 
 

@@ -58,6 +58,8 @@ _NAMES = {
             "get_tensor_model_parallel_rank",
             "get_tensor_model_parallel_src_rank",
             "get_tensor_model_parallel_world_size",
+            "set_tensor_model_parallel_rank",
+            "set_tensor_model_parallel_world_size",
             "initialize",
         ),
         "deepspeed.utils.groups",

@@ -9,14 +9,14 @@ import pytest
 import deepspeed
 
 
-@pytest.mark.parametrize("name", ["inference", "compression", "module_inject", "autotuning"])
+@pytest.mark.parametrize("name", ["inference", "compression", "autotuning"])
 def test_packages_out_of_scope_say_so(name: str) -> None:
     # Kills: a bare ModuleNotFoundError, which reads like a broken installation.
     with pytest.raises(ImportError, match=f"deepspeed.{name}: .* out of scope"):
         importlib.import_module(f"deepspeed.{name}")
 
 
-@pytest.mark.parametrize("name", ["tp_model_init", "init_inference"])
+@pytest.mark.parametrize("name", ["set_autotp_mode", "init_inference"])
 def test_names_say_what_they_are(name: str) -> None:
     assert not hasattr(deepspeed, name)
     with pytest.raises(AttributeError, match=f"deepspeed.{name}: "):

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedParameters
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment
-from deepspeed.checkpoint.resharding.tensor_parallel import slice_of_rank
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice_of_rank
 
 
 class RankSlices:
@@ -20,6 +21,7 @@ class RankSlices:
         shapes: Name -> shape, of the rank's parameters.
         rank: The rank's number among tensor-parallel ranks.
         size: How many there are.
+        patterns: How this run's parameters are sliced; None: as the run that saved them says.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class RankSlices:
         shapes: Mapping[str, Sequence[int]],
         rank: int,
         size: int,
+        patterns: SlicePatterns | None = None,
     ) -> None:
         self.parameters = parameters
         self.options = parameters.options
         self.scaler = parameters.scaler
         self._shapes, self._rank, self._size = shapes, rank, size
+        self._patterns = patterns
         self._known = set(parameters.names())
 
     @property
@@ -74,6 +78,7 @@ class RankSlices:
                 )
 
     def _own(self, name: str, slot: str) -> torch.Tensor:
-        return slice_of_rank(
-            name, self.parameters.entry(name, slot), self._shapes[name], self._rank, self._size
-        )
+        entry = self.parameters.entry(name, slot)
+        if self._patterns is not None:
+            entry = self._patterns.merged(name, [entry[keys.PARAM]])
+        return slice_of_rank(name, entry, self._shapes[name], self._rank, self._size)

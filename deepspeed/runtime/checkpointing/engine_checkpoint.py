@@ -25,6 +25,7 @@ from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.saving import Saver
 from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils.logging import logger
 
 
@@ -163,6 +164,10 @@ class EngineCheckpoint:
             )
             return False
         temporary = os.path.join(save_dir, file_names.saving(save_filename))
+        weights = None
+        if offload is None:
+            # Before what a rank may fail at alone: slices are gathered.
+            weights = self._whole_weights(exclude_frozen_parameters)
 
         def save() -> None:
             is_first = dist.get_rank() == 0
@@ -170,7 +175,7 @@ class EngineCheckpoint:
                 save_whole(offload, temporary, exclude_frozen_parameters)
             elif is_first:
                 os.makedirs(save_dir, exist_ok=True)
-                write_file(temporary, self._own_weights(exclude_frozen_parameters))
+                write_file(temporary, weights)
             if is_first:
                 os.replace(temporary, os.path.join(save_dir, save_filename))
 
@@ -178,13 +183,12 @@ class EngineCheckpoint:
         return True
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
-        """The whole state dict on rank 0 (host memory), None elsewhere. Below stage 3 every rank
-        has the weights whole; at stage 3 they are gathered unit by unit, so that other ranks hold
-        one at a time.
+        """The whole state dict on rank 0 (host memory), None elsewhere. All ranks call it. At stage
+        3 weights are gathered unit by unit, so that other ranks hold one at a time.
         """
         offload = self._state.parameter_offload
         if offload is None:
-            return self._own_weights(exclude_frozen_parameters) if dist.get_rank() == 0 else None
+            return self._whole_weights(exclude_frozen_parameters)
         if not self._gathers_for_saving:
             raise ValueError(
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false, so the "
@@ -196,11 +200,25 @@ class EngineCheckpoint:
     def _gathers_for_saving(self) -> bool:
         return self._state._config.tree.zero_optimization.gather_16bit_weights_on_model_save
 
-    def _own_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
-        """What the engine, which a client may have derived from, gives as its weights, in storage
-        of their own.
+    def _whole_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+        """The weights on rank 0, in storage of their own, None elsewhere: what the engine, which a
+        client may have derived from, gives as its weights. Slices of a model that was cut are
+        gathered tensor by tensor, into host memory.
         """
-        state: dict[str, Any] = clone_tensors_for_torch_save(
-            self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        is_first, slices = dist.get_rank() == 0, slices_of(self._state.module)
+        if slices is None and not is_first:
+            return None
+        own = self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if slices is None:
+            state: dict[str, Any] = clone_tensors_for_torch_save(own)
+            return state
+        put_together: dict[str, Any] = {}
+        for name, value in slices.whole(self._state.module, own):
+            if is_first:
+                put_together[name] = value.to("cpu")
+        if not is_first:
+            return None
+        rest = clone_tensors_for_torch_save(
+            {name: value for name, value in own.items() if name not in put_together}
         )
-        return state
+        return {name: put_together.get(name, rest.get(name)) for name in own}

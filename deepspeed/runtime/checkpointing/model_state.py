@@ -16,6 +16,7 @@ from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils.tensor_fragment import logical_shape, own_shard
 
 
@@ -63,6 +64,9 @@ def model_state(
         keys.DS_VERSION: __version__,
         keys.MANIFEST_VERSION: manifest.VERSION,
     }
+    slices = slices_of(state.module)
+    if slices is not None:
+        content[keys.UNIVERSAL_CHECKPOINT_INFO] = slices.info
     if files.experts.layers:
         content[keys.NUM_EXPERTS] = files.experts.counts
     return content

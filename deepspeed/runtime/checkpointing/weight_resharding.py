@@ -26,6 +26,7 @@ from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
 from deepspeed.comm.parallel_map import Axis
 from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles, ReadWeights
+from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
@@ -47,7 +48,12 @@ def slices_of_this_rank(
     saved, own = ParallelDegrees.of_file(model).tensor, tensor.size
     if saved == own and not universal:
         return None
-    if saved != own and model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None:
+    # Slices are put together as the checkpoint says; how whole parameters are sliced a model that
+    # the engine has cut knows itself.
+    is_known = model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is not None or (
+        saved == 1 and slices_of(module) is not None
+    )
+    if saved != own and not is_known:
         raise CheckpointError(
             f"{folder} was saved with {saved} tensor-parallel ranks, this run has {own}: only the "
             f"model knows how its weights are sliced, and {keys.UNIVERSAL_CHECKPOINT_INFO} is not "
@@ -72,7 +78,9 @@ def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
 def _slices_of(parameters: ConsolidatedParameters, module: nn.Module, tensor: Axis) -> RankSlices:
     names = saved_names(module)
     shapes = {names[name]: logical_shape(param) for name, param in module.named_parameters()}
-    return RankSlices(parameters, shapes, tensor.rank, tensor.size)
+    own = slices_of(module)
+    patterns = None if own is None else own.patterns
+    return RankSlices(parameters, shapes, tensor.rank, tensor.size, patterns)
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:

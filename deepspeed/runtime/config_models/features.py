@@ -105,13 +105,23 @@ class TPConfig(DeepSpeedConfigModel):
 class TPTrainingConfig(DeepSpeedConfigModel):
     """Automatic tensor parallelism in training."""
 
-    dtype: Any = option("fp16", "Type of the model.")
-    autotp_size: Int = option(0, "Ranks that one layer is split over; 0: off.", ge=0)
-    tp_overlap_comm: Bool = option(False, "Overlap communication with backward.")
+    dtype: Any = option(
+        "fp16", "Type of the model; when given, that of the enabled precision block."
+    )
+    autotp_size: Int = option(0, "Ranks that one layer is split over; 0 or 1: off.", ge=0)
+    tp_overlap_comm: Bool = option(
+        False,
+        "In backward, sum the gradient of a column-parallel layer's input while that of its weight "
+        "is computed.",
+    )
     tensor_parallel: TPConfig = option(TPConfig, "Size of tensor parallelism.", alias="tp")
     injection_policy_tuple: Any = option(None, "Layers to split.")
-    partition_config: dict[str, Any] | None = option(None, "How parameters are split.")
-    preset_model: Text | None = option(None, "Known model whose layers to split.")
+    partition_config: dict[str, Any] | None = option(
+        None, "Which layers are split and how, by patterns; null: found from their names."
+    )
+    preset_model: Text | None = option(
+        None, "Family whose layers the model has; null: as its config.model_type says."
+    )
     keep_module_on_host: Bool = option(False, "Keep the module in CPU memory.")
     replace_with_kernel_inject: Bool = option(False, "Inject kernels.", alias="kernel_inject")
 

@@ -205,14 +205,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "give it to PipelineModule(seed_layers=True), which builds the layers",
     ),
     Refusal(
-        "tensor_parallel.autotp_size",
+        "tensor_parallel.tensor_parallel.tp_size",
         _above_one,
-        f"tensor parallelism {LATER}; use 0 or 1",
-        Scope.FEATURE,
+        "it is of inference; use tensor_parallel.autotp_size",
     ),
     Refusal(
-        "tensor_parallel.tensor_parallel.tp_size", _above_one, f"tensor parallelism {LATER}; use 1"
+        "tensor_parallel.tensor_parallel.tp_grain_size",
+        _above_one,
+        "slices are even, and what is not is refused; use 1",
     ),
+    Refusal(
+        "tensor_parallel.tensor_parallel.mpu",
+        _given,
+        "give it to deepspeed.initialize(mpu=...)",
+    ),
+    Refusal(
+        "tensor_parallel.tensor_parallel.tp_group",
+        _given,
+        "give deepspeed.initialize(mpu=...) an object that knows the group",
+    ),
+    Refusal(
+        "tensor_parallel.injection_policy_tuple",
+        _given,
+        "use tensor_parallel.partition_config",
+    ),
+    Refusal(
+        "tensor_parallel.keep_module_on_host",
+        _on,
+        "layers are cut where the model is, and then moved; use false and a model on the host",
+    ),
+    Refusal("tensor_parallel.replace_with_kernel_inject", _on, f"inference {OUT}; use false"),
     Refusal(
         "expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false", Scope.FEATURE
     ),
@@ -318,6 +340,9 @@ def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
             if key == name:
                 yield f"{inert.path}={value!r} (has no effect without {inert.without})"
     yield from _keys_of_absent_features(tree)
+    if "autotp_size" not in tree.tensor_parallel.model_fields_set:
+        for key, value in _changed(tree.tensor_parallel):
+            yield f"tensor_parallel.{key}={value!r} (has no effect without autotp_size)"
     zero = tree.zero_optimization
     offload = zero.offload_optimizer
     if (

@@ -456,8 +456,13 @@ REFUSED_EXAMPLES = [
     ("datastates_ckpt", ON),
     ("pipeline.partition", "uniform"),
     ("pipeline.seed_layers", True),
-    ("tensor_parallel.autotp_size", 2),
     ("tensor_parallel.tp", {"tp_size": 2}),
+    ("tensor_parallel.tp", {"tp_grain_size": 2}),
+    ("tensor_parallel.tp", {"mpu": "unit"}),
+    ("tensor_parallel.tp", {"tp_group": "group"}),
+    ("tensor_parallel.injection_policy_tuple", ["o_proj"]),
+    ("tensor_parallel.keep_module_on_host", True),
+    ("tensor_parallel.replace_with_kernel_inject", True),
     ("expert_parallel", {"enabled": True, "autoep_size": 2}),
     ("compile.deepcompile", True),
     ("hybrid_engine", ON),
@@ -571,6 +576,22 @@ def test_all_refusals_are_listed_at_once():
     assert text.count("\n") == 2
 
 
+def test_tensor_parallel_ranks_share_their_batches(monkeypatch):
+    # Kills: batch sizes for as many data-parallel ranks as there are ranks.
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    read = DeepSpeedConfig({"train_batch_size": 4, "tensor_parallel": {"autotp_size": 4}})
+    assert (read.world_size, read.train_micro_batch_size_per_gpu) == (2, 2)
+    for more in (
+        {"tensor_parallel": {"autotp_size": 3}},
+        {"sequence_parallel_size": 2},
+        {"zero_optimization": {"stage": 3}},
+    ):
+        with pytest.raises(
+            DeepSpeedConfigError, match=r"^tensor_parallel.autotp_size: [23] .*; use"
+        ):
+            DeepSpeedConfig({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, **more})
+
+
 def test_disabled_features_are_accepted_silently(warnings):
     off = {"enabled": False}
     blocks = (
@@ -639,7 +660,7 @@ def test_parameter_offload_below_stage_3_is_named_in_one_warning(warnings):
         (dict(aio={"queue_depth": 32}), "aio.queue_depth=32"),
         (dict(compile={"offload_parameters": True}), "compile.offload_parameters=True"),
         (dict(amp={"opt_level": "O1"}), "amp.opt_level='O1'"),
-        (dict(tensor_parallel={"tp": {"tp_grain_size": 2}}), "tensor_parallel.tensor_parallel="),
+        (dict(tensor_parallel={"preset_model": "llama"}), "tensor_parallel.preset_model='llama'"),
     ],
 )
 def test_keys_of_what_is_not_there_are_named(keys, path, warnings):

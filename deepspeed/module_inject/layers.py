@@ -1,0 +1,11 @@
+"""Upstream's path of layers that tensor parallelism cuts."""
+
+from deepspeed._lazy import lazy_attributes
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "LinearAllreduce": "deepspeed.runtime.tensor_parallel.layers",
+        "LinearLayer": "deepspeed.runtime.tensor_parallel.layers",
+    },
+)

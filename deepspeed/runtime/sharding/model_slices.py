@@ -1,0 +1,86 @@
+"""What is known of a model that was cut over tensor-parallel ranks: who has which slices, and how
+they are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
+
+_ATTRIBUTE = "_ds_model_slices"
+
+
+class ModelSlices:
+    """See module.
+
+    Args:
+        mpu: Who shares layers.
+        group: The ranks that share this one's.
+        info: How parameters are sliced, as checkpoints say it (`universal_checkpoint_info`).
+        settings: What the model was cut by.
+
+    Attributes:
+        mpu, group, info: As given.
+    """
+
+    def __init__(
+        self, mpu: Any, group: dist.Group, info: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        self.mpu, self.info = mpu, info
+        self.group, self._settings = group, settings
+        self.patterns = SlicePatterns(info)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSlices:
+        """Itself: the copy of a model is cut in the same way."""
+        return self
+
+    def put_on(self, module: nn.Module) -> None:
+        """Let `slices_of` find it."""
+        setattr(module, _ATTRIBUTE, self)
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse to cut a model again in another way.
+
+        Raises:
+            DeepSpeedConfigError: Naming the key.
+        """
+        for name, value in settings.items():
+            if value != self._settings[name]:
+                raise DeepSpeedConfigError(
+                    f"tensor_parallel.{name}: {value!r}, but the model was cut before with "
+                    f"{self._settings[name]!r}; give the same, or a new model"
+                )
+
+    @torch.no_grad()
+    def whole(
+        self, module: nn.Module, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The slices in a state dict, put together one by one. All ranks that share layers go
+        through all of them.
+
+        Args:
+            module: The model.
+            state: Its state dict, the same names on these ranks.
+        """
+        size = dist.get_world_size(group=self.group)
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if name in state and is_model_parallel_parameter(param):
+                own = state[name].detach().contiguous()
+                slices = [torch.empty_like(own) for _ in range(size)]
+                dist.all_gather(slices, own, group=self.group)
+                yield name, self.patterns.merged(name, slices)[keys.PARAM]
+
+
+def slices_of(module: nn.Module) -> ModelSlices | None:
+    """Of a model that was cut; None of others."""
+    found: ModelSlices | None = getattr(module, _ATTRIBUTE, None)
+    return found

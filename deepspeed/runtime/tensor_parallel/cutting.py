@@ -1,0 +1,203 @@
+"""Cut a model: ranks that share its layers start from the same weights, and each keeps its part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.runtime.checkpointing.model_files import LayeredModule
+from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
+from deepspeed.runtime.model_setup import broadcast_tensors, model_dtype
+from deepspeed.runtime.sharding.model_slices import ModelSlices, slices_of
+from deepspeed.runtime.tensor_parallel.families import COUNTS
+from deepspeed.runtime.tensor_parallel.layers import (
+    LinearAllreduce,
+    LinearLayer,
+    SliceGroup,
+    become,
+    is_transposed,
+)
+from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
+from deepspeed.runtime.tensor_parallel.ranks import tensor_ranks
+from deepspeed.runtime.tensor_parallel.structure import LayerCut, Plan, plan_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config_models.features import TPTrainingConfig
+
+
+def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
+    """Who shares the layers of a model: those who do already, as the client's mpu says, or
+    neighbours. None if nobody does.
+
+    Args:
+        model: The model, cut or not.
+        block: The configuration's; None if it is not read yet.
+        mpu: The client's, or None.
+
+    Raises:
+        DeepSpeedConfigError: These contradict each other.
+    """
+    own, size = slices_of(model), 0 if block is None else block.autotp_size
+    if own is not None:
+        if mpu not in (None, own.mpu):
+            raise DeepSpeedConfigError(
+                f"mpu={type(mpu).__name__}: the model was cut for other ranks, by "
+                "deepspeed.tp_model_init or an engine before; leave the mpu out"
+            )
+        mpu = own.mpu
+    elif mpu is None and size > 1:
+        return tensor_ranks(size)
+    there = ParallelMap(mpu).tensor.size
+    if size > 1 and there != size:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: {size}, but the "
+            f"{'mpu' if own is None else 'model was cut for, or the mpu,'} has {there} "
+            "tensor-parallel ranks; make them equal, or leave the mpu out"
+        )
+    return mpu
+
+
+def cut_model(model: nn.Module, config: DeepSpeedConfig, mpu: Any, device: torch.device) -> None:
+    """Cut a model as the configuration of its engine says; see `cut_by`."""
+    cut_by(model, config.tree.tensor_parallel, mpu, device, model_dtype(config))
+
+
+def cut_by(
+    model: nn.Module,
+    block: TPTrainingConfig,
+    mpu: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Cut a model over the tensor-parallel ranks in place, if the block says so and it is not cut
+    yet. Parameters stay the same objects, and on the device where they are.
+
+    Args:
+        model: The model, whole. Afterwards its slices are marked.
+        block: `tensor_parallel` of the configuration.
+        mpu: Who shares layers.
+        device: Where to communicate from.
+        dtype: What the model is trained in, as far as it is known.
+
+    Raises:
+        DeepSpeedConfigError: Something cannot be cut; nothing was changed then.
+    """
+    if block.autotp_size < 2:
+        return
+    own = slices_of(model)
+    if own is not None:
+        own.check_same(_settings(block))
+        return
+    if isinstance(model, LayeredModule):
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: {block.autotp_size} with a PipelineModule: its layers "
+            "are not cut; write tensor-parallel layers and give the topology a model axis"
+        )
+    _check_dtype(block, dtype)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    partition = None
+    if block.partition_config is not None:
+        partition = PartitionConfig(block.partition_config, model_type)
+    plan = plan_of(model, block.autotp_size, block.preset_model, partition)
+    ranks = SliceGroup(ParallelMap(mpu).tensor.group)
+    broadcast_tensors((*model.parameters(), *model.buffers()), ranks.group, device)
+    _apply(model, plan, ranks, block.tp_overlap_comm)
+    ModelSlices(mpu, ranks.group, _slicing(model, plan), _settings(block)).put_on(model)
+
+
+def _settings(block: TPTrainingConfig) -> dict[str, Any]:
+    return {"preset_model": block.preset_model, "partition_config": block.partition_config}
+
+
+def _check_dtype(block: TPTrainingConfig, dtype: torch.dtype | None) -> None:
+    if dtype is None or "dtype" not in block.model_fields_set:
+        return
+    if parse_dtype(str(block.dtype), "tensor_parallel.dtype") != dtype:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.dtype: {block.dtype!r} conflicts with the model's {dtype}; enable "
+            '"bf16" or "fp16", and leave the key out'
+        )
+
+
+@torch.no_grad()
+def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool) -> None:
+    done: set[int] = set()
+    for cut in plan.layers:
+        if id(cut.module) in done:  # one layer under two names
+            continue
+        done.add(id(cut.module))
+        for param, dim in _cut_parameters(cut):
+            _keep_own(param, dim, cut.sizes, ranks, done)
+        become(cut.module, LinearAllreduce if cut.is_row else LinearLayer, ranks, overlaps)
+    for embedding in plan.embeddings.values():
+        _keep_own(embedding.weight, 1, (embedding.embedding_dim,), ranks, done)
+        embedding.embedding_dim = embedding.weight.shape[1]
+    for scope in dict.fromkeys(plan.scopes.values()):
+        for name in COUNTS:
+            count = scope.__dict__.get(name)
+            if isinstance(count, int) and not isinstance(count, bool):
+                setattr(scope, name, count // ranks.size)
+    for attention in dict.fromkeys(plan.attentions):
+        plan.family.prepare(attention, ranks)
+    for name in plan.partial:
+        # Their gradients are parts, as those of Megatron's layer norms are.
+        model.get_parameter(name).sequence_parallel = True  # type: ignore[attr-defined]  # a mark
+
+
+def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of a layer that are cut, each with its dimension."""
+    module: Any = cut.module
+    found = [(module.weight, int(cut.is_row is not is_transposed(module)))]
+    if module.bias is not None and not cut.is_row:
+        found.append((module.bias, 0))
+    return found
+
+
+def _keep_own(
+    param: torch.Tensor, dim: int, sizes: tuple[int, ...], ranks: SliceGroup, done: set[int]
+) -> None:
+    """Keep this rank's part of each of what lies behind one another."""
+    if id(param) in done:
+        return
+    done.add(id(param))
+    own = [part.chunk(ranks.size, dim)[ranks.rank] for part in param.data.split(sizes, dim)]
+    param.data = torch.cat(own, dim).contiguous()
+    param.grad = None
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]  # a mark
+
+
+def _slicing(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """How the parameters are sliced, as checkpoints say it (`universal_checkpoint_info`)."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(f"{re.escape(name)}$")
+    second: list[str] = []  # cut in dimension 1
+    stacked: list[Mapping[str, Any]] = []
+    sliced: list[str] = []
+    for cut in plan.layers:
+        for param, dim in _cut_parameters(cut):
+            own = names[id(param)]
+            sliced += own
+            if len(cut.sizes) > 1:
+                shape = tuple(cut.sizes if at == dim else -1 for at in range(param.dim()))
+                stacked.append({"patterns": own, "shape": shape, "partition_dim": dim})
+            elif dim == 1:
+                second += own
+    for embedding in plan.embeddings.values():
+        sliced += names[id(embedding.weight)]
+        second += names[id(embedding.weight)]
+    # All others are whole on every rank.
+    whole = f"(?!(?:{'|'.join(dict.fromkeys(sliced))}))"
+    return {
+        keys.UNIVERSAL_CHECKPOINT_VERSION_KEY: keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        keys.TP_REPLICATED_PARAMETER_PATTERNS: [whole],
+        keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: list(dict.fromkeys(second)),
+        keys.PARAMETER_WITH_SUB_PARAMS: stacked,
+    }

@@ -1,0 +1,160 @@
+"""What names and shapes do not tell about known models: how fused layers are laid out, and what
+else of a model counts heads. A family's name is transformers' `model_type`, and what
+`tensor_parallel.preset_model` says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.tensor_parallel.layers import SliceGroup, num_inputs, num_outputs
+
+
+class CannotCut(ValueError):
+    """Why something of a model cannot be cut, to be told with its name."""
+
+
+class Layout(NamedTuple):
+    """How the outputs of a fused layer lie.
+
+    Attributes:
+        unit: How many neighbouring outputs stay on one rank, such as those of a head.
+        sizes: Of the layers that lie behind one another, each of which is cut by itself; empty:
+            there is one.
+    """
+
+    unit: int
+    sizes: tuple[int, ...] = ()
+
+
+def _by_head(attention: nn.Module, layer: nn.Module) -> Layout:
+    """Query, key and value of a head, then those of the next."""
+    return Layout(3 * head_size(attention))
+
+
+def _three_behind_one_another(attention: nn.Module, layer: nn.Module) -> Layout:
+    width = num_outputs(layer) // 3
+    if width != num_inputs(layer):
+        raise CannotCut("is no layer of queries, keys and values; cross-attention is not supported")
+    return Layout(head_size(attention), (width,) * 3)
+
+
+def _falcon(attention: Any, layer: nn.Module) -> Layout:
+    if attention.config.alibi:
+        raise CannotCut("has alibi positions, which are not supported here; use rotary ones")
+    if attention.new_decoder_architecture:
+        return Layout(num_outputs(layer) // attention.num_kv_heads)  # each with its queries
+    if attention.multi_query:
+        raise CannotCut("has one key and value for all heads (multi_query), which no ranks can cut")
+    return _by_head(attention, layer)
+
+
+def _phi3_attention(attention: Any, layer: nn.Module) -> Layout:
+    size = head_size(attention)
+    queries, pairs = attention.config.num_attention_heads, attention.num_key_value_heads
+    return Layout(size, (queries * size, pairs * size, pairs * size))
+
+
+def _two_behind_one_another(mlp: nn.Module, layer: nn.Module) -> Layout:
+    width = num_outputs(layer) // 2
+    return Layout(1, (width, width))
+
+
+@dataclass(frozen=True)
+class OwnAlibi:
+    """Before an attention's forward: of `alibi` `[batch * heads, 1, keys]` take this rank's
+    heads.
+    """
+
+    ranks: SliceGroup
+    heads: int
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments with the part that is this rank's."""
+        alibi: torch.Tensor = kwargs["alibi"]
+        by_head = alibi.view(-1, self.ranks.size * self.heads, *alibi.shape[1:])
+        own = by_head[:, self.ranks.rank * self.heads : (self.ranks.rank + 1) * self.heads]
+        return args, {**kwargs, "alibi": own.reshape(-1, *alibi.shape[1:])}
+
+
+def _prepare_bloom(attention: Any, ranks: SliceGroup) -> None:
+    """Called with the attention's heads divided."""
+    hook = OwnAlibi(ranks, attention.num_heads)
+    attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _check_bloom(attention: Any) -> None:
+    if attention.pretraining_tp > 1 and attention.slow_but_exact:
+        raise CannotCut("reads slices of weights (slow_but_exact); set pretraining_tp to 1")
+
+
+def _prepare_phi3(attention: Any, ranks: SliceGroup) -> None:
+    """Its forward reads the number of heads from the model's configuration, which stays as it
+    is.
+    """
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= ranks.size
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Family:
+    """See module.
+
+    Attributes:
+        fused: Name of a fused layer -> how its outputs lie, from the module that has it and itself.
+        embeddings: Names of embeddings in attention whose columns are heads.
+        check: Raises `CannotCut` for an attention that cannot be cut.
+        prepare: Called once per attention after its layers have been cut.
+    """
+
+    fused: Mapping[str, Callable[[nn.Module, nn.Module], Layout]] = field(default_factory=dict)
+    embeddings: tuple[str, ...] = ()
+    check: Callable[[Any], None] = _nothing
+    prepare: Callable[[Any, SliceGroup], None] = _nothing
+
+
+PLAIN = Family()
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "gptj", "llama", "mistral", "opt", "phi"), PLAIN
+    ),
+    **dict.fromkeys(("qwen2", "qwen3", "starcoder2"), PLAIN),
+    "bloom": Family({"query_key_value": _by_head}, check=_check_bloom, prepare=_prepare_bloom),
+    "falcon": Family({"query_key_value": _falcon}),
+    "gpt2": Family({"c_attn": _three_behind_one_another}),
+    "gpt_neox": Family({"query_key_value": _by_head}),
+    "phi3": Family(
+        {"qkv_proj": _phi3_attention, "gate_up_proj": _two_behind_one_another},
+        prepare=_prepare_phi3,
+    ),
+    "t5": Family(embeddings=("relative_attention_bias",)),
+}
+
+HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+# Attributes of attention modules that count heads, or outputs of all of them.
+COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "inner_dim",
+    "split_size",
+)
+
+
+def head_size(attention: nn.Module) -> int:
+    """The width of a head; 0 if the module does not say."""
+    sizes = (getattr(attention, name, None) for name in HEAD_SIZES)
+    return next((size for size in sizes if isinstance(size, int)), 0)

@@ -1,0 +1,219 @@
+"""Column- and row-parallel layers.
+
+A column-parallel layer has some of the outputs on each rank: every rank reads the whole input, so
+the input's gradient is the sum of what the ranks have of it. A row-parallel layer reads some of the
+inputs: its output is the sum of what the ranks have of it, and the bias, which every rank has
+whole, is added once, after the sum.
+
+A layer of a model becomes one in place: its class becomes one of the classes here together with its
+own, so that whoever holds the layer, its hooks and its parameters keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed import comm as dist
+
+Kind = TypeVar("Kind", bound="TensorParallelLayer")
+
+# Subclasses of nn.Linear whose forward is nn.Linear's in other words.
+_LINEAR_IN_OTHER_WORDS = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+_classes: dict[tuple[type, type], type] = {}
+
+
+class SliceGroup:
+    """The ranks that share a layer; a copy of a layer is on the same ranks.
+
+    Attributes:
+        group: The ranks.
+        size: How many.
+        rank: This one's place.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group=group)
+        self.rank = dist.get_rank(group=group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
+        return self
+
+
+class _SumGradient(torch.autograd.Function):
+    """What every rank reads: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Autograd may give the same tensor to others too.
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total, None
+
+
+class _SumValue(torch.autograd.Function):
+    """The sum of what the ranks have; each one's part has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup) -> torch.Tensor:
+        # In place, if it can be: the partial sum is nobody else's.
+        total = value.contiguous()
+        if total is value:
+            ctx.mark_dirty(value)
+        dist.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class _OverlappedLinear(torch.autograd.Function):
+    """A column-parallel layer whose input's gradient travels while the weight's is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ranks: SliceGroup,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.ranks = ranks
+        return F.linear(value, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        value, weight = ctx.saved_tensors
+        of_value, of_weight, of_bias, _ = ctx.needs_input_grad
+        grad_value = grad_weight = grad_bias = work = None
+        if of_value:
+            grad_value = (grad @ weight).contiguous()
+            work = dist.all_reduce(grad_value, group=ctx.ranks.group, async_op=True)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if of_weight:
+            grad_weight = rows.t() @ value.reshape(-1, value.shape[-1])
+        if of_bias:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_value, grad_weight, grad_bias, None
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer that is cut, with the class of the layer that it was.
+
+    Attributes:
+        weight: This rank's slice.
+        bias: This rank's slice, or of a row-parallel layer the whole; None if there is none.
+        ds_slice_group: The ranks that share the layer.
+        ds_overlaps: The gradient of the input travels while that of the weight is computed.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    ds_slice_group: SliceGroup
+    ds_overlaps: bool
+
+    def __init__(self, module: nn.Module, mp_group: Any = None, **kwargs: Any) -> None:
+        raise TypeError(
+            f"{type(self).__name__}({type(module).__name__}, mp_group): layers are cut in place, "
+            "by deepspeed.tp_model_init(model, tp_size, dtype) or the configuration's "
+            "tensor_parallel.autotp_size; say which by tensor_parallel.partition_config"
+        )
+
+    def _as_linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight `[outputs, inputs]` and bias, cast as autocast would."""
+        weight = self.weight.t() if is_transposed(self) else self.weight
+        return _as_autocast(weight), None if self.bias is None else _as_autocast(self.bias)
+
+
+class LinearLayer(TensorParallelLayer):
+    """A column-parallel layer: `[..., inputs]` to this rank's `[..., outputs / ranks]`."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs."""
+        if self.ds_overlaps and torch.is_grad_enabled():
+            weight, bias = self._as_linear()
+            result: torch.Tensor = _OverlappedLinear.apply(
+                _as_autocast(value), weight, bias, self.ds_slice_group
+            )
+            return result
+        whole: torch.Tensor = super().forward(_SumGradient.apply(value, self.ds_slice_group))
+        return whole
+
+
+class LinearAllreduce(TensorParallelLayer):
+    """A row-parallel layer: this rank's `[..., inputs / ranks]` to the whole `[..., outputs]`."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The outputs, the same on all ranks."""
+        weight, bias = self._as_linear()
+        total: torch.Tensor = _SumValue.apply(F.linear(value, weight), self.ds_slice_group)
+        return total if bias is None else total + bias
+
+
+def _as_autocast(value: torch.Tensor) -> torch.Tensor:
+    device = value.device.type
+    if not torch.is_autocast_enabled(device) or not value.is_floating_point():
+        return value
+    return value.to(torch.get_autocast_dtype(device))
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether it multiplies by a matrix in a way that is known, and so can be cut: `nn.Linear`, or
+    transformers' `Conv1D`.
+    """
+    cls = type(module)
+    if isinstance(module, nn.Linear):
+        return (
+            isinstance(module, TensorParallelLayer)
+            or cls.forward is nn.Linear.forward
+            or f"{cls.__module__}.{cls.__qualname__}" in _LINEAR_IN_OTHER_WORDS
+        )
+    return is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether its weight is `[inputs, outputs]`."""
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+        for cls in type(module).__mro__
+    )
+
+
+def num_inputs(module: nn.Module) -> int:
+    """How many inputs a layer has that `is_matrix`."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]  # is_matrix
+    return weight.shape[0 if is_transposed(module) else 1]
+
+
+def num_outputs(module: nn.Module) -> int:
+    """How many outputs it has."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]  # is_matrix
+    return weight.shape[1 if is_transposed(module) else 0]
+
+
+def become(module: nn.Module, kind: type[Kind], ranks: SliceGroup, overlaps: bool) -> None:
+    """Make a layer, whose parameters are this rank's slices already, a parallel one."""
+    cls = type(module)
+    key = (kind, cls)
+    if key not in _classes:
+        _classes[key] = type(kind.__name__, (kind, cls), {"__module__": kind.__module__})
+    module.__class__ = _classes[key]
+    module.ds_slice_group = ranks  # type: ignore[assignment]  # no module
+    module.ds_overlaps = overlaps  # type: ignore[assignment]  # no module
+    inputs, outputs = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
+    setattr(module, inputs, num_inputs(module))
+    setattr(module, outputs, num_outputs(module))

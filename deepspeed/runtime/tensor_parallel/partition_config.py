@@ -1,0 +1,145 @@
+"""`tensor_parallel.partition_config`: which layers are cut and how, as the configuration says it.
+
+    {"use_default_specs": false,
+     "layer_specs": [{"patterns": [".*\\.o_proj\\.weight$"], "partition_type": "row"},
+                     {"patterns": [".*\\.qkv\\.weight$"], "partition_type": "column",
+                      "shape": [[64, 32, 32], -1], "partition_dim": 0}]}
+
+A pattern is a regular expression that matches from the beginning of a parameter's name; the first
+spec with one that does counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.tensor_parallel.families import CannotCut
+from deepspeed.runtime.tensor_parallel.layers import is_transposed
+
+_PATH = "tensor_parallel.partition_config"
+_KEYS = ("use_default_specs", "layer_specs")
+_SPEC_KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types")
+_TYPES = ("column", "row", "skip")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One entry of `layer_specs`.
+
+    Attributes:
+        patterns: See module.
+        partition_type: "column", "row" or "skip": the parameter is not cut.
+        shape: At the dimension that is cut: how many layers of equal size lie behind one another,
+            or their sizes; None: one.
+        partition_dim: The dimension of the weight that is cut; None: that of the type.
+    """
+
+    patterns: tuple[re.Pattern[str], ...]
+    partition_type: str
+    shape: tuple[Any, ...] | None = None
+    partition_dim: int | None = None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the layer is row-parallel."""
+        return self.partition_type == "row"
+
+    @property
+    def is_skip(self) -> bool:
+        """Whether the parameter stays whole."""
+        return self.partition_type == "skip"
+
+    def sizes(self, layer: nn.Module, length: int) -> tuple[int, ...]:
+        """Of what lies behind one another in `length` elements; empty: one.
+
+        Raises:
+            CannotCut: `shape` or `partition_dim` is not this layer's.
+        """
+        dim = int(self.is_row is not is_transposed(layer))
+        if self.partition_dim not in (None, dim):
+            raise CannotCut(
+                f"is {self.partition_type}-parallel when dimension {dim} of its weight is cut, but "
+                f"{_PATH} says partition_dim: {self.partition_dim}; leave that out"
+            )
+        if self.shape is None:
+            return ()
+        declared = self.shape[dim] if len(self.shape) == 2 else None
+        if isinstance(declared, int) and declared > 0 and length % declared == 0:
+            return (length // declared,) * declared if declared > 1 else ()
+        if isinstance(declared, (list, tuple)) and sum(declared) == length:
+            return tuple(declared)
+        raise CannotCut(
+            f"has {length} elements in dimension {dim}, to which shape: {list(self.shape)} in "
+            f"{_PATH} does not fit; give two entries, and there how many parts of equal size lie "
+            "behind one another, or a list of their sizes"
+        )
+
+
+class PartitionConfig:
+    """The block, read.
+
+    Args:
+        block: As in the configuration.
+        model_type: Of the model, for specs that are for some models; None if it says none.
+
+    Attributes:
+        use_default_specs: What no spec matches is found from names.
+
+    Raises:
+        DeepSpeedConfigError: For a key or a value that is not known.
+    """
+
+    def __init__(self, block: Mapping[str, Any], model_type: str | None) -> None:
+        _refuse_unknown(block, _KEYS, _PATH)
+        self.use_default_specs = bool(block.get("use_default_specs", False))
+        self._specs: list[LayerSpec] = []
+        for index, entry in enumerate(block.get("layer_specs") or ()):
+            path = f"{_PATH}.layer_specs[{index}]"
+            spec = _read_spec(entry, path)
+            if entry.get("model_types") is None or model_type in entry["model_types"]:
+                self._specs.append(spec)
+
+    def spec_of(self, name: str) -> LayerSpec | None:
+        """The first that matches a parameter; None if there is none."""
+        for spec in self._specs:
+            if any(pattern.match(name) for pattern in spec.patterns):
+                return spec
+        return None
+
+
+def _read_spec(entry: Any, path: str) -> LayerSpec:
+    if not isinstance(entry, Mapping):
+        raise DeepSpeedConfigError(f"{path}: expected an object, got {entry!r}")
+    _refuse_unknown(entry, _SPEC_KEYS, path)
+    patterns, kind = entry.get("patterns"), str(entry.get("partition_type", "column")).lower()
+    if not patterns or isinstance(patterns, str):
+        raise DeepSpeedConfigError(
+            f"{path}.patterns: expected a list of regular expressions, got {patterns!r}"
+        )
+    if kind not in _TYPES:
+        raise DeepSpeedConfigError(
+            f"{path}.partition_type: {kind!r} is none of {', '.join(map(repr, _TYPES))}"
+        )
+    try:
+        compiled = tuple(re.compile(pattern) for pattern in patterns)
+    except re.error as error:
+        raise DeepSpeedConfigError(f"{path}.patterns: {patterns!r}: {error}") from error
+    shape = entry.get("shape")
+    return LayerSpec(
+        compiled, kind, None if shape is None else tuple(shape), entry.get("partition_dim")
+    )
+
+
+def _refuse_unknown(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    unknown = sorted(block.keys() - set(known))
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"{path}.{unknown[0]}: {block[unknown[0]]!r} is not a known key; known are "
+            f"{', '.join(known)}"
+        )

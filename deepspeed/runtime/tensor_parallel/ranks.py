@@ -1,0 +1,80 @@
+"""Who shares layers under automatic tensor parallelism: neighbouring ranks, so that they are on one
+machine where possible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.comm import group_store, rank_lists
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRanks:
+    """An mpu: rank = data rank * size + tensor rank.
+
+    Attributes:
+        size: Ranks that share layers.
+        tensor_group: This rank's.
+        data_group: The ranks that hold the same slices.
+    """
+
+    size: int
+    tensor_group: Any
+    data_group: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        """Itself: the copy of a model is on the same ranks."""
+        return self
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """The ranks that share this one's layers."""
+        return self.tensor_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(group=self.tensor_group)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self.size
+
+    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks that hold the same slices and see other data."""
+        return self.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(group=self.data_group)
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(group=self.data_group)
+
+
+def tensor_ranks(size: int) -> TensorRanks:
+    """The mpu of `size` ranks per model, made once. Collective over the world when first asked.
+
+    Raises:
+        DeepSpeedConfigError: `size` does not divide the ranks.
+    """
+    world = dist.get_world_size()
+    if world % size:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: {size} does not divide the {world} ranks; use a size "
+            "that does"
+        )
+    lists = rank_lists.optimizer_instances([tuple(range(world))], world // size)
+    return group_store.made_once(
+        ("autotp", size),
+        lambda: TensorRanks(
+            size, group_store.shared_group(lists.rows), group_store.shared_group(lists.columns)
+        ),
+    )

@@ -1,0 +1,140 @@
+"""Ranks that share layers compute one forward together: they have to read the same batch, and drop
+out the same activations. Other data on one of them gives wrong gradients without an error, so it is
+checked.
+
+[Note: when it is checked] Before forwards with gradients, by one collective of a few numbers. On
+the host before each of them. A device would wait for the answer, so there before the first few, and
+then now and again: samplers and seeds that are wrong are so from the first batch on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sharding.model_slices import slices_of
+from deepspeed.runtime.utils import tensors_in
+from deepspeed.utils.exceptions import MisuseError
+
+FIRST_FORWARDS = 4
+EVERY = 64
+
+
+class SameInputs:
+    """Checks the forwards of a model that was cut; of others nothing. Random states are made the
+    same here once, those of the first rank.
+
+    Args:
+        model: Whose forwards.
+        device: Where to communicate from.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        slices = slices_of(model)
+        self._device = device
+        self._num_forwards = 0
+        self._hook = None
+        if slices is not None:
+            self._group = slices.group
+            self._share_random_states()
+            self._hook = model.register_forward_pre_hook(
+                self._check, with_kwargs=True, prepend=True
+            )
+
+    def close(self) -> None:
+        """Check no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _share_random_states(self) -> None:
+        source = dist.get_global_rank(self._group, 0)
+        for get, put in _random_states():
+            state = get().to(self._device)
+            dist.broadcast(state, src=source, group=self._group)
+            put(state.cpu())
+
+    def _check(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raises MisuseError on all of these ranks if they differ; at the first forward on all
+        ranks.
+        """
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        count, self._num_forwards = self._num_forwards, self._num_forwards + 1
+        if self._device.type != "cpu" and count >= FIRST_FORWARDS and count % EVERY:
+            return
+        inputs = list(tensors_in((args, kwargs)))
+        own = torch.stack(
+            [
+                torch.tensor(_crc(get() for get, _ in _random_states()), device=self._device),
+                torch.tensor(_crc_of_shapes(inputs), device=self._device),
+                *(_checksum(tensor).to(self._device) for tensor in inputs[:64]),
+            ][:66]
+        )
+        # As many numbers on every rank, whatever it was given.
+        padded = torch.zeros(66, dtype=torch.int64, device=self._device)
+        padded[: len(own)] = own
+        differing = torch.cat([padded, -padded])
+        dist.all_reduce(differing, op=dist.ReduceOp.MAX, group=self._group)
+        differs = (differing[:66] != -differing[66:]).to(torch.int64)
+        if count == 0:  # which every rank comes to
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+        found = differs.tolist()
+        if any(found):
+            self._raise(found, inputs)
+
+    def _raise(self, found: list[int], inputs: list[torch.Tensor]) -> None:
+        ranks = dist.get_all_ranks_from_group(self._group)
+        if found[1] or any(found[2:]):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+            raise MisuseError(
+                f"ranks {ranks} share the model's layers (tensor parallelism) but were given "
+                f"different batches; this rank's are of shapes {shapes}. Give a sampler "
+                "engine.dp_world_size and engine.get_data_parallel_rank(), or use "
+                "engine.deepspeed_io(dataset)"
+            )
+        raise MisuseError(
+            f"ranks {ranks} share the model's layers (tensor parallelism) but their random states "
+            "differ, so that dropout would differ too: seed them alike, and draw the same random "
+            "numbers on all of them"
+        )
+
+
+def _random_states() -> list[tuple[Any, Any]]:
+    """How to get and set each state that dropout draws from."""
+    accelerator = get_accelerator()
+    states: list[tuple[Any, Any]] = [(torch.get_rng_state, torch.set_rng_state)]
+    if accelerator.device_name() != "cpu":
+        states.append((accelerator.get_rng_state, accelerator.set_rng_state))
+    return states
+
+
+def _crc(states: Any) -> int:
+    number = 0
+    for state in states:
+        number = zlib.crc32(state.cpu().numpy().tobytes(), number)
+    return number
+
+
+def _crc_of_shapes(inputs: list[torch.Tensor]) -> int:
+    told = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in inputs])
+    return zlib.crc32(told.encode())
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of a tensor's bits and of where they are; wraps around."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    numbers = flat.view(kinds[flat.element_size()]).to(torch.int64)
+    places = torch.arange(1, numbers.numel() + 1, device=numbers.device)
+    return (numbers * (places % 65521)).sum()

@@ -1,0 +1,301 @@
+"""Which layers of a model are column- and which are row-parallel: found, not changed.
+
+A scope is a module with layers in it: an attention, or the two or three layers behind one another
+of an MLP. Each has column-parallel layers, which read what all ranks have, and row-parallel ones,
+whose outputs all ranks have again; between them is what the ranks divide. What is not within a
+scope is replicated: every rank computes it from the same input.
+
+[Note: nothing unexplained] Every parameter of a block that has a scope is known to be one of: of a
+layer that is cut; a vector as wide as the block's input outside of attention, so that it acts on
+what all ranks have; a vector as wide as a head in attention, which acts on this rank's heads, so
+that its gradient is the sum over ranks of what each has. Everything else is refused by name: it
+might act on what is cut, and train on a part of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.tensor_parallel.families import (
+    FAMILIES,
+    PLAIN,
+    CannotCut,
+    Family,
+    head_size,
+)
+from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
+from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
+
+OF_HEADS = frozenset(("q_proj", "k_proj", "v_proj", "q", "k", "v"))
+FUSED_HEADS = frozenset(("query_key_value", "qkv_proj", "c_attn"))
+COLUMNS = OF_HEADS | {
+    "gate_proj",
+    "up_proj",
+    "fc1",
+    "fc_in",
+    "c_fc",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "dense_h_to_4h",
+}
+FUSED = FUSED_HEADS | {"gate_up_proj"}
+ROWS = frozenset(
+    ("o_proj", "out_proj", "dense", "o", "down_proj", "fc2", "fc_out", "c_proj", "wo")
+    + ("dense_4h_to_h",)
+)
+_SPEC = 'say how by "tensor_parallel": {"partition_config": {"layer_specs": [...]}}'
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """One layer that is to be cut.
+
+    Attributes:
+        name: In the model.
+        module: The layer.
+        is_row: It is row-parallel.
+        unit: How many neighbouring elements of the dimension that is cut stay on one rank.
+        sizes: Of what lies behind one another in that dimension, each cut by itself.
+    """
+
+    name: str
+    module: nn.Module
+    is_row: bool
+    unit: int
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class Plan:
+    """What is to be done to a model.
+
+    Attributes:
+        layers: The layers to cut.
+        embeddings: Name -> embedding whose columns are heads.
+        scopes: Name -> module with layers that are cut.
+        attentions: Those of them that are attention by their layers' names.
+        partial: Names of replicated parameters that act on what is cut.
+        family: What is known about the model.
+    """
+
+    layers: list[LayerCut] = field(default_factory=list)
+    embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
+    scopes: dict[str, nn.Module] = field(default_factory=dict)
+    attentions: list[nn.Module] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
+    family: Family = PLAIN
+
+
+def plan_of(
+    model: nn.Module, size: int, preset: str | None, partition: PartitionConfig | None
+) -> Plan:
+    """How a model is cut over `size` ranks.
+
+    Args:
+        model: The model, whole.
+        size: The number of ranks.
+        preset: Whose family; None: that of the model's `config.model_type`, if it is known.
+        partition: What the configuration says of layers, before names do.
+
+    Raises:
+        DeepSpeedConfigError: All that cannot be cut, or is not known, by name; with what to do.
+    """
+    problems: list[str] = []
+    plan = Plan(family=_family(model, preset))
+    for name, scope in model.named_modules():
+        _plan_scope(plan, name, scope, partition, problems)
+    _check_even(plan, size, problems)
+    if not plan.layers and not problems:
+        problems.append(f"no layer that could be cut was found in {type(model).__name__}; {_SPEC}")
+    _explain(plan, model, partition, problems)
+    if problems:
+        more = f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: {size} cannot be applied:\n"
+            + "\n".join(problems[:10])
+            + more
+        )
+    return plan
+
+
+def _family(model: nn.Module, preset: str | None) -> Family:
+    """Raises DeepSpeedConfigError for a preset that is none."""
+    if preset is not None and preset not in FAMILIES:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.preset_model: {preset!r} is not supported; use one of "
+            f"{', '.join(sorted(FAMILIES))}, or leave it out and say what to cut by "
+            "tensor_parallel.partition_config"
+        )
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return FAMILIES.get(preset or str(model_type), PLAIN)
+
+
+def _plan_scope(
+    plan: Plan,
+    name: str,
+    scope: nn.Module,
+    partition: PartitionConfig | None,
+    problems: list[str],
+) -> None:
+    """Plan the layers that a module has itself."""
+    layers = {child: layer for child, layer in scope.named_children() if is_matrix(layer)}
+    known = len(problems)
+    chosen = _by_specs(name, scope, layers, partition, problems)
+    uses_names = partition is None or partition.use_default_specs
+    named = layers.keys() - chosen.keys() if uses_names else set()
+    attention = bool(layers.keys() & (OF_HEADS | FUSED_HEADS))
+    feeds = bool(named & (COLUMNS | FUSED)) or any(not cut.is_row for cut in chosen.values())
+    for child in (child for child in layers if child in named and feeds):
+        full = _joined(name, child)
+        try:
+            cut = _by_name(plan.family, full, child, scope, layers[child])
+        except CannotCut as error:
+            problems.append(f"{full} {error}")
+        else:
+            if cut is not None:
+                chosen[child] = cut
+    chosen = {child: chosen[child] for child in layers if chosen.get(child) is not None}
+    if not chosen:
+        return
+    plan.layers += chosen.values()
+    plan.scopes[name] = scope
+    for kind, is_row in (("column", False), ("row", True)):
+        if len(problems) == known and all(cut.is_row is not is_row for cut in chosen.values()):
+            there = ", ".join(cut.name for cut in chosen.values())
+            problems.append(
+                f"{name or type(scope).__name__} has no {kind}-parallel layer beside {there}, so "
+                f"that what ranks divide would never come together; {_SPEC}"
+            )
+    if attention:
+        plan.attentions.append(scope)
+        try:
+            plan.family.check(scope)
+        except CannotCut as error:
+            problems.append(f"{name} {error}")
+        for child in plan.family.embeddings:
+            embedding = getattr(scope, child, None)
+            if isinstance(embedding, nn.Embedding):
+                plan.embeddings[_joined(name, child)] = embedding
+
+
+def _by_specs(
+    name: str,
+    scope: nn.Module,
+    layers: Mapping[str, nn.Module],
+    partition: PartitionConfig | None,
+    problems: list[str],
+) -> dict[str, Any]:
+    """Child -> what the configuration says of it; None: it is not to be cut."""
+    chosen: dict[str, Any] = {}
+    for child, layer in layers.items() if partition is not None else ():
+        full = _joined(name, child)
+        spec = partition.spec_of(f"{full}.weight") if partition is not None else None
+        if spec is None:
+            continue
+        chosen[child] = None
+        if spec.is_skip:
+            continue
+        length = num_inputs(layer) if spec.is_row else num_outputs(layer)
+        try:
+            sizes = spec.sizes(layer, length) or (length,)
+        except CannotCut as error:
+            problems.append(f"{full} {error}")
+            continue
+        width = head_size(scope)
+        unit = width if width and all(part % width == 0 for part in sizes) else 1
+        chosen[child] = LayerCut(full, layer, spec.is_row, unit, sizes)
+    return chosen
+
+
+def _by_name(
+    family: Family, full: str, child: str, scope: nn.Module, layer: nn.Module
+) -> LayerCut | None:
+    """What a layer's own name says; None: nothing, see [Note: nothing unexplained]."""
+    if child in FUSED:
+        if child not in family.fused:
+            raise CannotCut(
+                f"is several layers in one, in an order that is not known for this model; {_SPEC}, "
+                "with its shape, or give a preset_model"
+            )
+        layout = family.fused[child](scope, layer)
+        sizes = layout.sizes or (num_outputs(layer),)
+        return LayerCut(full, layer, False, layout.unit, sizes)
+    if child not in COLUMNS | ROWS:
+        return None
+    is_row = child in ROWS
+    length, unit = num_inputs(layer) if is_row else num_outputs(layer), 1
+    if any(other in OF_HEADS | FUSED_HEADS for other, _ in scope.named_children()):
+        unit = head_size(scope)
+        if not unit or length % unit:
+            raise CannotCut(
+                f"has {length} {'inputs' if is_row else 'outputs'}, and {type(scope).__name__} "
+                f"does not say by head_dim how many heads these are; {_SPEC}"
+            )
+    return LayerCut(full, layer, is_row, unit, (length,))
+
+
+def _check_even(plan: Plan, size: int, problems: list[str]) -> None:
+    for cut in plan.layers:
+        counts = [part // cut.unit if part % cut.unit == 0 else 1 for part in cut.sizes]
+        uneven = next((count for count in counts if count % size), None)
+        if uneven is not None:
+            of = f" of {cut.unit} elements (heads, say)" if cut.unit > 1 else ""
+            problems.append(
+                f"{cut.name} has {uneven} parts{of}, which {size} ranks do not divide; use an "
+                "autotp_size that divides them"
+            )
+
+
+def _explain(
+    plan: Plan, model: nn.Module, partition: PartitionConfig | None, problems: list[str]
+) -> None:
+    """See [Note: nothing unexplained]."""
+    known = {id(param) for cut in plan.layers for param in cut.module.parameters(recurse=False)}
+    known |= {id(module.weight) for module in plan.embeddings.values()}
+    widths = {
+        num_outputs(cut.module) if cut.is_row else num_inputs(cut.module) for cut in plan.layers
+    }
+    attentions = {name: head_size(scope) for name, scope in plan.scopes.items() if head_size(scope)}
+    for block_name, block in _blocks(model, plan.scopes):
+        for own_name, param in block.named_parameters():
+            name = _joined(block_name, own_name)
+            spec = partition.spec_of(name) if partition is not None else None
+            if id(param) in known or (spec is not None and spec.is_skip):
+                continue
+            within = [width for scope, width in attentions.items() if name.startswith(f"{scope}.")]
+            if within and param.dim() == 1 and param.numel() == within[-1]:
+                plan.partial.append(name)
+            elif within or param.dim() != 1 or param.numel() not in widths:
+                problems.append(
+                    f"{name} of shape {tuple(param.shape)} is in a block whose layers are cut, and "
+                    "it is not known whether it is to be cut too. If all ranks can have it whole, "
+                    'say so by a spec of "partition_type": "skip" in '
+                    "tensor_parallel.partition_config.layer_specs"
+                )
+
+
+def _blocks(model: nn.Module, scopes: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost elements of lists and sequences that have a scope, and scopes that are in
+    none.
+    """
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.named_modules())
+    for scope in scopes:
+        parts = scope.split(".") if scope else []
+        outermost = scope
+        for end in range(len(parts)):
+            if isinstance(modules[".".join(parts[:end])], (nn.ModuleList, nn.Sequential)):
+                outermost = ".".join(parts[: end + 1])
+                break
+        found[outermost] = modules[outermost]
+    yield from found.items()
+
+
+def _joined(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

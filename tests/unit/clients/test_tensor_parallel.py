@@ -1,0 +1,20 @@
+"""accelerate and transformers' Trainer, unmodified, train with layers that the DeepSpeed
+configuration cuts over ranks as plain torch does with whole ones, and save whole weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unit.clients.launching import launch, need
+
+# fp32, relative to how far weights moved; sums are grouped otherwise over ranks. Data that ranks do
+# not share, or gradients averaged over ranks that share layers, are off by 0.5 and more.
+TOLERANCE = 1e-4
+
+
+def test_as_whole_layers(tmp_path: Path) -> None:
+    need("transformers", "accelerate")
+    found = launch("train_with_tensor_parallel.py", tmp_path, "1", processes=4)
+    assert len(found) == 2
+    assert {name: error for name, error in found.items() if error > TOLERANCE} == {}

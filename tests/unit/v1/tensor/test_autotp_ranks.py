@@ -1,0 +1,185 @@
+"""AutoTP on two ranks: what is checked, other ways to ask for it, and what trains beside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.module_inject import LinearAllreduce, LinearLayer
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.utils.exceptions import MisuseError
+from unit.common import DistributedTest
+from unit.v1.looping import each
+from unit.v1.tensor.architectures import batch_of, model_of
+from unit.v1.tensor.test_autotp import assert_close, check_training, config, start, whole
+
+pytest.importorskip("transformers")
+
+CHECKED = {"verify": {"ledger": True, "collectives": True}}
+
+
+class Gated(nn.Module):
+    """An MLP of two layers in one, with names that say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.both = nn.Linear(8, 24)
+        self.back = nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        one, other = self.both(self.norm(value)).chunk(2, -1)
+        return value + self.scale * self.back(torch.tanh(one) * other)
+
+
+class Own(nn.Module):
+    """A model of no library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"tp_size": 3},
+    {"tp_size": 2, "tp_group": 1},
+    {"tp_size": 2, "tp": {"tp_group": 1}},
+    {"tp_size": 2, "preset_model": "x"},
+]
+SPECS = [
+    {"patterns": [r".*\.both\.weight$"], "partition_type": "column", "shape": [2, -1]},
+    {"patterns": [r".*\.back\.weight$"], "partition_type": "row"},
+    {"patterns": [r".*\.scale$"], "partition_type": "skip"},
+]
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    def test_other_data_or_random_numbers_raise(self) -> None:
+        # Kills: training on, with wrong gradients.
+        engine = start("llama", 2, 1)
+        own = batch_of("llama", 2, dist.get_rank())
+        with pytest.raises(MisuseError, match=r"ranks \[0, 1\] .* different batches"):
+            engine(**own)
+        data = batch_of("llama", 2, 0)
+        longer = {key: value[:, : 5 + dist.get_rank()] for key, value in data.items()}
+        with pytest.raises(MisuseError, match="different batches"):
+            engine(**longer)
+        engine(**data)
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(MisuseError, match="random states differ"):
+            engine(**data)
+        with torch.no_grad():
+            engine(**data)
+        engine.destroy()
+
+    @each(kwargs=[{"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}], stage=[0, 2])
+    def test_replicas_stay_equal_with_dropout(self, kwargs: dict[str, Any], stage: int) -> None:
+        # Kills: ranks that seed themselves differently drop out different residuals.
+        torch.manual_seed(dist.get_rank())
+        engine = start("gpt2", 2, stage, model_of("gpt2", **kwargs))
+        data = batch_of("gpt2", 2, 0)
+        for _ in range(3):
+            engine.backward(engine(**data).loss)
+            engine.step()
+        for name, param in engine.module.named_parameters():
+            if not getattr(param, "tensor_model_parallel", False):
+                parts = [torch.empty_like(param) for _ in range(2)]
+                dist.all_gather(parts, param.detach())
+                assert torch.equal(*parts), name
+        engine.destroy()
+
+    @each(name=["qwen3", "gpt2"], checkpointed=[False, True])
+    def test_overlapped_recomputed_and_checked(self, name: str, checkpointed: bool) -> None:
+        # Kills: an input's gradient that is read before it has come; the ledger or the intent check
+        # taking layers' collectives for gradients'.
+        torch.manual_seed(0)
+        model = model_of(name)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        first = copy.deepcopy(model)
+        block = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
+        engine = start(name, 2, 2, model, **block, **CHECKED)
+        check_training(engine, first, name, 0.0)
+        engine.destroy()
+
+    def test_layers_by_patterns(self) -> None:
+        # Kills: patterns that are read and not used; a shape that is not.
+        torch.manual_seed(0)
+        model = Own()
+        first = copy.deepcopy(model)
+        block = {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}
+        engine = start("", 2, 1, model, tensor_parallel=block)
+        assert isinstance(engine.module.blocks[0].both, LinearLayer)
+        assert isinstance(engine.module.blocks[1].back, LinearAllreduce)
+        x = torch.randn(4, 8)
+        first(x).backward()
+        engine.backward(engine(x))
+        found = {
+            name: deepspeed.utils.safe_get_full_grad(param)
+            for name, param in engine.module.named_parameters()
+        }
+        for name, grad in whole(engine, found).items():
+            assert_close(name, grad, first.get_parameter(name).grad, 1.0)
+        engine.destroy()
+
+    @each(says=[True, False])
+    def test_cut_before_the_engine(self, says: bool) -> None:
+        # Kills: an engine that averages over ranks with other slices, or cuts again; parameters
+        # that an optimizer made before no longer holds.
+        torch.manual_seed(0)
+        model = model_of("mistral")
+        first = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        same = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
+        assert same is model and model.model.layers[0].mlp.up_proj.weight.shape == (12, 16)
+        keys = config(2, 1)
+        del keys["optimizer"]
+        if not says:
+            del keys["tensor_parallel"]
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=keys)[0]
+        assert engine.dp_world_size == 1 and engine.get_tensor_parallel_rank() == dist.get_rank()
+        check_training(engine, first, "mistral", 0.0)
+        engine.destroy()
+        with pytest.raises(DeepSpeedConfigError, match="autotp_size"):
+            deepspeed.tp_model_init(model, tp_size=4, dtype=torch.float32)
+
+    @each(kwargs=REFUSED)
+    def test_what_cannot_be_is_refused_before_anything_changes(
+        self, kwargs: dict[str, Any]
+    ) -> None:
+        model = model_of("opt")
+        shapes = [param.shape for param in model.parameters()]
+        with pytest.raises(DeepSpeedConfigError, match="autotp_size|tp_group|preset_model"):
+            deepspeed.tp_model_init(model, dtype=None, **kwargs)
+        assert shapes == [param.shape for param in model.parameters()]
+
+    @each(enabled=["bf16", "fp16", "torch_autocast"])
+    def test_half_precision(self, enabled: str) -> None:
+        # Kills: layers that cast otherwise than those they were.
+        torch.manual_seed(0)
+        model = model_of("llama")
+        first = copy.deepcopy(model)
+        block = {"autotp_size": 2, "tp_overlap_comm": enabled == "torch_autocast"}
+        more = {"tensor_parallel": block, enabled: {"enabled": True}}
+        engine = start("llama", 2, 2, model, **more)
+        data = batch_of("llama", 2, 0)
+        loss = engine(**data).loss
+        assert loss.item() == pytest.approx(first(**data).loss.item(), rel=0.03)
+        engine.backward(loss)
+        engine.step()
+        assert engine.get_global_grad_norm() is None or float(engine.get_global_grad_norm()) > 0
+        engine.destroy()
