@@ -28,6 +28,7 @@ from deepspeed.runtime.config_models.base import nested_model
 from deepspeed.runtime.config_models.reader import CPU_SWITCHES, PIN_MEMORY_SWITCH, RENAMED
 from deepspeed.runtime.config_models.refusals import (
     AT_STAGE_3,
+    BELOW_STAGE_3,
     INERT,
     REFUSALS,
     Inert,
@@ -224,10 +225,11 @@ def refused() -> Iterator[str]:
     yield "| key | refused |\n|---|---|"
     for each in of[Scope.VALUE]:
         yield f"| `{each.path}` | {each.remedy} |"
-    yield "\n### Refused at stage 3\n"
-    yield "| key | instead |\n|---|---|"
-    for each in AT_STAGE_3:
-        yield f"| `{rows[each.path].keys}` | {each.remedy} |"
+    for where, refusals in (("at", AT_STAGE_3), ("below", BELOW_STAGE_3)):
+        yield f"\n### Refused {where} stage 3\n"
+        yield "| key | instead |\n|---|---|"
+        for each in refusals:
+            yield f"| `{rows[each.path].keys}` | {each.remedy} |"
     yield "\n### Refused keys\n"
     yield "| key | type | default | meaning | instead |\n|---|---|---|---|---|"
     for each in of[Scope.KEY]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
@@ -205,10 +206,12 @@ def build_basic_optimizer(
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
+    """Whether some of the optimizer's state is on the host."""
     offload = config.tree.zero_optimization.offload_optimizer
     return (
         offload is not None
         and offload.device.value != "none"
+        and offload.ratio > 0.0
         and config.tree.zero_optimization.stage > 0
     )
 
@@ -312,6 +315,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
                 "offload_optimizer, which keeps all optimizer state on the host: remove one of them"
             )
         basic = on_shards(basic, tree, context.param_names, context.ranks)
+        _check_partial_offload(basic, context.config)
     if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
         raise DeepSpeedConfigError(
             f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
@@ -367,6 +371,22 @@ def _check_accumulation(
         f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage "
         f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's dtype"
     )
+
+
+def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    offload = config.tree.zero_optimization.offload_optimizer
+    if offload is None or not _offloads(config) or offload.ratio == 1.0:
+        return
+    # startup: few runs offload a part
+    from deepspeed.runtime.zero.partial_offload import has_device_optimizer
+
+    name = type(basic).__name__
+    if isinstance(basic, WholeParameterOptimizer) or not has_device_optimizer(basic):
+        raise DeepSpeedConfigError(
+            f"zero_optimization.offload_optimizer.ratio: {offload.ratio} with {name}, which does "
+            "not update one part on the host and another on the device: use 1.0, or Adam, AdamW or "
+            "Lion"
+        )
 
 
 def _sequence(context: WrapContext) -> dict[str, Any]:

@@ -89,11 +89,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.offload_optimizer.super_offload", _on, f"SuperOffload {LATER}; use false"
     ),
-    Refusal(
-        "zero_optimization.offload_optimizer.ratio",
-        lambda v: v != 1.0,
-        f"partial offload {LATER}; use 1.0",
-    ),
     Refusal("zero_optimization.zenflow", _given, f"ZenFlow {LATER}; remove the block"),
     Refusal(
         "zero_optimization.legacy_stage1", _on, "there is one implementation of stage 1; use false"
@@ -294,6 +289,15 @@ AT_STAGE_3: tuple[Refusal, ...] = (
 )
 """What only stage 3 does not honour."""
 
+BELOW_STAGE_3: tuple[Refusal, ...] = (
+    Refusal(
+        "zero_optimization.offload_optimizer.ratio",
+        lambda v: v != 1.0,
+        f"a part is offloaded at {STAGE_3} alone; use 1.0, or stage 3",
+    ),
+)
+"""What only stage 3 honours, and would change what others do."""
+
 
 def _inert_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Inert]:
     for name, field in model.model_fields.items():
@@ -319,8 +323,8 @@ def value_at(tree: BaseModel, path: str) -> Any:
 
 def refusals_of(tree: TrainingConfig) -> Iterator[str]:
     """Yield one line per refused value: key, value, remedy."""
-    at_stage_3 = AT_STAGE_3 if tree.zero_optimization.stage == ZeroStageEnum.weights else ()
-    for refusal in (*REFUSALS, *at_stage_3):
+    has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
+    for refusal in (*REFUSALS, *(AT_STAGE_3 if has_stage_3 else BELOW_STAGE_3)):
         value = value_at(tree, refusal.path)
         if value is not None and refusal.when(value):
             shown = getattr(value, "value", value)

@@ -149,11 +149,26 @@ class MasterWeightOptimizer(StepSequence):
         registration = {param: position for position, param in enumerate(self.param_names)}
         self.groups: list[ShardedGroup] = []
         self.registration: list[list[int]] = []
-        for param_group in init_optimizer.param_groups:
-            group = self._build_group(param_group, registration, master_dtype, grad_dtype)
+        trained = [
+            [param for param in param_group["params"] if param.requires_grad]
+            for param_group in init_optimizer.param_groups
+        ]
+        kept = self._kept_on_device(trained)
+
+        def add_group(params: Sequence[nn.Parameter], offload: bool) -> ShardedGroup:
+            group = self._build_group(params, registration, master_dtype, grad_dtype, offload)
             self.groups.append(group)
             self.registration.append(_positions(group.params, registration))
+            return group
+
+        for param_group, params, first in zip(
+            init_optimizer.param_groups, trained, kept, strict=True
+        ):
+            group = add_group(params[first:], self.cpu_offload)
             self._hand_to_optimizer(param_group, group, per_param)
+        if any(kept):
+            for params, first in zip(trained, kept, strict=True):
+                add_group(params[:first], offload=False)
         self._per_param = per_param
         if isinstance(init_optimizer, WholeParameterOptimizer) and not per_param:
             init_optimizer.use_shards(
@@ -167,14 +182,25 @@ class MasterWeightOptimizer(StepSequence):
 
     # Construction
 
+    def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
+        """With offload, how many of the first parameters of each group stay on the device all the
+        same: they form groups of their own (`groups`), as many, behind those that the wrapped
+        optimizer updates.
+        """
+        return [0] * len(params)
+
+    def _param_group_of(self, index: int) -> int:
+        """Which parameter group of the optimizer `groups[index]` is of."""
+        return index % len(self.param_groups)
+
     def _build_group(
         self,
-        param_group: dict[str, Any],
+        params: Sequence[nn.Parameter],
         registration: Mapping[nn.Parameter, int],
         master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
+        offload: bool,
     ) -> ShardedGroup:
-        params = [param for param in param_group["params"] if param.requires_grad]
         expert_group = expert_group_of_all(params)
         replicas = self._replicas(expert_group)
         # Experts are on fewer ranks than dense parameters, so their state has fewer and larger
@@ -205,10 +231,10 @@ class MasterWeightOptimizer(StepSequence):
             file_table=file_table,
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
-            device=torch.device("cpu") if self.cpu_offload else model_device,
+            device=torch.device("cpu") if offload else model_device,
             model_device=model_device,
             pin=pin,
-            offload=self.cpu_offload,
+            offload=offload,
             process_group=shard_group,
             replicas=replicas,
         )
@@ -312,7 +338,8 @@ class MasterWeightOptimizer(StepSequence):
         """See base class: local squared sums of all groups, then one reduction of them all."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index in range(len(self.groups)):
-            squares[index] += self._squared_norm(index, self.device).squeeze()
+            own = self._squared_norm(index, self.device).squeeze()
+            squares[self._param_group_of(index)] += own
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     # Update
@@ -334,13 +361,14 @@ class MasterWeightOptimizer(StepSequence):
                 self.optimizer.step()
             self._publish(delivered=True)
             return
-        grads = [group.grad_for_step() for group in self.groups]
-        for group, grad in zip(self.groups, grads, strict=True):
+        groups = self.groups[: len(self.param_groups)]
+        grads = [group.grad_for_step() for group in groups]
+        for group, grad in zip(groups, grads, strict=True):
             views = group.param_views(grad) if self._per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
         scaling.step(self.optimizer, grads)
-        for group in self.groups:
+        for group in groups:
             for master in group.masters:
                 master.grad = None
         self._publish(delivered=False)
@@ -516,7 +544,11 @@ class MasterWeightOptimizer(StepSequence):
             filed_as = (group.file_table.shard_numel,)
             by_owners = isinstance(self.optimizer, OwnerSteps)
             yield OwnTensor(
-                group.masters[0], index, runs, filed_as=filed_as, has_state=not by_owners
+                group.masters[0],
+                self._param_group_of(index),
+                runs,
+                filed_as=filed_as,
+                has_state=not by_owners,
             )
         if isinstance(self.optimizer, OwnerSteps):
             for tensor, index, param_index, name in self.optimizer.owned():

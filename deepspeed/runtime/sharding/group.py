@@ -61,7 +61,7 @@ class ShardedGroup:
         model_device: Device of the parameters, which a group without any cannot be asked for; None
             is `device`.
         pin: Whether host buffers are page-locked, so that copies can be asynchronous.
-        offload: Keep master and gradient apart from the model's buffer, on `device`.
+        offload: Keep master and gradient apart from the model's buffer, on `device`, the host.
         process_group: Ranks that own the shards; None if this rank owns everything.
         replicas: Ranks that hold the same parameters, over which their gradients are averaged; None
             is the world.
@@ -100,6 +100,7 @@ class ShardedGroup:
         self.shard_rank = shard
         self.process_group = process_group
         self.replicas = replicas
+        self.offload = offload
         self.pin = pin and offload
         self.grad_dtype = grad_dtype
         self.device = device

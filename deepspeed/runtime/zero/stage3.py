@@ -47,6 +47,7 @@ from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gather_unit import GatherUnit
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
 from deepspeed.runtime.zero.stage_1_and_2 import (
     BucketBuffer,
     DeepSpeedZeroOptimizer,
@@ -165,6 +166,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         self.parameter_offload = parameter_offload
         parameter_offload.has_optimizer = True
         super().__init__(init_optimizer, param_names, partition_grads=True, **kwargs)
+        kept = self.groups[len(init_optimizer.param_groups) :]
+        self._device_part = DevicePart(init_optimizer, kept) if kept else None
         self._copied = [copy for unit in self._all_units() for copy in self._place_shard(unit)]
         parameter_offload.tell_edits(self._on_edit)
 
@@ -173,6 +176,13 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         yield from self.parameter_offload.persistent_units
 
     # Layout
+
+    def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
+        """See base class: with `offload_optimizer.ratio`."""
+        if self.offload is None or self.offload.ratio == 1.0:
+            return super()._kept_on_device(params)
+        numels = [[record_of(param).numel for param in theirs] for theirs in params]
+        return num_kept(numels, self.offload.ratio)
 
     def _tables(
         self,
@@ -327,9 +337,12 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             own = [piece[part.start : part.start + part.numel] for piece in pieces]
             # A bucket's parts are written for the first time independently of one another.
             key = reduction.index + number * len(self.plans)
-            read = self.sink.add(
+            event = self.sink.add(
                 key, self.groups[part.group], part.segments, own, reduction.factors.post
             )
+            # Behind it are the copies to the host of all parts so far; of those that stay on the
+            # device there is none to wait for.
+            read = event if event is not None else read
         return read
 
     def exit_backward(self) -> None:
@@ -347,6 +360,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         self.parameter_offload.refuse_holders()
         if self.cpu_offload:
             self.parameter_offload.resources.before_write()
+        if self._device_part is not None:
+            # First: the device is busy with it while the host updates its own part.
+            self._device_part.step(scaling)
         super()._update(scaling)
 
     def _publish(self, delivered: bool) -> None:
@@ -354,6 +370,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         self.parameter_offload.before_update()
         if self.cpu_offload:
             self.parameter_offload.resources.before_write()
+        if delivered and self._device_part is not None:
+            for publisher in self._publishers()[len(self.param_groups) :]:
+                publisher.publish()
         super()._publish(delivered)
         self._copy_to_units()
         self.parameter_offload.after_update()
@@ -416,16 +435,44 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         """The owned master shard of each group."""
         return self.single_partition_of_fp32_groups
 
+    @property
+    def state(self) -> Any:
+        """See base class; with `offload_optimizer.ratio` that of both parts."""
+        state = self.optimizer.state
+        return {**state, **self._device_part.optimizer.state} if self._device_part else state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """See base class: what stays on the device comes first."""
+        if self._device_part is None:
+            return super().numbered_params()
+        count = len(self.param_groups)
+        return [
+            [*device.params, *host.params]
+            for host, device in zip(self.groups[:count], self.groups[count:], strict=True)
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in upstream's layout."""
+        part = self._device_part
+        base = self.optimizer.state_dict() if part is None else part.state_dict()
+        return self._in_files(base, [group.master.detach() for group in self.groups])
+
+    def _in_files(self, base: dict[str, Any], masters: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The state of every group's optimizer and its masters, as files have it."""
+        if self._device_part is not None:
+            base, masters = self._device_part.joined(base, masters)
         return {
             ZERO_STAGE: ZeroStageEnum.weights,
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             PARTITION_COUNT: self.num_shards,
-            OPTIMIZER_STATE_DICT: self.optimizer.state_dict(),
-            FP32_FLAT_GROUPS: [group.master.detach() for group in self.groups],
+            OPTIMIZER_STATE_DICT: base,
+            FP32_FLAT_GROUPS: list(masters),
         }
 
     @torch.no_grad()
@@ -440,10 +487,14 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         """
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.overflow = bool(state_dict["overflow"])
-        if load_optimizer_states:
+        part, masters = self._device_part, state_dict[FP32_FLAT_GROUPS]
+        if load_optimizer_states and part is None:
             load_in_place(self.optimizer, state_dict[OPTIMIZER_STATE_DICT])
+        elif load_optimizer_states and part is not None:
+            part.load(state_dict[OPTIMIZER_STATE_DICT])
         if load_from_fp32_weights:
-            for group, master in zip(self.groups, state_dict[FP32_FLAT_GROUPS], strict=True):
+            parts = masters if part is None else part.master_parts(masters)
+            for group, master in zip(self.groups, parts, strict=True):
                 group.master.copy_(master)
             self.update_lp_params()
         else:
@@ -468,21 +519,25 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         return (
             saved[PARTITION_COUNT] == self.num_shards
             and all(len(group["params"]) == 1 for group in base["param_groups"])
-            and [buffer.numel() for buffer in buffers]
-            == [group.table.shard_numel for group in self.groups]
+            and [buffer.numel() for buffer in buffers] == self._shard_numels()
             and is_dealt_alike(self, base)
         )
+
+    def _shard_numels(self) -> list[int]:
+        """Elements of this rank's shard of each parameter group of the optimizer."""
+        numels = [0] * len(self.param_groups)
+        for index, group in enumerate(self.groups):
+            numels[self._param_group_of(index)] += group.table.shard_numel
+        return numels
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         """See base class."""
         return {
-            **self.state_dict(),
+            **self._in_files(base, masters),
             LOSS_SCALER: self._scaler_after(scaler),
             "overflow": False,
-            OPTIMIZER_STATE_DICT: base,
-            FP32_FLAT_GROUPS: list(masters),
         }
 
     def destroy(self) -> None:

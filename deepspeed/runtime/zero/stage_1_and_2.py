@@ -590,14 +590,14 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def scaled_global_norm(self) -> torch.Tensor:
         """See base class."""
-        local = (
-            self.complete_grad_norm_calculation_for_cpu_offload
-            if self.cpu_offload
-            else self.get_grad_norm_direct
-        )
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
-        for group_index in range(len(self.groups)):
-            squares[group_index] += local(group_index).squeeze()
+        for group_index, group in enumerate(self.groups):
+            local = (
+                self.complete_grad_norm_calculation_for_cpu_offload
+                if group.offload
+                else self.get_grad_norm_direct
+            )
+            squares[self._param_group_of(group_index)] += local(group_index).squeeze()
         # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own
         # different numbers of groups (pipeline stages do), and a collective per group would then
         # never match. fp32 whatever the model's dtype.

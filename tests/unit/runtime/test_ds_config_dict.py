@@ -23,7 +23,13 @@ from deepspeed.runtime.config import (
 from deepspeed.runtime.config_models.base import nested_model
 from deepspeed.runtime.config_models.getters import GETTERS
 from deepspeed.runtime.config_models.reader import all_paths, known_fields, read_block
-from deepspeed.runtime.config_models.refusals import AT_STAGE_3, INERT, REFUSALS, value_at
+from deepspeed.runtime.config_models.refusals import (
+    AT_STAGE_3,
+    BELOW_STAGE_3,
+    INERT,
+    REFUSALS,
+    value_at,
+)
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
@@ -428,7 +434,6 @@ ON = {"enabled": True}
 REFUSED_EXAMPLES = [
     ("zero_optimization.offload_optimizer", {"device": "nvme"}),
     ("zero_optimization.offload_optimizer", {"super_offload": True}),
-    ("zero_optimization.offload_optimizer", {"ratio": 0.5}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.2}),
     ("zero_optimization.legacy_stage1", True),
     ("zero_optimization.zero_quantized_weights", True),
@@ -553,6 +558,15 @@ def test_groups_of_stage_3_have_no_effect_below(warnings):
     assert len(warnings) == 1
     assert "mics_shard_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
     assert "zero_hpz_partition_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
+
+
+def test_what_only_stage_3_has_is_refused_below_it():
+    assert [refusal.path for refusal in BELOW_STAGE_3] == [
+        "zero_optimization.offload_optimizer.ratio"
+    ]
+    part = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    assert BELOW_STAGE_3[0].remedy in error(zero_optimization={"stage": 2, **part})
+    config(zero_optimization={"stage": 3, **part})
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))

@@ -5,7 +5,13 @@ import sys
 from pathlib import Path
 
 from deepspeed.runtime.config_models.reader import all_paths
-from deepspeed.runtime.config_models.refusals import AT_STAGE_3, INERT, REFUSALS, Scope
+from deepspeed.runtime.config_models.refusals import (
+    AT_STAGE_3,
+    BELOW_STAGE_3,
+    INERT,
+    REFUSALS,
+    Scope,
+)
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import STAGE_3
 
@@ -66,4 +72,5 @@ def test_what_is_not_honoured_stands_apart() -> None:
     assert in_vain and listed.isdisjoint(apart | in_vain)
     assert not {"nebula", "compile", "aio", "zero_optimization.offload_param.max_in_cpu"} & listed
     assert "zero_optimization.stage3_max_live_parameters" in listed
-    assert all(f"{refusal.remedy} |" in refused for refusal in (*REFUSALS, *AT_STAGE_3))
+    everything = (*REFUSALS, *AT_STAGE_3, *BELOW_STAGE_3)
+    assert all(f"{refusal.remedy} |" in refused for refusal in everything)

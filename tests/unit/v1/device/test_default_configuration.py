@@ -84,10 +84,16 @@ _CPU = {"device": "cpu", "pin_memory": True}
 ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]]] = {
     "plain": (_dense, {}),
     "offload": (_dense, {"zero_optimization": {"offload_optimizer": _CPU}}),
+    "partial offload": (
+        _dense,
+        {"zero_optimization": {"offload_optimizer": {**_CPU, "ratio": 0.5}}},
+    ),
     "host checkpoints": (_dense, {"activation_checkpointing": {"cpu_checkpointing": True}}),
     "experts": (_experts, {}),
     "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
 }
+# What only stage 3 has.
+STAGES = {"partial offload": ((3, "bf16"), (3, "fp32"))}
 
 
 def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,8 @@ class TestEngines(DistributedTest):
         # Kills: a wait that only long runs or the defaults' sizes need; memory let go too early
         # where a bucket is never full; an engine that was never run on a device, or hangs on one of
         # few queues or processors.
-        for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32")):
+        usual = ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32"))
+        for stage, precision in STAGES.get(name, usual):
             if name == "offload" and stage == 0:
                 continue
             wanted = train(name, stage, precision, on_device=False)

@@ -11,7 +11,6 @@ from unit.v1.device.test_peak_memory import LAYERS, TOLERANCE, WIDTH, peak_of
 LAYER = WIDTH * WIDTH
 NUMEL = LAYERS * LAYER
 RANKS = 2
-ON_HOST = {"device": "cpu"}
 
 
 class Case(NamedTuple):
@@ -22,6 +21,7 @@ class Case(NamedTuple):
         params, optimizer: Whether they are on the host.
         ahead: Layers gathered ahead.
         fused: Layers that are one unit.
+        ratio: How much of the optimizer is on the host, if it is.
     """
 
     precision: str
@@ -29,11 +29,16 @@ class Case(NamedTuple):
     optimizer: bool = False
     ahead: int = 0
     fused: int = 1
+    ratio: float = 1.0
 
     @property
     def zero(self) -> dict[str, Any]:
         """Its configuration."""
-        places = {"offload_param": self.params, "offload_optimizer": self.optimizer}
+        places: dict[str, dict[str, Any]] = {}
+        if self.params:
+            places["offload_param"] = {"device": "cpu"}
+        if self.optimizer:
+            places["offload_optimizer"] = {"device": "cpu", "ratio": self.ratio}
         return {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -41,7 +46,7 @@ class Case(NamedTuple):
             "stage3_prefetch_bucket_size": self.ahead * LAYER,
             # An eighth of it is a layer, and no more than is gathered ahead is fused.
             "stage3_unit_fusion_size": 8 * LAYER,
-            **{key: ON_HOST for key, on_host in places.items() if on_host},
+            **places,
         }
 
     @property
@@ -50,9 +55,9 @@ class Case(NamedTuple):
         narrow = 4 if self.precision == "fp32" else 2
         unit = self.fused * LAYER
         states = 0 if self.params else narrow * NUMEL / RANKS
-        if not self.optimizer:
-            has_masters = self.precision != "fp32" or self.params
-            states += (4 * has_masters + 4 + 8) * NUMEL / RANKS
+        has_masters = self.precision != "fp32" or self.params
+        on_device = 1.0 - self.ratio if self.optimizer else 1.0
+        states += on_device * (4 * has_masters + 4 + 8) * NUMEL / RANKS
         gathers = narrow * (unit + self.ahead * LAYER) + narrow * unit
         gradients = narrow * (1 + 2 + 2 / RANKS) * unit
         if self.optimizer:
@@ -69,6 +74,7 @@ CASES = (
     Case("bf16"),
     Case("fp32", ahead=8, fused=8),
     Case("bf16", optimizer=True),
+    Case("bf16", optimizer=True, ratio=0.75),
     Case("bf16", params=True),
     Case("bf16", params=True, optimizer=True, ahead=2),
     Case("fp32", params=True, optimizer=True, ahead=8, fused=8),

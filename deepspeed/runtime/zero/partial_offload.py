@@ -1,0 +1,193 @@
+"""Partial offload (`offload_optimizer.ratio`): of each rank's masters and moments a part on the
+host, the rest on the device, each updated where it is.
+
+The first parameters of an optimizer group stay on the device, the last go to the host: their
+gradients come first in backward, and are on the host by the time that it ends. Both parts are
+groups of the optimizer (`MasterWeightOptimizer.groups`), so that what is reduced, the norm and what
+is gathered need not know. Here is what both together are: one step, and one state in files, which
+are those of any other ratio.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.loading_in_place import load_in_place
+
+State = Mapping[str, Any]
+
+
+def num_kept(numels: Sequence[Sequence[int]], ratio: float) -> list[int]:
+    """How many of the first parameters of each group stay on the device: so many that what goes to
+    the host, of this group and those before it, is as close to `ratio` of them as it gets.
+
+    Args:
+        numels: Elements of each parameter, by group.
+        ratio: 0 to 1.
+    """
+    found = []
+    total = on_host = 0.0
+    for sizes in numels:
+        total += sum(sizes)
+        left = [sum(sizes) - start for start in accumulate(sizes, initial=0)]
+        wanted = ratio * total - on_host
+        kept = min(range(len(left)), key=lambda first: (abs(left[first] - wanted), first))
+        on_host += left[kept]
+        found.append(kept)
+    return found
+
+
+def has_device_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some optimizer does on a device what this one does on the host, with the same
+    state.
+    """
+    return not isinstance(optimizer, HostOptimizer) or isinstance(
+        optimizer, DeepSpeedCPUAdam | DeepSpeedCPULion
+    )
+
+
+def _device_optimizer(
+    optimizer: torch.optim.Optimizer, masters: Sequence[Sequence[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """An optimizer like `optimizer` on the device, with a group of `masters` for each of its."""
+    options = [
+        {name: group[name] for name in group if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    groups = [{"params": list(theirs)} for theirs in masters]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        return FusedAdam(
+            groups,
+            bias_correction=all(group["bias_correction"] for group in options),
+            adam_w_mode=optimizer.adam_w_mode,
+            weight_decay=max(group["weight_decay"] for group in options),
+        )
+    if isinstance(optimizer, DeepSpeedCPULion):
+        return FusedLion(groups)
+    twin = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # schedules wrap it, bound to the other
+            vars(twin).setdefault(name, value)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**ours, **mine} for ours, mine in zip(options, groups, strict=True)]
+    return twin
+
+
+class DevicePart:
+    """The part of masters and moments that stays on the device.
+
+    Args:
+        host: The optimizer of the part on the host; hyper-parameters are its groups'.
+        groups: This part, one group for each of `host`, which may be empty.
+
+    Attributes:
+        optimizer: Updates it.
+
+    Raises:
+        ValueError: Adam without bias correction, which no device optimizer does.
+    """
+
+    def __init__(self, host: torch.optim.Optimizer, groups: Sequence[ShardedGroup]) -> None:
+        self._host = host
+        self._groups = groups
+        self.optimizer = _device_optimizer(host, [group.masters for group in groups])
+
+    @torch.no_grad()
+    def step(self, scaling: GradientScaling) -> None:
+        """Issue the update; the device works on it while the host updates its part."""
+        for mine, theirs in zip(self.optimizer.param_groups, self._host.param_groups, strict=True):
+            mine.update({key: theirs[key] for key in self._host.defaults if key in mine})
+        trained = [group for group in self._groups if group.params]
+        grads = [group.grad_for_step() for group in trained]
+        for group, grad in zip(trained, grads, strict=True):
+            group.masters[0].grad = grad
+        scaling.step(self.optimizer, grads)
+        for group in trained:
+            group.masters[0].grad = None
+
+    # State in files: that of an optimizer of both parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of both optimizers: the host's, and behind its tensors those of the device, as
+        `MasterWeightOptimizer.own_tensors` numbers them.
+        """
+        host, device = self._host.state_dict(), self.optimizer.state_dict()
+        states = {len(self._groups) + number: state for number, state in device["state"].items()}
+        return {**host, "state": {**host["state"], **states}}
+
+    def joined(
+        self, base: State, masters: Sequence[torch.Tensor]
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """State and masters of the groups as they are, made those of whole groups, on the host.
+
+        Args:
+            base: As `state_dict` returns it.
+            masters: Of each group of the optimizer, the host's first.
+        """
+        count = len(self._groups)
+        states = {
+            number: _join(base["state"].get(count + number, {}), base["state"].get(number, {}))
+            for number in range(count)
+        }
+        wholes = [
+            torch.cat([device.detach().cpu(), host.detach().cpu()])
+            for host, device in zip(masters[:count], masters[count:], strict=True)
+        ]
+        return {**base, "state": {n: state for n, state in states.items() if state}}, wholes
+
+    def load(self, base: State) -> None:
+        """Give both optimizers what is theirs of the state of whole groups."""
+        parts = {number: self._cut(number, state) for number, state in base["state"].items()}
+        load_in_place(
+            self._host, {**base, "state": {number: host for number, (_, host) in parts.items()}}
+        )
+        own = self.optimizer.state_dict()["param_groups"]
+        states = {number: device for number, (device, _) in parts.items() if device}
+        self.optimizer.load_state_dict({"state": states, "param_groups": own})
+
+    def master_parts(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Masters of whole groups, made those of the groups as they are."""
+        kept = [group.table.shard_numel for group in self._groups]
+        return [
+            *(master[first:] for master, first in zip(masters, kept, strict=True)),
+            *(master[:first] for master, first in zip(masters, kept, strict=True)),
+        ]
+
+    def _cut(self, number: int, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State of a whole group as that of its parts on the device and on the host."""
+        kept = self._groups[number].table.shard_numel
+        device = {
+            key: value[:kept] if _is_per_element(value) else copy.deepcopy(value)
+            for key, value in state.items()
+        }
+        host = {
+            key: value[kept:] if _is_per_element(value) else value for key, value in state.items()
+        }
+        return (device if self._groups[number].params else {}), host
+
+
+def _is_per_element(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _join(device: State, host: State) -> dict[str, Any]:
+    """State of the two parts of a shard as that of the whole; a part without elements may have
+    none.
+    """
+    whole = {**device, **host}
+    for key in device.keys() & host.keys():
+        if _is_per_element(host[key]):
+            whole[key] = torch.cat([device[key].cpu(), host[key].cpu()])
+    return whole
