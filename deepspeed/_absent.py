@@ -117,12 +117,6 @@ ABSENCES: tuple[Absence, ...] = (
         r"deepspeed\.ops\.adam", r"ZenFlow\w+", "ZenFlow comes in a later release; use FusedAdam"
     ),
     Absence(
-        r"deepspeed\.runtime\.zero\.offload_states",
-        "get_state_devices",
-        "device of a tensor: tensor.device; zero_optimization.offload_optimizer says where state "
-        "lies",
-    ),
-    Absence(
         r"deepspeed\.utils(\.tensor_fragment)?",
         r"(get|set)_(full_)?hp_\w+|get_full_hp\w+|set_full_hp\w+|map_to_flat_opt_states"
         r"|link_hp_params|lazy_init_hp_params_optimizer_state|tensor_fragment",
@@ -149,8 +143,7 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(
         _OPTIMIZERS,
         r"(offload|reload)_states",
-        "moving state between steps comes in a later release; use "
-        "zero_optimization.offload_optimizer",
+        "the optimizers of ZeRO stages 1 to 3 move state between steps; use one of these",
     ),
     Absence(
         _OPTIMIZERS,
@@ -160,12 +153,6 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(_OPTIMIZERS, "empty_partition_cache", "use engine.empty_partition_cache()"),
     Absence(_OPTIMIZERS, "|".join(sorted(OPTIMIZER_METHODS)), _INTERNAL),
     # The engine
-    Absence(
-        _ENGINE,
-        r"(offload|reload)_states",
-        "moving state between steps comes in a later release; use "
-        "zero_optimization.offload_optimizer",
-    ),
     Absence(
         _ENGINE,
         r"(sparse_all(reduce|_gather)\w*|zero_grad_hooks|clip_fp32_gradients|allreduce_(bucket|and_copy|no_retain)"

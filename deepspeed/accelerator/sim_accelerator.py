@@ -223,6 +223,24 @@ class Sim_Accelerator(CPU_Accelerator):
         memory.max_allocated, memory.max_reserved = memory.allocated, memory.reserved
 
 
+def simulated_device(needed_by: str) -> Sim_Accelerator:
+    """This process's accelerator, which must be the simulated device.
+
+    Args:
+        needed_by: Who asks, for the error.
+
+    Raises:
+        RuntimeError: It is another.
+    """
+    accelerator = get_accelerator()
+    if not isinstance(accelerator, Sim_Accelerator):
+        raise RuntimeError(
+            f"{needed_by}: {accelerator.device_name()} is no simulated device; set "
+            "DS_ACCELERATOR=sim"
+        )
+    return accelerator
+
+
 @contextmanager
 def simulate(
     seed: int = 0, schedule: int = 0, backward_streams: int = 0

@@ -8,7 +8,7 @@ loading `checkpointing`'s; configuration getters are in `engine_settings`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,8 @@ from deepspeed.runtime.tensor_parallel.cutting import cut_model, mpu_of
 from deepspeed.runtime.tensor_parallel.same_inputs import SameInputs
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.movable_states import MovableStates
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.logging import log_dist, logger, print_dist, set_log_level_from_string
@@ -330,6 +332,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, under autocast if configured."""
+        self._require_states("forward")
         self.timers.start_forward(self.training, inputs, kwargs)
         if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
             # The last backward raised before it could finish. One that runs now has called: it
@@ -783,6 +786,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
                 background has failed; an earlier checkpoint of that tag is untouched.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
+        self._require_states("save_checkpoint")
         return self._checkpoint.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -823,6 +827,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             load_module_only,
             custom_load_fn,
         )
+        self._require_states("load_checkpoint")
         return self._checkpoint.load(load_dir, tag, options)
 
     def module_state_dict(
@@ -960,6 +965,36 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
     def is_compiled(self) -> bool:
         """Whether `compile()` was called."""
         return self._is_compiled
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move the optimizer's state (all, or the kinds in `include`) to the host until
+        `reload_states`: see `runtime.zero.movable_states.MovableStates.offload_states`.
+        """
+        sequence = self._movable("offload_states")
+        sequence.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved."""
+        self._movable("reload_states").reload_states(non_blocking)
+
+    def _require_states(self, what: str) -> None:
+        if self._sequence is not None:
+            self._sequence.require_states(what)
+
+    def _movable(self, what: str) -> MovableStates:
+        sequence = self._require_optimizer(what)
+        if not isinstance(sequence, MovableStates):
+            raise RuntimeError(
+                f"engine.{what}() with {type(sequence).__name__} is not supported; use ZeRO stage "
+                '2 or 3, or stage 1 without "data_types": {"grad_accum_dtype": "fp32"}'
+            )
+        return sequence
 
     def empty_partition_cache(self) -> None:
         """Let gathered parameters of stage 3 go, and the memory that the device keeps for them:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.issue_log import (
     Communication,
     Entry,
@@ -32,7 +31,7 @@ from deepspeed.accelerator.sim.issue_log import (
     Kernel,
     StreamWait,
 )
-from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
+from deepspeed.accelerator.sim_accelerator import simulated_device
 from deepspeed.comm import stream_collectives
 from deepspeed.comm.stuck_ranks import HostWaitError
 
@@ -241,13 +240,7 @@ def check_budgets(*budgets: Budget) -> Iterator[None]:
         BudgetError: One of the devices can hang; on all ranks alike.
         RuntimeError: The accelerator is no simulated device.
     """
-    accelerator = get_accelerator()
-    if not isinstance(accelerator, Sim_Accelerator):
-        raise RuntimeError(
-            f"check_budgets: {accelerator.device_name()} is no simulated device; set "
-            "DS_ACCELERATOR=sim"
-        )
-    scheduler = accelerator.simulator.scheduler
+    scheduler = simulated_device("check_budgets").simulator.scheduler
     before = stream_collectives.num_issued()
     log = scheduler.log = IssueLog()
     try:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
+from deepspeed.accelerator.sim_accelerator import simulated_device
 from deepspeed.utils import memory_names
 
 
@@ -37,13 +36,8 @@ def memory_peak() -> Iterator[MemoryPeak]:
     Raises:
         RuntimeError: the accelerator is no simulated device.
     """
-    accelerator = get_accelerator()
-    if not isinstance(accelerator, Sim_Accelerator):
-        raise RuntimeError(
-            f"memory_peak: {accelerator.device_name()} does not tell who holds its memory; set "
-            "DS_ACCELERATOR=sim"
-        )
+    allocator = simulated_device("memory_peak").simulator.allocator
     peak = MemoryPeak()
-    with accelerator.simulator.allocator.recording() as record:
+    with allocator.recording() as record:
         yield peak
         peak.nbytes, peak.by_owner = record.nbytes, record.by_owner(memory_names.describe)

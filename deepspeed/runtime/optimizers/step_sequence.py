@@ -118,6 +118,11 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         # Steps that were skipped, as far as the host knows; see `learn_outcome`.
         self.skipped_steps = 0
 
+    def require_states(self, what: str) -> None:
+        """Before `what` ("forward", "backward", "step", or a method of the engine's): see that the
+        state that it needs is on the device.
+        """
+
     # Gradients: what a stage provides
 
     def backward_prologue(self) -> None:

@@ -156,6 +156,15 @@ class ShardedGroup:
             self._grad = self.host_or_device(zeros)
         return self._grad
 
+    @property
+    def has_grad(self) -> bool:
+        """Whether the owned gradient has been allocated."""
+        return self._grad is not None
+
+    def drop_grad(self) -> None:
+        """Let go of the owned gradient, which nobody needs any more."""
+        self._grad = None
+
     def use_grad(self, grad: torch.Tensor) -> None:
         """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full
         accumulator).

@@ -76,6 +76,7 @@ class GatherResources:
         whole: Pool of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
+        are_away: The shards are kept off the device (`offload_states`).
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class GatherResources:
         self.whole = MemoryPool(self.context.has_streams)
         self.shards_updated: Any = None
         self.num_updates = 0
+        self.are_away = False
 
     def mark_updated(self) -> None:
         """Shards were written by what has been issued on the current stream."""
@@ -283,6 +285,11 @@ class GatherUnit:
         if self.is_whole or self.is_on_its_way:
             return
         shared = self.resources
+        if shared.are_away:
+            raise RuntimeError(
+                f"{self.label} while offload_states keeps lp_params off the device: call "
+                "reload_states() first"
+            )
         group, own, shard, self._update = self._source()
         announce(self.label, group)
         with shared.loading():
@@ -410,6 +417,16 @@ class GatherUnit:
             if not record.readers:
                 hide(param)
         self.forget()
+
+    def put_away(self) -> None:
+        """The shards leave the device: keep nothing there that was made of them."""
+        if self._secondary is not None:
+            self._secondary.drop()
+        if self.persists:
+            self.forget()
+            self._own_memory = None
+            for param in self.params:
+                hide(param)
 
     def forget(self) -> None:
         """Give the memory back; nobody shows what is in it."""

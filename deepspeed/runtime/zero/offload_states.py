@@ -1,7 +1,7 @@
 """Moves an optimizer's state to the host and back, under upstream's names.
 
-For torch's optimizers that no ZeRO stage has wrapped. What a stage keeps it keeps itself
-(`zero_optimization.offload_optimizer`): between steps its buffers must stay where they are.
+For torch's optimizers that no ZeRO stage has wrapped. What a stage keeps `engine.offload_states`
+moves (`movable_states`), and `get_state_devices` says where it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed._lazy import lazy_attributes
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 __getattr__ = lazy_attributes(__name__)
 
@@ -67,3 +68,14 @@ def reload_adam_states(
 ) -> None:
     """`reload_optimizer_states`, by its older name."""
     reload_optimizer_states(optimizer, device, non_blocking)
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """The devices that a kind of an engine's state is on; none if there is nothing of it now.
+
+    Args:
+        model: An engine of ZeRO stage 1, 2 or 3.
+        state: The kind.
+    """
+    tensors = model.optimizer.state_tensors(OffloadStateTypeEnum(state))
+    return {tensor.device for tensor in tensors if tensor.numel()}

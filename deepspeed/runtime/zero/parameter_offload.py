@@ -425,8 +425,8 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.drop_ahead(unit)
         self.resources.mark_updated()
 
-    def refuse_holders(self) -> None:
-        """An optimizer is about to update the shards.
+    def refuse_holders(self, before: str = "step()") -> None:
+        """Shards are about to change, or to leave.
 
         Raises:
             RuntimeError: Somebody has parameters whole, which would keep their old values.
@@ -436,7 +436,7 @@ class DeepSpeedZeRoOffload:
             raise RuntimeError(
                 f"parameters of {', '.join(held[:4])} are whole in a running forward, by "
                 "GatheredParameters or by all_gather(), and would keep their old values: leave it "
-                "before step()"
+                f"before {before}"
             )
 
     def before_update(self) -> None:

@@ -70,3 +70,8 @@ class SecondaryShards:
     def forget(self) -> None:
         """The copy, or one that is about to be made, is not right any more."""
         self._is_wanted = self._is_right = False
+
+    def drop(self) -> None:
+        """The same, and let go of its memory, which is that of the stream that gathers."""
+        self.forget()
+        self._memory = None

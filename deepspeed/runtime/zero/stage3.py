@@ -46,6 +46,7 @@ from deepspeed.runtime.sharding.publisher import Gather, Publisher
 from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
 from deepspeed.runtime.zero.stage_1_and_2 import (
@@ -423,6 +424,38 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         # After the master, which in fp32 is the memory that gathers read.
         self.parameter_offload.shard_changed(param)
 
+    # Moving state off the device
+
+    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """See base class; nothing stays gathered of parameters that leave."""
+        super()._leave(kinds)
+        if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+            self._fillers = {}
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self.parameter_offload.refuse_holders("offload_states()")
+            self.parameter_offload.before_update()
+            for unit in self._all_units():
+                unit.put_away()
+            self.parameter_offload.resources.let_go()
+            self.parameter_offload.resources.are_away = True
+
+    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """See base class."""
+        super()._come_back(kinds)
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self.parameter_offload.resources.are_away = False
+            self.parameter_offload.resources.mark_updated()
+            self.parameter_offload.gather_persistent()
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        """See base class: all shards, those that are not trained too."""
+        yield from (group.flat for group in self.groups)
+        for unit in self._all_units():
+            yield unit.shard
+            yield from (record.shard for record in unit.records)
+        for pair in self._copied:
+            yield from pair
+
     # State
 
     @property
@@ -542,6 +575,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
 
     def destroy(self) -> None:
         """See base class; the model gets plain parameters back. All ranks call it."""
+        self.reload_states()
         self.parameter_offload.destroy()
         super().destroy()
 

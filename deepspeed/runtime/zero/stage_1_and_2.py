@@ -45,7 +45,8 @@ from deepspeed.runtime.gradients.static_sums import StaticSumGuard
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.movable_states import MovableStates
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
@@ -131,7 +132,7 @@ class IPGBucket:
         self.copy_streams.clear()
 
 
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
+class DeepSpeedZeroOptimizer(MovableStates):
     """ZeRO-1 (`partition_grads=False`) and ZeRO-2 (`partition_grads=True`).
 
     Args:
@@ -324,6 +325,7 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     def backward_prologue(self) -> None:
         """See base class: decides once per backward whether hooks reduce."""
+        super().backward_prologue()
         self._reducing = self.reduces_now
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
@@ -604,6 +606,18 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         if self.norm_group is not None:
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
         return self._norm_of(squares)
+
+    # Moving state off the device
+
+    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """See base class."""
+        if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+            self._free_buffers = []
+        if OffloadStateTypeEnum.lp_grads in kinds and not self.has_reduced_gradients:
+            for group in self.groups:
+                group.drop_grad()
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self._settle_parameters()
 
     # Clearing and state
 

@@ -93,7 +93,7 @@ ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]
     "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
 }
 # What only stage 3 has.
-STAGES = {"partial offload": ((3, "bf16"), (3, "fp32"))}
+STAGES = {"partial offload": ((3, "bf16"),)}
 
 
 def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -208,6 +208,10 @@ class TestCopiesAreNeverOld(DistributedTest):
             assert unit._secondary._memory.numel() * 2 == unit.table.padded_numel
         assert offload.persistent_units
         assert all(unit._secondary is None for unit in offload.persistent_units)
+        engine.offload_states()  # or they stay on the device without the shards
+        assert all(unit._secondary._memory is None for unit in offload.units)
+        engine.reload_states()
+        train(engine, 1)
         engine.destroy()
         engine = engine_of(make_net(), config_of(3, **zero, zero_hpz_partition_size=4))
         assert all(unit._secondary is None for unit in engine.parameter_offload.units)

@@ -1,0 +1,260 @@
+"""State of a ZeRO optimizer that leaves the device between steps and comes back
+(`offload_states`, `reload_states`), so that something else has the memory meanwhile.
+
+[Note: memory moves, tensors stay]
+Whoever holds a tensor goes on holding it: the optimizer its masters, a unit its shards, the model
+its parameters. What changes is the memory under them. Tensors that share a piece of device memory
+are found together, the piece is copied once, and each becomes a view of the copy in the same place.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.accelerator import Event, get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+
+# What a forward or a backward cannot do without; a step needs everything.
+NEEDED = {
+    "forward": {OffloadStateTypeEnum.lp_params},
+    "backward": {
+        OffloadStateTypeEnum.lp_params,
+        OffloadStateTypeEnum.lp_grads,
+        OffloadStateTypeEnum.contiguous_grad_buffer,
+    },
+}
+
+
+class _Piece(NamedTuple):
+    """A piece of memory that has left the device.
+
+    Attributes:
+        tensors: Everybody who lies in it.
+        host: What it holds, 1-D.
+        device: Where it was.
+    """
+
+    tensors: list[torch.Tensor]
+    host: torch.Tensor
+    device: torch.device
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last+1 element of the memory that a tensor lies in."""
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return start, start + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _by_memory(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that lie in the same piece of device memory, together."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return  # there is no other memory
+    found: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and accelerator.on_accelerator(tensor):
+            key = (tensor.untyped_storage().data_ptr(), tensor.dtype)
+            found.setdefault(key, {})[id(tensor)] = tensor
+    for together in found.values():
+        yield list(together.values())
+
+
+@torch.no_grad()
+def _lay(tensors: Iterable[torch.Tensor], memory: torch.Tensor, first: int = 0) -> None:
+    """Let tensors lie in `memory`, which stands for elements of theirs from `first` on."""
+    for tensor in tensors:
+        at = int(tensor.storage_offset()) - first
+        tensor.data = memory.as_strided(tensor.size(), tensor.stride(), at)
+
+
+class HostPieces:
+    """Pieces of memory on the host, by kind of state; page-locked ones are used again, because
+    locking takes longer than copying.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[OffloadStateTypeEnum, list[_Piece]] = {}
+        self._spare: list[tuple[torch.Tensor, Event | None]] = []
+
+    @torch.no_grad()
+    def take(self, kind: OffloadStateTypeEnum, tensors: Iterable[torch.Tensor], pin: bool) -> None:
+        """Move the memory of `tensors` to the host, behind what has been issued on the current
+        stream.
+        """
+        pieces = self.kinds.setdefault(kind, [])
+        for together in _by_memory(tensors):
+            spans = [_span(tensor) for tensor in together]
+            start, end = min(first for first, _ in spans), max(last for _, last in spans)
+            whole = together[0].detach().as_strided((end - start,), (1,), start)
+            host = self._to_host(whole, pin)
+            pieces.append(_Piece(together, host, whole.device))
+            _lay(together, host, start)
+
+    def _to_host(self, whole: torch.Tensor, pin: bool) -> torch.Tensor:
+        if not pin:
+            return get_accelerator().to_host(whole)
+        host = self._page_locked(whole)
+        host.copy_(whole, non_blocking=True)
+        return host
+
+    def _page_locked(self, like: torch.Tensor) -> torch.Tensor:
+        for position, (memory, event) in enumerate(self._spare):
+            if memory.dtype == like.dtype and memory.numel() == like.numel():
+                del self._spare[position]
+                if event is not None:
+                    event.synchronize()
+                return memory
+        empty = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
+        return get_accelerator().pin_memory(empty)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Move everything back, behind what has been issued on the current stream."""
+        accelerator = get_accelerator()
+        copied = []
+        for piece in (piece for pieces in self.kinds.values() for piece in pieces):
+            whole = torch.empty(piece.host.shape, dtype=piece.host.dtype, device=piece.device)
+            locked = accelerator.is_pinned(piece.host)
+            whole.copy_(piece.host, non_blocking=locked)
+            _lay(piece.tensors, whole)
+            copied += [piece.host] if locked else []
+        if copied:
+            event = accelerator.Event()
+            event.record(accelerator.current_stream())
+            self._spare += [(memory, event) for memory in copied]
+        self.kinds = {}
+
+
+class MovableStates(ZeROOptimizer):
+    """A ZeRO optimizer whose state may leave the device; see module. What is on the host anyway
+    (`offload_optimizer`, `offload_param`) stays there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._away = HostPieces()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def states_away(self) -> list[OffloadStateTypeEnum]:
+        """What has left the device."""
+        return list(self._away.kinds)
+
+    def require_states(self, what: str) -> None:
+        """See base class.
+
+        Raises:
+            RuntimeError: Something that it needs is away.
+        """
+        away = self._away.kinds.keys() & NEEDED.get(what, set(OffloadStateTypeEnum))
+        if away:
+            raise RuntimeError(
+                f"{what} while offload_states keeps {', '.join(sorted(away))} off the device: call "
+                "reload_states() first"
+            )
+
+    def backward_prologue(self) -> None:
+        """See base class."""
+        self.require_states("backward")
+        super().backward_prologue()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """See base class."""
+        self.require_states("step")
+        super().step(closure)
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to the host, and give the device's memory back. All ranks call it alike,
+        between steps, and `reload_states` before what needs it.
+
+        Args:
+            include: Which kinds; None: all. What is away already stays so. Masters that are the
+                model's own parameters (fp32) go with `lp_params`.
+            device: "cpu".
+            pin_memory: To page-locked memory, which is kept for the next time.
+            non_blocking: Return when the copies are issued: what is on the host may be read after
+                the device has been synchronized, and its memory is given back to this process
+                only.
+
+        Raises:
+            ValueError: Another device.
+            RuntimeError: Parameters are whole in a running forward or by `GatheredParameters`.
+        """
+        if device != OffloadDeviceEnum.cpu:
+            raise ValueError(f"offload_states(device={device!r}) is not supported; use 'cpu'")
+        kinds = [
+            kind
+            for kind in OffloadStateTypeEnum
+            if (include is None or kind in include) and kind not in self._away.kinds
+        ]
+        self.finish_gradients()
+        self._leave(kinds)
+        for kind in kinds:
+            self._away.take(kind, self.state_tensors(kind), pin_memory)
+        if not non_blocking:
+            get_accelerator().synchronize()
+            get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved, bit for bit. All ranks call it.
+
+        Args:
+            non_blocking: Return when the copies are issued; all that is issued later is behind
+                them.
+        """
+        kinds = self.states_away
+        if kinds:
+            self._away.give_back()
+            self._come_back(kinds)
+        if kinds and not non_blocking:
+            get_accelerator().synchronize()
+
+    @abstractmethod
+    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """Let go of what need not be kept of these kinds, and have nothing use the rest."""
+
+    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """State of these kinds was written by what has been issued on the current stream."""
+
+    def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
+        """All tensors that lie in the memory of a kind of state, and live from step to step."""
+        if kind is OffloadStateTypeEnum.optim_states:
+            values = (value for state in self.state.values() for value in state.values())
+            # Optimizers read counters on the host or the device, as they made them.
+            return [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
+        if kind is OffloadStateTypeEnum.lp_grads:
+            sums = self.accumulator
+            local = [] if sums is None else [*sums.flats, *(v for vs in sums.views for v in vs)]
+            return [*(group.grad for group in self.groups if group.has_grad), *local]
+        if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
+            return []  # nothing is kept in it
+        wanted = kind is OffloadStateTypeEnum.lp_params
+        masters = [
+            tensor
+            for group in self.groups
+            if group.aliased is wanted
+            for tensor in (group.master, *group.masters)
+        ]
+        return [*masters, *self._weights()] if wanted else masters
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        """All tensors that lie in the memory of the model's weights."""
+        for group in self.groups:
+            yield group.flat
+            yield from group.params
+
+    def destroy(self) -> None:
+        """See base class."""
+        self.reload_states()
+        super().destroy()
