@@ -2,8 +2,10 @@
 cut.
 
 A group's shards are moved to a layout in which every parameter lies whole on one rank (`exchange`),
-each rank computes its own, and the results go back the same way. A rank sends and receives about as
-many elements as its shard has, whatever the number of ranks.
+each rank computes its own, and the results go back the same way. A rank sends and receives at most
+about as many elements as its shard has, whatever the number of ranks, and nothing of what it owns
+already: where shards are cut from long rows of parameters (stages 1 and 2 with large buckets) that
+is most of it.
 """
 
 from __future__ import annotations
@@ -23,26 +25,65 @@ from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
-def deal(costs: Sequence[int], num_shards: int) -> list[ShardRank]:
+def deal(
+    costs: Sequence[int], num_shards: int, homes: Sequence[ShardRank] | None = None
+) -> list[ShardRank]:
     """The owner of each parameter: the dearest first, each to who has least.
 
-    No rank has more than 4/3 of what the best deal would leave the busiest.
+    No rank has more than 7/5 of what the best deal would leave the busiest.
+
+    Args:
+        costs: Of each parameter.
+        num_shards: How many ranks there are.
+        homes: A rank for each parameter that should get it if that makes the busiest rank hardly
+            busier; None: all are alike.
     """
-    loads = [(0, shard) for shard in range(num_shards)]  # a heap
-    owners = [0] * len(costs)
-    for param in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        load, owners[param] = loads[0]
-        heapq.heapreplace(loads, (load + costs[param], owners[param]))
+    balanced = _dealt(costs, num_shards, None)
+    if homes is None:
+        return balanced
+    near = _dealt(costs, num_shards, homes)
+    is_balanced = 20 * _busiest(costs, near) <= 21 * _busiest(costs, balanced)
+    return near if is_balanced else balanced
+
+
+def _dealt(
+    costs: Sequence[int], num_shards: int, homes: Sequence[ShardRank] | None
+) -> list[ShardRank]:
+    """Everyone's first up to an equal share, then the rest to who has least."""
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    loads, owners = [0] * num_shards, [-1] * len(costs)
+    for param in order if homes is not None else ():
+        home = homes[param]  # type: ignore[index]  # as above
+        if num_shards * (loads[home] + costs[param]) <= sum(costs):
+            owners[param] = home
+            loads[home] += costs[param]
+    heap = [(load, shard) for shard, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for param in order:
+        if owners[param] < 0:
+            load, owners[param] = heap[0]
+            heapq.heapreplace(heap, (load + costs[param], owners[param]))
     return owners
 
 
+def _busiest(costs: Sequence[int], owners: Sequence[ShardRank]) -> int:
+    loads: dict[ShardRank, int] = {}
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] = loads.get(owner, 0) + cost
+    return max(loads.values(), default=0)
+
+
 def work(shape: torch.Size) -> int:
-    """What the product of a matrix, or of each of a stack, with its transpose costs; tensors of
-    more dimensions are matrices of the first and all others, those of fewer count by elements.
+    """Multiplications of a step of Newton-Schulz (`ops.muon.newton_schulz`) with a matrix, or with
+    each of a stack; tensors of more dimensions are matrices of the first and all others, those of
+    fewer count by elements.
     """
-    if len(shape) < 2:
-        return shape.numel()
-    return shape.numel() * min(shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel()))
+    numel = shape.numel()
+    if len(shape) < 2 or numel == 0:
+        return numel
+    short = min(shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel()))
+    stack = shape[0] if len(shape) == 3 else 1
+    return 2 * numel * short + stack * short**3
 
 
 class DealtTable:
@@ -114,8 +155,17 @@ class DealtParameters(WholeParameters):
     @cached_property
     def table(self) -> DealtTable:
         """Who computes what."""
-        owners = deal([work(shape) for shape in self.shapes], self._group.num_shards)
-        return DealtTable(self._group.table.numels, owners, self._group.num_shards)
+        group = self._group
+        # Who has more than half of a parameter has the element in its middle.
+        middles = [numel // 2 for numel in group.table.numels]
+        homes = [
+            next((part.shard for part in group.table.of_range(param, at, at + 1)), 0)
+            if group.table.numels[param]
+            else 0
+            for param, at in enumerate(middles)
+        ]
+        owners = deal([work(shape) for shape in self.shapes], group.num_shards, homes)
+        return DealtTable(group.table.numels, owners, group.num_shards)
 
     @cached_property
     def _exchanges(self) -> tuple[LayoutExchange, LayoutExchange, NumEl]:

@@ -76,6 +76,30 @@ def overlaps(mine: Layout, other: Layout, shard: ShardRank) -> list[Run]:
     return runs
 
 
+class Kept(NamedTuple):
+    """`numel` elements that a rank has in both layouts, at `source` and at `target`."""
+
+    source: NumEl
+    target: NumEl
+    numel: NumEl
+
+
+def kept(sent: Iterable[Run], received: Iterable[Run]) -> Iterator[Kept]:
+    """What travels from a rank to itself: the same elements in the same order, in runs that each
+    side has cut as its layout does.
+    """
+    sources = iter(sent)
+    source, left = 0, 0
+    for run in received:
+        done = 0
+        while done < run.numel:
+            if left == 0:
+                _, source, left = next(sources)
+            numel = min(left, run.numel - done)
+            yield Kept(source, run.start + done, numel)
+            source, left, done = source + numel, left - numel, done + numel
+
+
 def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
     """`runs` by the round in which they travel: element `i` of a message in round `i // limit`."""
     rounds: list[list[Run]] = [[] for _ in range(count)]
@@ -112,12 +136,21 @@ class LayoutExchange:
         self._group = group
         self._device = device or group.flat.device
         self._target_numel = target.shard_numel
-        self._sent = overlaps(source, target, group.shard_rank)
-        self._received = overlaps(target, source, group.shard_rank)
+        own = group.shard_rank
+        sent, received = overlaps(source, target, own), overlaps(target, source, own)
+        self._sent = [run for run in sent if run.peer != own]
+        self._received = [run for run in received if run.peer != own]
+        self._kept = list(
+            kept(
+                [run for run in sent if run.peer == own],
+                [run for run in received if run.peer == own],
+            )
+        )
+        self._has_padding = sum(run.numel for run in received) < target.shard_numel
 
     @property
     def longest(self) -> NumEl:
-        """Elements of the longest message that this rank sends."""
+        """Elements of the longest message that this rank sends to another."""
         return max(self._numel_by_peer(self._sent), default=0)
 
     def _numel_by_peer(self, runs: Iterable[Run]) -> list[NumEl]:
@@ -137,7 +170,10 @@ class LayoutExchange:
         """
         limit = max(1, ROUND_NUMEL // self._group.num_shards)
         count = -(-longest // limit)
-        moved = torch.zeros(self._target_numel, dtype=shard.dtype, device=device)
+        make = torch.zeros if self._has_padding else torch.empty
+        moved = make(self._target_numel, dtype=shard.dtype, device=device)
+        for source, target, numel in self._kept:
+            moved[target : target + numel].copy_(shard[source : source + numel])
         for sent, received in zip(
             in_rounds(self._sent, limit, count),
             in_rounds(self._received, limit, count),
@@ -157,8 +193,6 @@ class LayoutExchange:
         group = self._group
         pieces = [shard[run.start : run.start + run.numel] for run in sent]
         message = torch.cat([shard[:0], *pieces]).to(self._device)
-        if group.num_shards == 1:
-            return message
         arrived = message.new_empty(sum(run.numel for run in received))
         # As bytes: not every backend sends every dtype that an optimizer may keep.
         size = shard.element_size()

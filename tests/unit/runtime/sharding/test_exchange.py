@@ -4,9 +4,10 @@ ends of a message alike.
 
 from __future__ import annotations
 
+import itertools
 import random
 
-from deepspeed.runtime.sharding.exchange import Run, in_rounds, overlaps
+from deepspeed.runtime.sharding.exchange import Run, in_rounds, kept, overlaps
 from deepspeed.runtime.sharding.fragments import FragmentTable
 
 
@@ -75,6 +76,35 @@ def test_every_element_arrives_at_its_place_in_both_directions():
         for limit in (1, 5, 1000):
             assert moved(memory, files, limit) == values(files)
             assert moved(files, memory, limit) == values(memory)
+
+
+def test_what_a_rank_has_in_both_layouts_is_copied_to_its_place():
+    # Kills: runs that each side has cut otherwise paired off as they are, an element left out.
+    generator = random.Random(3)
+    for files, memory in layouts():
+        for rank in range(files.num_shards):
+            ends = [
+                [run for run in overlaps(*tables, rank) if run.peer == rank]
+                for tables in ((memory, files), (files, memory))
+            ]
+            own, there = values(memory)[rank], values(files)[rank]
+            copied = list(kept(*ends))
+            assert sum(numel for _, _, numel in copied) == sum(run.numel for run in ends[1])
+            for source, target, numel in copied:
+                assert own[source : source + numel] == there[target : target + numel]
+    # The same elements, cut elsewhere on either side.
+    for _ in range(20):
+        cuts = [sorted({0, 30, *generator.sample(range(31), 4)}) for _ in range(2)]
+        sides = [
+            [Run(0, 100 * side + start, end - start) for start, end in itertools.pairwise(points)]
+            for side, points in enumerate(cuts)
+        ]
+        found = [
+            (source + at, target + at)
+            for source, target, numel in kept(*sides)
+            for at in range(numel)
+        ]
+        assert found == [(at, 100 + at) for at in range(30)]
 
 
 def test_neighbours_travel_as_one_run():

@@ -431,6 +431,11 @@ def test_deal() -> None:
     owners = deal(costs, 3)
     loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in range(3)]
     assert max(loads) <= 4 / 3 * sum(costs) / 3
+    # Kills: a home that is not asked, or that gets more than its share.
+    assert deal([4, 4, 4, 4], 2, [1, 1, 0, 0]) == [1, 1, 0, 0]
+    assert sorted(deal([4, 4, 4, 4], 2, [1, 1, 1, 1])) == [0, 0, 1, 1]
+    assert deal([9, 1, 1, 7], 2, [0, 0, 0, 1]) == [0, 1, 1, 1]
+    assert deal([6, 4, 4], 2, [0, 0, 1]) == deal([6, 4, 4], 2)
     table = DealtTable([*costs, 0], [*owners, 0], 3)
     for shard in range(3):
         end = 0
