@@ -80,6 +80,50 @@ def accelerator_name() -> str:
     return get_accelerator()._name
 
 
+def get_xdist_worker_id() -> int | None:
+    """The number of this worker of pytest-xdist; None if there are none."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    return None if worker is None else int(worker.removeprefix("gw"))
+
+
+def preferred_dtype() -> Any:
+    """The shortest dtype that the accelerator computes in: bf16, else fp16, else fp32."""
+    import torch
+
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.is_bf16_supported():
+        return torch.bfloat16
+    return torch.float16 if accelerator.is_fp16_supported() else torch.float32
+
+
+def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """`op` (all, any) of the flags of all ranks, on every rank."""
+    import torch
+
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    mine = torch.tensor(int(flag), device=device)
+    flags = [torch.zeros_like(mine) for _ in range(comm.get_world_size())]
+    comm.all_gather(flags, mine)
+    return bool(op([bool(one) for one in flags]))
+
+
+def allclose_on_all_ranks(
+    actual: Any, expected: Any, assert_message: str | None = None, **kwargs: Any
+) -> None:
+    """Fail on every rank if two tensors are not close (`torch.allclose(..., **kwargs)`) on one."""
+    import torch
+
+    is_close = bool(torch.allclose(actual, expected, **kwargs))
+    assert reduce_boolean_flags(is_close), (
+        assert_message or f"this rank: {is_close}\n{actual=}\n{expected=}"
+    )
+
+
 def skip_on_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:
     """A mark that skips a test on these accelerators."""
     current = accelerator_name()
