@@ -30,6 +30,7 @@ from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
 from deepspeed.runtime.compiler import CompiledForward, blocks_of, parts_between_hooks
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.sequence_curriculum import make_scheduler
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_features import EngineFeatures
 from deepspeed.runtime.engine_settings import EngineSettings
@@ -123,6 +124,8 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             step)])`.
     """
 
+    _calls_model = True  # as a whole
+
     def __init__(
         self,
         args: Any,
@@ -147,6 +150,12 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
         self.mpu = mpu = mpu_of(model, self._config.tree.tensor_parallel, mpu)
         self._configure_distributed(args, mpu, mesh_device)
+        self.curriculum_scheduler_legacy = make_scheduler(
+            self._config.tree.curriculum_learning,
+            model,
+            self._calls_model,
+            self.parallel_map.sequence.size,
+        )
         configure_for_engine(self._config, mpu)
         self._start_counters()
         self._checkpoint = EngineCheckpoint(self)
@@ -333,6 +342,8 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, under autocast if configured."""
         self._require_states("forward")
+        if self.training:
+            kwargs |= self._arguments_of_curriculum()
         self.timers.start_forward(self.training, inputs, kwargs)
         if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
             # The last backward raised before it could finish. One that runs now has called: it

@@ -7,13 +7,15 @@ those that training itself is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from deepspeed.comm.parallel_map import ParallelMap
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CUSTOM, CurriculumScheduler
+from deepspeed.runtime.data_pipeline.sequence_curriculum import ARGUMENT, SEQLEN
 from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -39,10 +41,15 @@ class EngineFeatures:
 
     Attributes:
         parallel_map: Which ranks share what.
+        curriculum_scheduler_legacy: How difficult the data of a step may be; None without
+            `curriculum_learning`.
+        global_steps: Optimizer steps so far.
     """
 
     _config: DeepSpeedConfig
     parallel_map: ParallelMap
+    curriculum_scheduler_legacy: CurriculumScheduler | None
+    global_steps: int
 
     # ZeRO
 
@@ -172,13 +179,6 @@ class EngineFeatures:
     )
     eigenvalue_layer_name = setting(lambda config: config.tree.eigenvalue.layer_name)
     eigenvalue_layer_num = setting(lambda config: config.tree.eigenvalue.layer_num)
-    curriculum_enabled_legacy = setting(lambda config: config.tree.curriculum_learning.enabled)
-    # False while it is off, as upstream.
-    curriculum_params_legacy = setting(
-        lambda config: (
-            config.tree.curriculum_learning.enabled and config.tree.curriculum_learning.model_dump()
-        )
-    )
     data_efficiency_enabled = setting(lambda config: config.tree.data_efficiency.enabled)
     data_efficiency_config = _dumped(lambda config: config.tree.data_efficiency)
     data_sampling_enabled = setting(
@@ -212,6 +212,46 @@ class EngineFeatures:
         return self.parallel_map.sequence.group
 
     # Data
+
+    curriculum_enabled_legacy = setting(lambda config: config.tree.curriculum_learning.enabled)
+    # False while it is off, as upstream.
+    curriculum_params_legacy = setting(
+        lambda config: (
+            config.tree.curriculum_learning.enabled and config.tree.curriculum_learning.model_dump()
+        )
+    )
+
+    def _arguments_of_curriculum(self) -> dict[str, Any]:
+        """Go to the difficulty of the step at hand; what the model is given for it."""
+        scheduler = self.curriculum_scheduler_legacy
+        if scheduler is None:
+            return {}
+        difficulty = scheduler.update_difficulty(self.global_steps + 1)
+        is_length = self._config.tree.curriculum_learning.curriculum_type == SEQLEN
+        return {ARGUMENT: difficulty} if is_length else {}
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], int]]
+    ) -> None:
+        """Give a custom schedule its function of the step, which counts from 1.
+
+        Args:
+            schedule_func_dict: The function under the name that is `curriculum_type`.
+
+        Raises:
+            DeepSpeedConfigError: If there is no custom schedule of that name.
+        """
+        block = self._config.tree.curriculum_learning
+        scheduler = self.curriculum_scheduler_legacy
+        names = sorted(schedule_func_dict)
+        if scheduler is None or block.schedule_type != CUSTOM or names != [block.curriculum_type]:
+            raise DeepSpeedConfigError(
+                f"set_custom_curriculum_learning_schedule of {names}: "
+                "curriculum_learning.schedule_type is "
+                f"{block.schedule_type if block.enabled else 'off'!r} for "
+                f'curriculum_type {block.curriculum_type!r}; set it to "custom" and name that type'
+            )
+        scheduler.set_custom_get_difficulty(schedule_func_dict[block.curriculum_type])
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -102,6 +102,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "runtime.checkpoint_engine",
             "runtime.checkpointing",
             "runtime.compiler",
+            "runtime.data_pipeline",
             "runtime.dataloader",
             "runtime.script_helpers",
             "runtime.sequence_parallel",

@@ -197,6 +197,27 @@ class HybridEngineConfig(DeepSpeedConfigModel):
     enable_cuda_graph: Bool = option(False, "CUDA graphs.")
 
 
+class CurriculumConfig(DeepSpeedConfigModel):
+    """Data that grows more difficult with the steps: longer sequences."""
+
+    enabled: Bool = option(False, "Let the difficulty follow the schedule.")
+    curriculum_type: Text = option(
+        "seqlen",
+        '"seqlen": the model is given the length as curriculum_seqlen; other names: the script '
+        "asks engine.curriculum_scheduler_legacy.",
+    )
+    min_difficulty: Int | None = option(None, "Difficulty of the first step.", ge=1)
+    max_difficulty: Int | None = option(None, "Difficulty at the end.", ge=1)
+    schedule_type: Text | None = option(
+        None, '"fixed_linear", "fixed_root", "fixed_discrete" or "custom".'
+    )
+    schedule_config: dict[str, Any] = option(
+        {},
+        "total_curriculum_step and difficulty_step (fixed_linear, fixed_root), root_degree "
+        "(fixed_root), difficulty and max_step (fixed_discrete).",
+    )
+
+
 class DataEfficiencyConfig(DeepSpeedConfigModel):
     """Data sampling (curriculum) and routing (random layer-token dropping)."""
 

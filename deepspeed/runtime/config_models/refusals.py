@@ -160,9 +160,12 @@ REFUSALS: tuple[Refusal, ...] = (
         'use false; "zero_optimization.allgather_partitions": false broadcasts',
     ),
     Refusal("graph_harvesting", _on, f"it {LATER}; use false"),
-    Refusal("data_efficiency.enabled", _on, f"data efficiency {LATER}; use false", Scope.FEATURE),
     Refusal(
-        "curriculum_learning.enabled", _on, f"curriculum learning {LATER}; use false", Scope.FEATURE
+        "data_efficiency.enabled",
+        _on,
+        f"sampling by index files and random layer-token drop {LATER_MANY}; use false, and for "
+        "sequences that grow curriculum_learning",
+        Scope.FEATURE,
     ),
     Refusal(
         "checkpoint.writer.type",

@@ -245,8 +245,8 @@ class TrainingConfig(DeepSpeedConfigModel):
     data_efficiency: features.DataEfficiencyConfig = option(
         features.DataEfficiencyConfig, "Data efficiency."
     )
-    curriculum_learning: features.OpenFeatureConfig = option(
-        features.OpenFeatureConfig, "Curriculum of old."
+    curriculum_learning: features.CurriculumConfig = option(
+        features.CurriculumConfig, "Curriculum: longer sequences with the steps."
     )
 
     # Checkpoints

@@ -67,6 +67,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     module: PipelineModule
+    _calls_model = False
 
     def __init__(
         self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any
@@ -82,6 +83,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
         self._plans: dict[int, _Plan] = {}  # by number of micro-batches
+        self._difficulty: int | None = None  # of the batch before, with `curriculum_learning`
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
@@ -211,6 +213,7 @@ class PipelineEngine(DeepSpeedEngine):
         sequence.accumulation_divisor = 1.0
         micro_steps = self.micro_steps
         with self._failures.guard():
+            self._take_difficulty()
             self._run_batch(self._training_plan(), training=True)
             self.channels.finish()
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
@@ -218,6 +221,18 @@ class PipelineEngine(DeepSpeedEngine):
         self.micro_steps = micro_steps + self.micro_batches
         self._checkpoint.on_step()  # last: when it raises, the step has been taken
         return self.agg_train_loss
+
+    def _take_difficulty(self) -> None:
+        """Go to this batch's difficulty, by which the script's `batch_fn` cuts it: other lengths
+        are other shapes.
+        """
+        scheduler = self.curriculum_scheduler_legacy
+        if scheduler is None:
+            return
+        difficulty = scheduler.update_difficulty(self.global_steps + 1)
+        if difficulty != self._difficulty:
+            self._difficulty = difficulty
+            self.reset_activation_shape()
 
     def _training_plan(self) -> _Plan:
         """The schedule with its instructions written out: every batch runs the same."""

@@ -27,6 +27,7 @@ LEFT_OUT = (
     "csv_monitor",
     "comet",
     "watch",
+    "curriculum_learning",
     "flops_profiler",
     "memory_breakdown",
     "steps_per_print",

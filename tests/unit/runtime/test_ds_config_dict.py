@@ -453,7 +453,6 @@ REFUSED_EXAMPLES = [
     ("disable_allgather", True),
     ("graph_harvesting", True),
     ("data_efficiency", ON),
-    ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}),
     ("checkpoint.writer.type", "mock"),
     ("checkpoint.writer.data_parallel", "replica"),
     ("checkpoint.writer.io_multiplier", 2),

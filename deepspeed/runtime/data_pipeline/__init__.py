@@ -1,0 +1,1 @@
+"""What decides which data a step sees: `curriculum_scheduler` says how difficult it may be."""

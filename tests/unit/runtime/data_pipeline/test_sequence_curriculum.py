@@ -1,0 +1,190 @@
+"""Training with sequences that grow: against one plain process that cuts the whole batch, over
+skips, checkpoints and pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unit.common import DistributedTest
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+
+LENGTH, ROWS, ACCUMULATION, STEPS, LR = 12, 2, 2, 6, 0.5
+# 2 + 10 x sqrt(t / 5) at steps 1 to 6, rounded down to twos.
+LENGTHS = [6, 8, 8, 10, 12, 12]
+SCHEDULE = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 2,
+    "max_difficulty": LENGTH,
+    "schedule_type": "fixed_root",
+    "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 2, "root_degree": 2},
+}
+
+
+class Model(nn.Module):
+    """The loss of tokens up to a length, which it writes down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16)
+        self.lengths: list[int | None] = []
+
+    def forward(
+        self, tokens: torch.Tensor, factor: float = 1.0, curriculum_seqlen: int | None = None
+    ) -> torch.Tensor:
+        self.lengths.append(curriculum_seqlen)
+        tokens = tokens[:, :curriculum_seqlen]
+        scores = self.head(self.embedding(tokens))
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
+        return loss * factor
+
+
+def make_engine(**keys: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+        "curriculum_learning": SCHEDULE,
+        **keys,
+    }
+    engine, *_ = deepspeed.initialize(model=Model(), config=config)
+    return engine
+
+
+def tokens_of(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, 16, (ROWS, LENGTH), generator=generator)
+
+
+def train(engine: Any, steps: range, bad_step: int | None = None) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(ACCUMULATION):
+            tokens = tokens_of(step, micro, dist.get_rank())
+            loss = engine(tokens, math.inf if step == bad_step else 1.0)
+            losses.append(float(loss))
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def reference() -> list[torch.Tensor]:
+    """Parameters after the same steps of one plain process, each on the whole batch."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for step, length in enumerate(LENGTHS):
+        everything = [
+            tokens_of(step, micro, rank) for micro in range(ACCUMULATION) for rank in range(2)
+        ]
+        model(torch.cat(everything)[:, :length]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def parameters(engine: Any) -> list[torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+class TestTraining(DistributedTest):
+    world_size = 2
+
+    def test_equals_one_process_and_goes_on_from_a_checkpoint(self, tmpdir: Any) -> None:
+        # Kills: a length of the step before or of the micro-batch, one length in evaluation, a
+        # resumed run that begins the schedule anew.
+        expected = reference()
+        for stage in range(4):
+            zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+            engine = make_engine(zero_optimization=zero)
+            losses = train(engine, range(3))
+            engine.save_checkpoint(str(tmpdir), tag=f"stage{stage}")
+            engine.eval()
+            engine(tokens_of(0, 0, 0))
+            engine.train()
+            losses += train(engine, range(3, STEPS))
+            lengths = [length for length in LENGTHS for _ in range(ACCUMULATION)]
+            middle = 3 * ACCUMULATION
+            assert engine.module.lengths == [*lengths[:middle], None, *lengths[middle:]]
+            for ours, theirs in zip(parameters(engine), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            resumed = make_engine(zero_optimization=zero)
+            resumed.load_checkpoint(str(tmpdir), tag=f"stage{stage}")
+            assert train(resumed, range(3, STEPS)) == losses[middle:]
+            assert resumed.module.lengths == lengths[middle:]
+            for ours, theirs in zip(parameters(resumed), parameters(engine), strict=True):
+                assert torch.equal(ours, theirs)
+            engine.destroy()
+            resumed.destroy()
+
+    def test_a_skipped_step_is_a_step_and_functions_are_asked(self) -> None:
+        # Kills: ranks of which one counts a skipped step and another doesn't.
+        custom = {**SCHEDULE, "schedule_type": "custom", "schedule_config": {}}
+        engine = make_engine(curriculum_learning=custom, fp16={"enabled": True})
+        with pytest.raises(DeepSpeedConfigError, match="needs a function"):
+            engine(tokens_of(0, 0, 0))
+        with pytest.raises(DeepSpeedConfigError, match="name that type"):
+            engine.set_custom_curriculum_learning_schedule({"words": lambda step: step})
+        engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: LENGTH - step})
+        train(engine, range(4), bad_step=1)
+        assert engine.skipped_steps == 1
+        assert engine.module.lengths == [11, 11, 10, 10, 9, 9, 8, 8]
+        assert engine.curriculum_scheduler_legacy.get_current_difficulty() == 8
+        plain = make_engine(curriculum_learning={**SCHEDULE, "curriculum_type": "words"})
+        with pytest.raises(DeepSpeedConfigError, match="'fixed_root'"):
+            plain.set_custom_curriculum_learning_schedule({"words": lambda step: step})
+        train(plain, range(2))
+        assert plain.module.lengths == [None] * 4
+        assert plain.curriculum_scheduler_legacy.get_current_difficulty() == LENGTHS[1]
+
+    def test_a_pipelines_batches_are_cut_by_its_script(self) -> None:
+        module = PipelineModule(
+            [nn.Linear(1, 3), nn.Linear(3, 1)],
+            num_stages=2,
+            loss_fn=lambda out, label: (out - label).square().mean(),
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+            "curriculum_learning": SCHEDULE,
+        }
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+        cut: list[int] = []
+
+        def cut_batch(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+            cut.append(engine.curriculum_scheduler_legacy.get_current_difficulty())
+            return batch[0][:, : cut[-1]], batch[1][:, : cut[-1]]
+
+        engine.set_batch_fn(cut_batch)
+        data = [(torch.ones(ROWS, LENGTH, 1), torch.zeros(ROWS, LENGTH, 1))] * ACCUMULATION
+        for _ in range(3):
+            assert math.isfinite(float(engine.train_batch(iter(data))))
+        assert cut == [length for length in LENGTHS[:3] for _ in range(ACCUMULATION)]
+
+    def test_what_cannot_be_told_the_length_is_refused(self, tmpdir: Any) -> None:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+            "curriculum_learning": SCHEDULE,
+        }
+        with pytest.raises(DeepSpeedConfigError, match="Linear.forward does not take"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+        split = {**config, "sequence_parallel_size": 2}
+        with pytest.raises(DeepSpeedConfigError, match="split over 2 ranks"):
+            deepspeed.initialize(model=Model(), config=split)
+        assert not list(Path(str(tmpdir)).iterdir())
