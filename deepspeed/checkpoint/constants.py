@@ -30,7 +30,12 @@ CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
 CHECKPOINT_PP_DEGREE = "pp_degree"
 CHECKPOINT_TP_DEGREE = "tp_degree"
 NUM_EXPERTS = "num_experts"  # of each layer with experts, where there are any
-AUTOEP_LAYERS = "ds_autoep_layers"  # upstream's, in its files of models with experts
+# Of each module of experts that is spread over ranks a dictionary with the four keys below.
+AUTOEP_LAYERS_KEY = "ds_autoep_layers"
+AUTOEP_EXPERT_KEY_PREFIX = "expert_key_prefix"
+AUTOEP_NUM_EXPERTS = "num_experts"
+AUTOEP_NUM_LOCAL_EXPERTS = "num_local_experts"
+AUTOEP_EP_SIZE = "ep_size"
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 # Not upstream's: version of the manifest that stands beside the file, so that a lost manifest is
@@ -57,7 +62,7 @@ MODEL_STATE_KEYS = frozenset(
         MP_WORLD_SIZE,
         CHECKPOINT_PARALLEL_DIMS,
         NUM_EXPERTS,
-        AUTOEP_LAYERS,
+        AUTOEP_LAYERS_KEY,
         DS_CONFIG,
         DS_VERSION,
         MANIFEST_VERSION,

@@ -1,5 +1,5 @@
-"""Names of experts in checkpoints: a model numbers the experts of its own rank, files number all of
-them.
+"""Experts in checkpoints: a model numbers the experts of its own rank, files number all of them;
+and of a parameter that has a row for each expert a rank holds some rows.
 
 Pure: string and dictionary work. Which ranks hold which experts is the engine's `ParallelMap`'s,
 what is written when `runtime.checkpointing`'s.
@@ -10,6 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
 
 # prefix, number, rest of a parameter's name
 _EXPERT = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
@@ -73,3 +77,37 @@ def of_expert(state: Mapping[str, Any], prefix: str, number: int) -> dict[str, A
     """The entries of one expert, as they are named."""
     start = f"{prefix}{number}."
     return {name: value for name, value in state.items() if name.startswith(start)}
+
+
+class PackedExperts:
+    """Which parameters have a row for each expert, of which the optimizer files of each rank have
+    some; weights are whole.
+
+    Args:
+        model: Content of a model file.
+    """
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        self._sizes = {
+            f"{layer[keys.AUTOEP_EXPERT_KEY_PREFIX]}.": int(layer[keys.AUTOEP_EP_SIZE])
+            for layer in model.get(keys.AUTOEP_LAYERS_KEY) or ()
+        }
+
+    def num_ranks(self, name: str) -> int:
+        """Over how many ranks the rows of a parameter are spread; 1: each has it whole."""
+        found = (size for prefix, size in self._sizes.items() if name.startswith(prefix))
+        return next(found, 1)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of a parameter of which a rank has `shape`."""
+        ranks = self.num_ranks(name)
+        return shape if ranks == 1 else torch.Size((ranks * shape[0], *shape[1:]))
+
+    def first_element(
+        self, name: str, shape: torch.Size, rank: int, ranks: int, data_first: bool
+    ) -> int:
+        """Where what a rank has of a parameter, of `shape`, begins in the whole one; for the other
+        arguments see `expert_rank`.
+        """
+        size = self.num_ranks(name)
+        return 0 if size == 1 else expert_rank(rank, ranks, size, data_first) * shape.numel()

@@ -177,10 +177,14 @@ def _fragments(files: Mapping[str, Mapping[str, Any]]) -> dict[str, list[_Fragme
     found: dict[str, list[_Fragment]] = {}
     for file, content in sorted(files.items()):
         slots = [frozenset(entry) for entry in content.get("slots", ())]
-        known = frozenset(found) if content.get("whole") else frozenset()
+        known = (
+            {(name, one.start) for name, of_name in found.items() for one in of_name}
+            if content.get("whole")
+            else ()
+        )
         for name, start, numel, which in content.get("fragments", ()):
             # A known one is a copy of what an expert rank before it has, which nobody reads.
-            if name not in known:
+            if (name, start) not in known:
                 found.setdefault(name, []).append(
                     _Fragment(start, start + numel, file, slots[which])
                 )

@@ -12,7 +12,7 @@ experts, which saves the factor in the exchange.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -55,24 +55,56 @@ __all__ = [
 ]
 
 
+class Lanes(NamedTuple):
+    """How many rows of the first axis go to each rank of a group, and come from it.
+
+    Attributes:
+        group: The ranks.
+        sent, received: Rows by rank; None: equally many each way.
+    """
+
+    group: dist.Group
+    sent: list[int] | None = None
+    received: list[int] | None = None
+
+    @property
+    def back(self) -> Lanes:
+        """The way back."""
+        return Lanes(self.group, self.received, self.sent)
+
+
 class _AllToAll(torch.autograd.Function):
     """Piece i of the first axis to rank i of the group; the gradient goes the same way back,
     unscaled.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: dist.Group, input: torch.Tensor) -> torch.Tensor:
-        ctx.group = group
-        return _exchange(input, group)
+    def forward(ctx: Any, lanes: Lanes, input: torch.Tensor) -> torch.Tensor:
+        ctx.lanes = lanes
+        return _exchange(input, lanes)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _exchange(grad_output[0], ctx.group)
+        return None, _exchange(grad_output[0], ctx.lanes.back)
 
 
-def _exchange(pieces: torch.Tensor, group: dist.Group) -> torch.Tensor:
-    received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, pieces.contiguous(), group=group)
+def exchange(rows: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    """The rows that other ranks send to this one, in the order of the ranks; differentiable.
+
+    Args:
+        rows: What this rank sends, [rows, ...], in the order of the ranks that get it.
+        lanes: Who gets how many. All ranks of the group call it.
+    """
+    received: torch.Tensor = _AllToAll.apply(lanes, rows)
+    return received
+
+
+def _exchange(pieces: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    rows = len(pieces) if lanes.received is None else sum(lanes.received)
+    received = pieces.new_empty((rows, *pieces.shape[1:]))
+    dist.all_to_all_single(
+        received, pieces.contiguous(), lanes.received, lanes.sent, group=lanes.group
+    )
     return received
 
 
@@ -285,7 +317,7 @@ class MOELayer(nn.Module):
         whole_before = not back or self.enable_expert_tensor_parallelism
         sent = drop_tokens_over(tensor, slots, dim=1) if whole_before else slots
         received = (
-            _AllToAll.apply(self.ep_group, sent)
+            exchange(sent, Lanes(self.ep_group))
             if dist.get_world_size(group=self.ep_group) > 1
             else sent
         )

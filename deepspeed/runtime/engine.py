@@ -45,6 +45,7 @@ from deepspeed.runtime.model_setup import (
     comm_dtype_lookup,
     make_parallel_groups,
     model_dtype,
+    spread_experts,
 )
 from deepspeed.runtime.optimizer_factory import (
     WrapContext,
@@ -164,6 +165,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
         cut_model(model, self._config, mpu, self.device)
         self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
+        spread_experts(model, self._config, self.parallel_map, self.device)
         if not dont_change_device and not shards_model:
             model.to(self.device)
         make_parallel_groups(model, self._config)

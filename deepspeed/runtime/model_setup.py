@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
@@ -137,6 +139,41 @@ def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
         make = getattr(module, "set_deepspeed_parallelism", None)
         if make is not None:
             make(config.tree.use_data_before_expert_parallelism)
+
+
+def spread_experts(
+    model: nn.Module, config: DeepSpeedConfig, parallel_map: ParallelMap, device: torch.device
+) -> None:
+    """Spread the model's own experts over ranks as `expert_parallel` says, in place: each rank
+    keeps some of those that the first rank has. Collective over the world.
+
+    Args:
+        model: The model, wherever it is.
+        config: The configuration.
+        parallel_map: Which ranks share what.
+        device: Where to communicate from.
+
+    Raises:
+        DeepSpeedConfigError: At stage 3.
+        MisuseError: The model has no experts that can be spread, or not by that size.
+    """
+    block = config.tree.expert_parallel
+    if not block.enabled or block.autoep_size == 1:
+        return
+    if config.zero_optimization_stage == ZeroStageEnum.weights:
+        raise DeepSpeedConfigError(
+            "expert_parallel.enabled: true at ZeRO stage 3 is not supported, which shards experts "
+            "itself; use zero_optimization.stage 0, 1 or 2, or false"
+        )
+    # optional: only a model with experts needs it
+    from deepspeed.moe import auto_ep
+
+    size = block.autoep_size
+    auto_ep.check_spread(model, size, parallel_map)
+    parallel_map.make_experts(size, config.tree.use_data_before_expert_parallelism)
+    for module in auto_ep.spreadable(model):
+        broadcast_tensors(module.parameters(), parallel_map.replicas.group, device)
+        auto_ep.spread(module, size, parallel_map)
 
 
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:

@@ -27,7 +27,12 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.optimizers.on_shards import BY_OWNERS, ELEMENTWISE, on_shards
+from deepspeed.runtime.optimizers.on_shards import (
+    BY_OWNERS,
+    ELEMENTWISE,
+    check_spread_experts,
+    on_shards,
+)
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
@@ -307,6 +312,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     is_elementwise = type(basic).__name__ in ELEMENTWISE
     by_owners = type(basic).__name__ in BY_OWNERS
     check_whole_parameters(basic, is_elementwise, by_owners, context.param_names, context.ranks)
+    check_spread_experts(basic, context.param_names)
     if stage > 0:
         zero = tree.zero_optimization
         if zero.save_muon_momentum_buffer_in_memory and _offloads(context.config):

@@ -365,8 +365,24 @@ def _experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     return {prefix: len(numbers) for prefix, numbers in held.items()}
 
 
+def _expert_ranks_of(name: str, model: Mapping[str, Any]) -> int:
+    """Over how many ranks the rows of a parameter that has one for each expert are spread; 1: each
+    has it whole.
+    """
+    for layer in model.get("ds_autoep_layers") or ():
+        if name.startswith(f"{layer['expert_key_prefix']}."):
+            return int(layer["ep_size"])
+    return 1
+
+
+def _whole(shape: torch.Size, ranks: int) -> torch.Size:
+    return torch.Size((ranks * shape[0], *shape[1:])) if ranks > 1 else shape
+
+
 def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str, Any]) -> None:
-    """What a ZeRO rank has of a parameter comes after what the ranks before it have."""
+    """What a ZeRO rank has of a parameter comes after what the ranks before it have; rows of
+    experts come in the order of the experts.
+    """
     count, shapes = (
         len(files),
         {name: shape for group in model["param_shapes"] for name, shape in group.items()},
@@ -375,13 +391,16 @@ def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str,
         (model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False)
     )
     per_rank = _experts_per_rank(shapes)
+    packed = {name: _expert_ranks_of(name, model) for name in shapes}
+    rows: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for rank, path in sorted(files.items()):
         state = _read(path)["optimizer_state_dict"]
         shards = state["partition_count"]
         for index, flat in enumerate(state["single_partition_of_fp32_groups"]):
             addresses = _addresses(state, index, model["param_shapes"], masters, flat.numel())
             owners = shards[index] if isinstance(shards, list) else shards
-            expert_ranks = count // owners if any(map(_EXPERT_NAME.match, addresses)) else 1
+            has_experts = any(_EXPERT_NAME.match(name) or packed[name] > 1 for name in addresses)
+            expert_ranks = count // owners if has_experts else 1
             if rank >= count or (addresses and owners * expert_ranks != count):
                 raise ValueError(
                     f"{path} is one of {owners} shards, the folder has {count}: some are missing "
@@ -390,7 +409,14 @@ def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str,
             own = rank // owners if data_first else rank % expert_ranks
             offsets = {prefix: held * own for prefix, held in per_rank.items()}
             for name, (start, numel) in addresses.items():
-                masters.add(_renumber(name, offsets), shapes[name], flat[start : start + numel])
+                piece = flat[start : start + numel]
+                if packed[name] > 1:
+                    rows.setdefault(name, []).append((own, piece))
+                else:
+                    masters.add(_renumber(name, offsets), shapes[name], piece)
+    for name, pieces in rows.items():
+        for _, piece in sorted(pieces, key=lambda found: found[0]):
+            masters.add(name, _whole(shapes[name], packed[name]), piece)
 
 
 def _addresses(
@@ -417,9 +443,15 @@ def _addresses(
     return addresses
 
 
-def _add_whole(masters: _Masters, state: Mapping[str, Any], offsets: Mapping[str, int]) -> None:
+def _add_whole(
+    masters: _Masters,
+    state: Mapping[str, Any],
+    offsets: Mapping[str, int],
+    rows: Mapping[str, tuple[int, bool]],
+) -> None:
     """Masters of a run without ZeRO; in fp32 it has none, and the names tell which weights are
-    trained.
+    trained. `rows`: parameters with a row for each expert, over how many ranks they are spread and
+    whether these rows are new.
     """
     flat, separate = state.get("fp32_groups_flat"), state.get("fp32_groups")
     known = set(masters.shapes)
@@ -428,33 +460,44 @@ def _add_whole(masters: _Masters, state: Mapping[str, Any], offsets: Mapping[str
         for position, (local, shape) in enumerate(group.items()):
             name, start = _renumber(local, offsets), at
             at += shape.numel()
-            if name in known:  # several expert ranks hold it
+            ranks, are_new = rows.get(local, (1, name not in known))
+            if not are_new:  # several expert ranks hold it
                 continue
-            masters.shapes[name] = shape
+            masters.shapes[name] = whole = _whole(shape, ranks)
             if flat is not None:
-                masters.add(name, shape, flat[index][start:at])
+                masters.add(name, whole, flat[index][start:at])
             elif separate is not None:
-                masters.add(name, shape, separate[index][position])
+                masters.add(name, whole, separate[index][position].reshape(-1))
 
 
-def _add_expert_ranks(masters: _Masters, files: Mapping[int, str]) -> None:
+def _add_expert_ranks(
+    masters: _Masters, files: Mapping[int, str], model: Mapping[str, Any]
+) -> None:
     """Without ZeRO the ranks of different experts keep whole state in files of their own, ordered
     by the largest expert group.
     """
+    taken: set[tuple[str, int]] = set()
     for rank, path in sorted(files.items()):
         state = _read(path)["optimizer"]
         sizes, data_first = (
             state.get("expert_group_sizes") or {},
             state.get("use_data_before_expert_parallelism"),
         )
-        held = _experts_per_rank(
-            name for group in state.get("param_shapes") or () for name in group
-        )
+        names = [name for group in state.get("param_shapes") or () for name in group]
+        held = _experts_per_rank(names)
+        rows = {}
+        for name in names:
+            ranks = _expert_ranks_of(name, model)
+            if ranks > 1:
+                place = (name, rank * ranks // len(files) if data_first else rank % ranks)
+                rows[name] = (ranks, place not in taken)
+                taken.add(place)
         own = {
             prefix: rank * size // len(files) if data_first else rank % size
             for prefix, size in sizes.items()
         }
-        _add_whole(masters, state, {prefix: count * own[prefix] for prefix, count in held.items()})
+        offsets = {prefix: count * own[prefix] for prefix, count in held.items()}
+        _add_whole(masters, state, offsets, rows)
 
 
 def _masters_of_part(folder: str, part: int, model: Mapping[str, Any]) -> _Masters:
@@ -483,9 +526,9 @@ def _masters_of_part(folder: str, part: int, model: Mapping[str, Any]) -> _Maste
             "weights are"
         )
     elif expert_ranks:
-        _add_expert_ranks(masters, expert_ranks)
+        _add_expert_ranks(masters, expert_ranks, model)
     elif model.get("optimizer") is not None:
-        _add_whole(masters, model["optimizer"], {})
+        _add_whole(masters, model["optimizer"], {}, {})
     return masters
 
 

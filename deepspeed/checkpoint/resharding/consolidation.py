@@ -15,7 +15,13 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import expert_number, expert_prefix, experts_per_rank, renumbered
+from deepspeed.checkpoint.experts import (
+    PackedExperts,
+    expert_number,
+    expert_prefix,
+    experts_per_rank,
+    renumbered,
+)
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import (
@@ -167,6 +173,7 @@ class _TensorParallelRank:
         self.groups: dict[str, int] = {}
         self.fragments: dict[str, list[SavedFragment]] = {}
         self._alone: dict[str, Mapping[str, Any]] = {}
+        self._packed = PackedExperts(self.weights.models[0])
         for model in self.weights.models:
             self._note_shapes(
                 parameter_shapes(model) or parameter_shapes(model.get(keys.OPTIMIZER) or {})
@@ -203,7 +210,7 @@ class _TensorParallelRank:
     def _note_shapes(self, groups: Sequence[Mapping[str, torch.Size]]) -> None:
         for shapes in groups:
             for name, shape in shapes.items():
-                self.shapes.setdefault(name, shape)
+                self.shapes.setdefault(name, self._packed.whole_shape(name, shape))
 
     def local(self, name: str) -> str:
         """The name that a rank has for it: files number all experts, a rank its own."""

@@ -10,8 +10,8 @@ whole state of one expert rank (`expp_rank_*`) and whole state in the model file
 shards a parameter's elements lie in the order of the ranks, so its first element in a shard is the
 sum of what the shards before held; at stage 3 every rank has an equal part of each parameter, and
 the last ones end in padding. Experts are numbered over all ranks here; in files each rank numbers
-its own. A parameter that several pipeline stages hold (tied weights) is taken from the first of
-them.
+its own, and of a parameter with a row for each expert it has its own rows. A parameter that several
+pipeline stages hold (tied weights) is taken from the first of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import expert_prefix, expert_rank, experts_per_rank, renumbered
+from deepspeed.checkpoint.experts import (
+    PackedExperts,
+    expert_prefix,
+    expert_rank,
+    experts_per_rank,
+    renumbered,
+)
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
@@ -136,6 +142,7 @@ class SavedOptimizer:
         first = read_file(lead_model_file(folder), mmap=True)
         self.degrees = ParallelDegrees.of_file(first)
         self._parts = self.degrees.ranks_of_slice(tensor_rank)
+        self._packed = PackedExperts(first)
         listing = sorted(os.listdir(folder))
         self._shards = _by_part(folder, listing, file_names.parse_optimizer_file)
         self._expert_ranks = _by_part(folder, listing, file_names.parse_expert_optimizer_file)
@@ -186,7 +193,7 @@ class SavedOptimizer:
         elif part in self._expert_ranks:
             yield from self._whole_of_expert_ranks(self._expert_ranks[part])
         elif model.get(keys.OPTIMIZER) is not None:
-            yield from self._whole(model[keys.OPTIMIZER], {})
+            yield from self._whole(model[keys.OPTIMIZER], {}, {})
         else:
             raise CheckpointError(
                 f"{self.folder} holds no optimizer state of model-parallel rank {part}"
@@ -207,7 +214,7 @@ class SavedOptimizer:
         data_first = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
         groups = parameter_shapes(model)
         per_rank = experts_per_rank(name for shapes in groups for name in shapes)
-        done: dict[str, int] = {}
+        done: dict[tuple[str, int], int] = {}
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
             self._keep_scaler(state)
@@ -219,7 +226,10 @@ class SavedOptimizer:
                     f"{path} has no param_slice_mappings, so only equally many ranks can load it"
                 )
             for index, owners in enumerate(state[keys.PARTITION_COUNT]):
-                has_experts = any(expert_prefix(name) is not None for name in groups[index])
+                has_experts = any(
+                    expert_prefix(name) is not None or self._packed.num_ranks(name) > 1
+                    for name in groups[index]
+                )
                 if owners != count and not (has_experts and count % owners == 0):
                     raise CheckpointError(
                         f"{path} is one of {owners} shards, but there are files of {count}: some "
@@ -229,7 +239,11 @@ class SavedOptimizer:
                 offsets = (
                     {prefix: held * own for prefix, held in per_rank.items()} if has_experts else {}
                 )
-                tensor = _shard(state, index, done, offsets)
+                firsts = {
+                    name: self._packed.first_element(name, shape, rank, count, data_first)
+                    for name, shape in groups[index].items()
+                }
+                tensor = _shard(state, index, done, offsets, firsts)
                 self.options.setdefault(index, tensor.options)
                 yield from _fragments_in(tensor)
 
@@ -279,28 +293,32 @@ class SavedOptimizer:
         """A rank's whole state is in its file; what several ranks hold is taken from the first of
         them.
         """
-        seen: set[str] = set()
+        seen: set[tuple[str, int]] = set()
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER]
             # Files are numbered by the largest expert group of the model.
             sizes = state.get(keys.EXPERT_GROUP_SIZES)
             data_first = bool(state.get(keys.DATA_BEFORE_EXPERTS))
-            per_rank = experts_per_rank(
-                name for shapes in parameter_shapes(state) for name in shapes
-            )
+            groups = parameter_shapes(state)
+            per_rank = experts_per_rank(name for shapes in groups for name in shapes)
+            firsts = {
+                name: self._packed.first_element(name, shape, rank, len(files), data_first)
+                for shapes in groups
+                for name, shape in shapes.items()
+            }
             offsets = {
                 prefix: held * expert_rank(rank, len(files), sizes[prefix], data_first)
                 for prefix, held in per_rank.items()
             }
-            names = set()
-            for fragment in self._whole(state, offsets):
-                names.add(fragment.name)
-                if fragment.name not in seen:
+            found = set()
+            for fragment in self._whole(state, offsets, firsts):
+                found.add((fragment.name, fragment.start))
+                if (fragment.name, fragment.start) not in seen:
                     yield fragment
-            seen |= names
+            seen |= found
 
     def _whole(
-        self, state: Mapping[str, Any], offsets: Mapping[str, int]
+        self, state: Mapping[str, Any], offsets: Mapping[str, int], firsts: Mapping[str, int]
     ) -> Iterator[SavedFragment]:
         if state.get(keys.PARAM_SHAPES) is None:
             raise CheckpointError(
@@ -315,7 +333,8 @@ class SavedOptimizer:
             runs, at = [], 0
             forms = list(named.values())
             for name, shape in named.items():
-                runs.append(_Run(renumbered(name, offsets), 0, at, shape.numel()))
+                start = firsts.get(name, 0)
+                runs.append(_Run(renumbered(name, offsets), start, at, shape.numel()))
                 at += shape.numel()
             if keys.FP32_GROUPS_FLAT in state:
                 master = state[keys.FP32_GROUPS_FLAT][index]
@@ -390,16 +409,21 @@ def _state_of(
 
 
 def _shard(
-    state: Mapping[str, Any], index: int, done: dict[str, int], offsets: Mapping[str, int]
+    state: Mapping[str, Any],
+    index: int,
+    done: dict[tuple[str, int], int],
+    offsets: Mapping[str, int],
+    firsts: Mapping[str, int],
 ) -> _OptimizerTensor:
-    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter
-    earlier shards held.
+    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter, from
+    a rank's first one in `firsts`, earlier shards held.
     """
     runs = []
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
-        name = renumbered(local_name, offsets)
-        runs.append(_Run(name, done.get(name, 0), address.start, address.numel))
-        done[name] = done.get(name, 0) + address.numel
+        name, first = renumbered(local_name, offsets), firsts.get(local_name, 0)
+        before = done.get((name, first), 0)
+        runs.append(_Run(name, first + before, address.start, address.numel))
+        done[name, first] = before + address.numel
     master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][index]
     padded = master.numel() + state[keys.GROUP_PADDINGS][index]
     base = state[keys.BASE_OPTIMIZER_STATE]

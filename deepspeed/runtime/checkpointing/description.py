@@ -47,11 +47,11 @@ from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbere
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, is_per_element
 from deepspeed.git_version_info import version as __version__
+from deepspeed.moe.expert_rows import first_element, whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.utils.tensor_fragment import logical_shape
 
 TRAINED, UNUSED, FROZEN, BUFFER = "trained", "unused", "frozen", "buffer"
 
@@ -136,7 +136,7 @@ def _weights(
         kind = _kind(tensor, tensor in trained)
         if kind == FROZEN and without_frozen:
             continue
-        entry = [list(logical_shape(tensor)), str(tensor.dtype).removeprefix("torch."), kind]
+        entry = [list(whole_shape(tensor)), str(tensor.dtype).removeprefix("torch."), kind]
         first = names.setdefault(id(tensor), name)
         for file in _files_of(name, files, layers, model_file):
             found.setdefault(file, {})[name] = entry if first == name else [*entry, first]
@@ -186,7 +186,8 @@ def _state(sequence: StepSequence, optimizer: OptimizerFiles) -> dict[str, Any]:
         for run in own.runs:
             name = renumbered(optimizer.names.get(run.param, ""), optimizer.experts.first)
             if name:
-                fragments.append([name, run.start, run.numel, slots.index(found)])
+                start = first_element(run.param) + run.start
+                fragments.append([name, start, run.numel, slots.index(found)])
     return {
         "slots": slots,
         "fragments": fragments,

@@ -17,11 +17,12 @@ from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
-from deepspeed.runtime.checkpointing.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles
 from deepspeed.runtime.checkpointing.saving import Saver
 from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
@@ -202,15 +203,18 @@ class EngineCheckpoint:
 
     def _whole_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """The weights on rank 0, in storage of their own, None elsewhere: what the engine, which a
-        client may have derived from, gives as its weights. Slices of a model that was cut are
-        gathered tensor by tensor, into host memory.
+        client may have derived from, gives as its weights. Slices of a model that was cut, and
+        experts that are spread, are gathered tensor by tensor, into host memory.
         """
         is_first, slices = dist.get_rank() == 0, slices_of(self._state.module)
+        files = ModelFiles(self._state.module)
+        files.collect(is_writer=is_first)
         if slices is None and not is_first:
             return None
-        own = self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        with own_rows_only():
+            own = self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if slices is None:
-            state: dict[str, Any] = clone_tensors_for_torch_save(own)
+            state: dict[str, Any] = clone_tensors_for_torch_save(files.with_gathered(own))
             return state
         put_together: dict[str, Any] = {}
         for name, value in slices.whole(self._state.module, own):

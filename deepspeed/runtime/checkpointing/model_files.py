@@ -18,10 +18,11 @@ from torch import nn
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import experts, file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.moe.auto_ep import gathered_experts, named_spread_experts
+from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
-from deepspeed.utils.tensor_fragment import logical_shape
 
 
 @runtime_checkable
@@ -57,7 +58,9 @@ class ModelExperts:
 
     Attributes:
         layers: Prefix of the names of a layer's experts -> the layer, in the order of the files'
-            numbers.
+            numbers. Each expert has a file.
+        packed: Name -> module of experts that `expert_parallel` has spread. Whole ones stand in the
+            model file.
         numbers: Prefix -> the layer's number in files: its place among those of the whole model, on
             whatever stage it is.
         first: Prefix -> number over all ranks of the first expert of this rank.
@@ -83,18 +86,38 @@ class ModelExperts:
             prefix: layer.global_expert_ids.start for prefix, layer in self.layers.items()
         }
         self.group_sizes = {prefix: layer.ep_size for prefix, layer in self.layers.items()}
+        self.packed = dict(named_spread_experts(module))
+
+    @property
+    def are_spread(self) -> bool:
+        """Whether ranks hold different experts, and so different parameters."""
+        return bool(self.layers or self.packed)
 
     @property
     def largest_group(self) -> str:
         """Name of the expert groups by whose ranks files are numbered: those of this model, not of
         all models of the process.
         """
-        return max(self.layers.values(), key=lambda layer: layer.ep_size).expert_group_name
+        names = {layer.ep_size: layer.expert_group_name for layer in self.layers.values()}
+        names |= {module.ep_size: module.expert_group_name for module in self.packed.values()}
+        return names[max(names)]
 
     @property
     def counts(self) -> list[int]:
         """How many experts each layer has, over all ranks."""
         return [layer.num_experts for layer in self.layers.values()]
+
+    def packed_description(self) -> list[dict[str, Any]]:
+        """What a model file says of the packed experts; readers are `checkpoint.experts`'."""
+        return [
+            {
+                keys.AUTOEP_EXPERT_KEY_PREFIX: name,
+                keys.AUTOEP_NUM_EXPERTS: module.num_all_experts,
+                keys.AUTOEP_NUM_LOCAL_EXPERTS: module.num_experts,
+                keys.AUTOEP_EP_SIZE: module.ep_size,
+            }
+            for name, module in self.packed.items()
+        ]
 
     def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
         """Give `put` the files of those experts in `state` of which this rank is the first owner
@@ -153,10 +176,14 @@ class ModelFiles:
 
     Args:
         module: The model.
+
+    Attributes:
+        gathered: Whole packed experts by name, on ranks that write them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.gathered: dict[str, torch.Tensor] = {}
         self.experts = ModelExperts(module)
         self.is_layered = isinstance(module, LayeredModule)
 
@@ -164,6 +191,12 @@ class ModelFiles:
     def layered(self) -> LayeredModule:
         """The model as a pipeline's."""
         return cast(LayeredModule, self.module)
+
+    def collect(self, is_writer: bool) -> None:
+        """Gather what this rank's files have of other ranks' weights; called by all ranks before
+        any of them writes.
+        """
+        self.gathered = gathered_experts(self.module, keep=is_writer)
 
     def put(self, put: Put, node: StorageNode, state: dict[str, Any], exclude_frozen: bool) -> None:
         """Give `put` what has files of its own: layers and experts. All ranks call it.
@@ -184,7 +217,13 @@ class ModelFiles:
         """What of the state dict stands in the model file: all that has no file of its own."""
         if self.is_layered:
             return None
+        state = self.with_gathered(state)
         return experts.without_experts(state) if self.experts.layers else state
+
+    def with_gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state dict with packed experts whole; those that are not in it stay out."""
+        whole = {name: value for name, value in self.gathered.items() if name in state}
+        return type(state)({**state, **whole}) if whole else state
 
     def read(self, folder: str, model: Mapping[str, Any], strict: bool | None) -> ReadWeights:
         """Read this rank's weights and check them.
@@ -244,11 +283,11 @@ class ModelFiles:
         problems += [f"{name} is not in this model" for name in saved if strict and name not in own]
         problems += [
             f"{name} has shape {tuple(saved[name].shape)}, this model's "
-            f"{tuple(logical_shape(own[name]))}"
+            f"{tuple(whole_shape(own[name]))}"
             for name in own
             if name in saved
             and isinstance(own[name], torch.Tensor)
-            and saved[name].shape != logical_shape(own[name])
+            and saved[name].shape != whole_shape(own[name])
         ]
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

@@ -13,11 +13,12 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.git_version_info import version as __version__
+from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.sharding.model_slices import slices_of
-from deepspeed.utils.tensor_fragment import logical_shape, own_shard
+from deepspeed.utils.tensor_fragment import own_shard
 
 
 def model_state(
@@ -43,7 +44,7 @@ def model_state(
         keys.OPTIMIZER: optimizer.in_model_file(),
         # Offline tools cut the concatenated shards by them.
         keys.PARAM_SHAPES: None if shard is None else optimizer.param_shapes(),
-        **_frozen_state(state.module, optimizer, exclude_frozen_parameters),
+        **_frozen_state(state.module, files, optimizer, exclude_frozen_parameters),
         keys.SHARED_PARAMS: None if shard is None else _shared_params(state.module),
         keys.LR_SCHEDULER: schedule.state_dict() if schedule is not None else None,
         keys.DATA_SAMPLER: None,
@@ -69,11 +70,13 @@ def model_state(
         content[keys.UNIVERSAL_CHECKPOINT_INFO] = slices.info
     if files.experts.layers:
         content[keys.NUM_EXPERTS] = files.experts.counts
+    if files.experts.packed:
+        content[keys.AUTOEP_LAYERS_KEY] = files.experts.packed_description()
     return content
 
 
 def _frozen_state(
-    module: nn.Module, optimizer: OptimizerFiles, exclude_frozen: bool
+    module: nn.Module, files: ModelFiles, optimizer: OptimizerFiles, exclude_frozen: bool
 ) -> dict[str, Any]:
     layout = optimizer.layout
     if not layout.lists_frozen:
@@ -92,11 +95,9 @@ def _frozen_state(
             if param.requires_grad and param not in trained
         ]
     return {
-        keys.FROZEN_PARAM_SHAPES: OrderedDict(
-            (name, logical_shape(param)) for name, param in frozen
-        ),
+        keys.FROZEN_PARAM_SHAPES: OrderedDict((name, whole_shape(param)) for name, param in frozen),
         keys.FROZEN_PARAM_FRAGMENTS: OrderedDict(
-            (name, own_shard(param)) for name, param in frozen
+            (name, files.gathered.get(name, own_shard(param))) for name, param in frozen
         ),
     }
 

@@ -96,7 +96,7 @@ class OptimizerFiles:
         """
         if self.layout.shard is not None:
             return self._shard_file(self.layout.shard, self._bf16)
-        return self._expert_file() if self.experts.layers else None
+        return self._expert_file() if self.experts.are_spread else None
 
     @property
     def model_file(self) -> str:
@@ -107,7 +107,7 @@ class OptimizerFiles:
 
     def in_model_file(self) -> dict[str, Any] | None:
         """What stands in the model file."""
-        return None if self.experts.layers else self._whole_state()
+        return None if self.experts.are_spread else self._whole_state()
 
     def own_files(self, node: StorageNode) -> dict[str, Any]:
         """Name -> content of the files of their own that this rank writes; `node` are the ranks
@@ -138,7 +138,7 @@ class OptimizerFiles:
         return file_names.optimizer_file(shard.rank, self._part, bf16)
 
     def _expert_files(self, node: StorageNode) -> dict[str, Any]:
-        if not self.experts.layers or self.sequence is None:
+        if not self.experts.are_spread or self.sequence is None:
             return {}
         axes = self._map.experts(self.experts.largest_group)
         if axes.data.first_rank not in self._map.replicas.ranks:
@@ -179,7 +179,7 @@ class OptimizerFiles:
         otherwise.
         """
         numbering: dict[str, Any] = {keys.PARAM_SHAPES: self.param_shapes()}
-        if self.experts.layers:
+        if self.experts.are_spread:
             numbering[keys.EXPERT_GROUP_SIZES] = self.experts.group_sizes
             numbering[keys.DATA_BEFORE_EXPERTS] = self._data_before_experts
         return numbering
@@ -240,7 +240,7 @@ class OptimizerFiles:
         data_before_experts = bool(
             (model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False)
         )
-        if self.experts.layers and data_before_experts != self._data_before_experts:
+        if self.experts.are_spread and data_before_experts != self._data_before_experts:
             return None
         path, in_other_dtype = (
             os.path.join(folder, self._shard_file(shard, bf16))
@@ -262,7 +262,7 @@ class OptimizerFiles:
         return saved == own
 
     def _read_whole_state(self, folder: str, model: Mapping[str, Any]) -> dict[str, Any] | None:
-        if not self.experts.layers:
+        if not self.experts.are_spread:
             return model.get(keys.OPTIMIZER)
         path = os.path.join(folder, self._expert_file())
         return read_file(path)[keys.OPTIMIZER] if os.path.isfile(path) else None

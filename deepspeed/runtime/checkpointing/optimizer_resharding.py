@@ -20,10 +20,10 @@ from torch import nn
 from deepspeed.checkpoint.constants import STATE_OF_PARAMETERS
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
+from deepspeed.moe.expert_rows import first_element, whole_shape
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
-from deepspeed.utils.tensor_fragment import logical_shape
 
 NameOf = Callable[[nn.Parameter], str]
 
@@ -38,7 +38,9 @@ class ReshardedState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a run of a parameter of `whole` elements lies in a tensor of this rank's optimizer."""
+    """Where a run of a parameter of `whole` elements lies in a tensor of this rank's optimizer; it
+    starts where it does in the whole parameter.
+    """
 
     target: _Target
     run: ParamRun
@@ -163,7 +165,8 @@ class _Resharding:
             target = _Target(own, [name_of(run.param) for run in own.runs])
             self.targets.append(target)
             for run, name in zip(own.runs, target.names, strict=True):
-                place = _Place(target, run, logical_shape(run.param).numel())
+                whole = run._replace(start=first_element(run.param) + run.start)
+                place = _Place(target, whole, whole_shape(run.param).numel())
                 self.places.setdefault(name, []).append(place)
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:

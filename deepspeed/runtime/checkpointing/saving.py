@@ -22,6 +22,7 @@ from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, toge
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.torch_files import check_loadable
 from deepspeed.checkpoint.utils import separate
+from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
@@ -89,6 +90,8 @@ class Saver:
         model = ModelFiles(state.module)
         optimizer = OptimizerFiles(state, model)
         optimizer.collect()
+        # See `OptimizerFiles`, [Note: collected first].
+        model.collect(self._writes_model_file(optimizer, job.node))
 
         def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
@@ -171,6 +174,15 @@ class Saver:
             )
         return bool(highest == -negative_of_lowest)
 
+    def _writes_model_file(self, optimizer: OptimizerFiles, node: StorageNode) -> bool:
+        """Whether this rank does: one of those that hold the same part of the model, with sequence
+        parallelism more than the data-parallel ranks.
+        """
+        layout = optimizer.layout
+        if layout.has_weights and layout.shard is not None:
+            return optimizer.writes(layout.shard, node)
+        return node.is_first(self._state.parallel_map.replicas.ranks)
+
     def _put_files(
         self,
         put: Put,
@@ -181,16 +193,10 @@ class Saver:
         exclude_frozen_parameters: bool,
     ) -> None:
         state = self._state
-        weights = state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        with own_rows_only():
+            weights = state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         files.put(put, node, weights, exclude_frozen_parameters)
-        layout = optimizer.layout
-        # One of those that hold the same part of the model: with sequence parallelism more than the
-        # data-parallel ranks.
-        if (
-            optimizer.writes(layout.shard, node)
-            if layout.has_weights and layout.shard is not None
-            else node.is_first(state.parallel_map.replicas.ranks)
-        ):
+        if self._writes_model_file(optimizer, node):
             content = model_state(state, files, optimizer, weights, exclude_frozen_parameters)
             put(
                 optimizer.model_file,

@@ -25,9 +25,9 @@ from deepspeed.checkpoint.resharding.consolidation import (
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
 from deepspeed.comm.parallel_map import Axis
+from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles, ReadWeights
 from deepspeed.runtime.sharding.model_slices import slices_of
-from deepspeed.utils.tensor_fragment import logical_shape
 
 
 def slices_of_this_rank(
@@ -77,7 +77,7 @@ def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
 
 def _slices_of(parameters: ConsolidatedParameters, module: nn.Module, tensor: Axis) -> RankSlices:
     names = saved_names(module)
-    shapes = {names[name]: logical_shape(param) for name, param in module.named_parameters()}
+    shapes = {names[name]: whole_shape(param) for name, param in module.named_parameters()}
     own = slices_of(module)
     patterns = None if own is None else own.patterns
     return RankSlices(parameters, shapes, tensor.rank, tensor.size, patterns)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models.base import (
     Bool,
@@ -124,6 +125,30 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     )
     keep_module_on_host: Bool = option(False, "Keep the module in CPU memory.")
     replace_with_kernel_inject: Bool = option(False, "Inject kernels.", alias="kernel_inject")
+
+
+class ExpertParallelConfig(OpenFeatureConfig):
+    """Automatic expert parallelism: a model's own experts, spread over ranks."""
+
+    enabled: Bool = option(False, "Spread the experts of a transformers model over ranks.")
+    autoep_size: Int = option(1, "Ranks over which they are spread; 1: none is moved.", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertParallelConfig:
+        extra = sorted(self.model_extra or {})
+        if self.enabled and extra:
+            raise PydanticCustomError(
+                "unknown_key",
+                "no such key beside autoep_size: {keys}; remove it, experts find themselves",
+                {"keys": ", ".join(extra)},
+            )
+        if self.autoep_size > 1 and "enabled" not in self.model_fields_set:
+            raise PydanticCustomError(
+                "no_switch",
+                'autoep_size {size} without "enabled"; set "enabled" to true, or to false',
+                {"size": self.autoep_size},
+            )
+        return self
 
 
 class ElasticityConfig(DeepSpeedConfigModel):

@@ -234,9 +234,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("tensor_parallel.replace_with_kernel_inject", _on, f"inference {OUT}; use false"),
     Refusal(
-        "expert_parallel.enabled", _on, f"expert parallelism {LATER}; use false", Scope.FEATURE
-    ),
-    Refusal(
         "compile.deepcompile",
         _on,
         f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile",

@@ -266,8 +266,8 @@ class TrainingConfig(DeepSpeedConfigModel):
     inference: dict[str, Any] | None = option(
         None, "Inference engine.", needs="the inference engine"
     )
-    expert_parallel: features.OpenFeatureConfig = option(
-        features.OpenFeatureConfig, "Automatic expert parallelism."
+    expert_parallel: features.ExpertParallelConfig = option(
+        features.ExpertParallelConfig, "Automatic expert parallelism."
     )
     use_data_before_expert_parallelism: Bool = option(False, "Order of data and expert ranks.")
     sequence_parallel_size: Int | None = option(

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from deepspeed.moe.expert_rows import rows_of
+from deepspeed.ops.muon.muon import MuonWithAuxAdam
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.optimizers.muon_groups import check_has_wholes
+from deepspeed.runtime.optimizers.muon_groups import MARK, check_has_wholes
 from deepspeed.runtime.optimizers.update_probe import Update, update_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.sharding.owner_steps import OwnerSteps
@@ -45,6 +47,37 @@ ELEMENTWISE = (
 BY_OWNERS = ("Adafactor", "Muon")
 # Those that look at all parameters at once, or at none that is dense.
 NEVER_SHARDED = ("LBFGS", "SparseAdam")
+
+
+def check_spread_experts(basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Make sure that experts of which a rank has some rows are not updated from the whole of what
+    would be one parameter.
+
+    Args:
+        basic: Named by the configuration, or the client's.
+        names: Of parameters.
+
+    Raises:
+        DeepSpeedConfigError: They would be.
+    """
+    if type(basic).__name__ in ELEMENTWISE:
+        return
+    # Muon takes a stack of matrices one by one.
+    by_matrix = isinstance(basic, MuonWithAuxAdam)
+    found = [
+        param
+        for group in basic.param_groups
+        for param in group["params"]
+        if rows_of(param) is not None
+        and not (by_matrix and (param.dim() > 2 or not group.get(MARK, True)))
+    ]
+    is_known = isinstance(basic, WholeParameterOptimizer) or type(basic).__name__ in BY_OWNERS
+    if found and (is_known or _needs_wholes(basic, type(basic).__name__)):
+        raise DeepSpeedConfigError(
+            f"{type(basic).__name__} updates {names.get(found[0], 'a parameter')} as a whole, and "
+            "expert_parallel gives each rank the rows of some experts: use AdamW"
+            + (", or param.use_muon = False" if by_matrix else "")
+        )
 
 
 def on_shards(

@@ -604,6 +604,27 @@ FAULTS = (
         "pass_by",
     ),
     Fault(
+        "a rank without tokens for its experts stays away from exchange and reduction",
+        "deepspeed/moe/owner_exchange.py",
+        (("outputs = rows + nothing.to(rows.dtype)", "outputs = rows"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "equals",
+    ),
+    Fault(
+        "rows of experts are taken for the first ones",
+        "deepspeed/runtime/checkpointing/optimizer_resharding.py",
+        (("start=first_element(run.param) + run.start", "start=run.start"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "rows of experts are exported in the order of the ranks",
+        "deepspeed/utils/zero_to_fp32.py",
+        (("sorted(pieces, key=lambda found: found[0])", "pieces"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
         "experts of stage 3 are cut for all ranks",
         "deepspeed/runtime/zero/model_sharding.py",
         (

@@ -467,7 +467,6 @@ REFUSED_EXAMPLES = [
     ("tensor_parallel.injection_policy_tuple", ["o_proj"]),
     ("tensor_parallel.keep_module_on_host", True),
     ("tensor_parallel.replace_with_kernel_inject", True),
-    ("expert_parallel", {"enabled": True, "autoep_size": 2}),
     ("compile.deepcompile", True),
     ("hybrid_engine", ON),
     ("autotuning", {"enabled": True, "fast": True}),
