@@ -41,5 +41,5 @@ def buckets_to_send_again(
     agreed = torch.tensor([readiness.fired, late], dtype=torch.int32, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     fired, late = agreed.tolist()
-    readiness.learn(fired)
+    readiness.learn(fired, late)
     return sorted({readiness.bucket_of[slot] for slot, is_late in enumerate(late) if is_late})

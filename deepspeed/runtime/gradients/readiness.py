@@ -68,16 +68,74 @@ class ReadinessTracker:
             self._next += 1
         return range(first, self._next)
 
-    def remaining(self) -> range:
+    def remaining(self) -> Sequence[BucketIndex]:
         """The buckets not launched yet, in order; afterwards all are."""
         first, self._next = self._next, len(self._missing)
         return range(first, self._next)
 
-    def learn(self, fired: Sequence[int]) -> None:
+    def learn(self, fired: Sequence[int], late: Sequence[int] = ()) -> None:
         """Expect these counts from now on (at least one each: an unused parameter may be used
-        later).
+        later); `late`: 1 for each slot that fired after its bucket had been sent.
         """
         self.expected = [
             max(1, count, known) for count, known in zip(fired, self.expected, strict=True)
         ]
         self.learned = True
+
+
+class UnitReadiness(ReadinessTracker):
+    """The same where units of parameters are gathered during backward too (stage 3).
+
+    Reductions and gathers then come in one order, which must not depend on what has a gradient: a
+    bucket leaves when backward is done with its unit (`zero.backward_order`), whatever has fired.
+
+    Attributes:
+        has_units: Whether there are gathers; without any, buckets leave as elsewhere.
+    """
+
+    def __init__(self, bucket_of: Sequence[BucketIndex], num_buckets: int) -> None:
+        self._wait_for_all: set[BucketIndex] = set()  # gradients come from elsewhere too
+        self.has_units = True
+        super().__init__(bucket_of, num_buckets)
+
+    def reset(self) -> None:
+        """See base class."""
+        super().reset()
+        self._sent: set[BucketIndex] = set()
+
+    @property
+    def fires_repeatedly(self) -> bool:
+        """See base class; how often does not matter here."""
+        return not self.has_units and super().fires_repeatedly
+
+    def mark(self, slot: SlotIndex) -> range:
+        """See base class; a hook launches nothing."""
+        if not self.has_units:
+            return super().mark(slot)
+        self.fired[slot] += 1
+        if self.bucket_of[slot] in self._sent:
+            self.late.add(slot)
+        return range(0)
+
+    def release(self, bucket: BucketIndex) -> bool:
+        """Backward is done with the unit of `bucket`; returns whether to launch it now."""
+        held = bucket in self._wait_for_all or any(
+            self.bucket_of[slot] == bucket for slot in self.held
+        )
+        if held or bucket in self._sent:
+            return False
+        self._sent.add(bucket)
+        return True
+
+    def remaining(self) -> Sequence[BucketIndex]:
+        """See base class."""
+        if not self.has_units:
+            return super().remaining()
+        left = [bucket for bucket in range(len(self._sizes)) if bucket not in self._sent]
+        self._sent.update(left)
+        return left
+
+    def learn(self, fired: Sequence[int], late: Sequence[int] = ()) -> None:
+        """See base class; buckets with late gradients wait for the end of backward from now on."""
+        super().learn(fired, late)
+        self._wait_for_all.update(self.bucket_of[slot] for slot, was in enumerate(late) if was)

@@ -6,22 +6,13 @@ saved but noted as a place in it; unpacking the note gathers the unit again, whi
 backward takes. That memory can therefore be used for other units in between. Parameters that are
 read elsewhere in a running forward or backward are gathered by `sharding.parameter_reads`.
 
-[Note: when a unit goes in backward]
-The gradient of a module's inputs is complete when all of its nodes have run: autograd runs of the
-nodes that are ready those that were made last, and the module's were made after its inputs. Of an
-input that is a leaf, the gradient arrives ahead of nodes that wait, so a module with such inputs
-only is done when all of them are. A module without inputs that require a gradient is done when
-backward is.
-
-[Note: leaves in backward]
-A leaf is entered by all ranks, but a rank whose data needs nothing of it has saved nothing that
-backward could ask for. So that it does not leave the others alone in a gather, a leaf is gathered
-when the gradient of its first output arrives, which is so on all ranks.
+When backward does so is `backward_order`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.backward_order import BackwardOrder, Place, Use
 from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
@@ -47,7 +39,6 @@ from deepspeed.runtime.zero.units import (
     fuse,
     is_called,
     plan_units,
-    runs_experts,
 )
 from deepspeed.runtime.zero.zero_parameter import (
     ShardedParameter,
@@ -61,17 +52,27 @@ from deepspeed.runtime.zero.zero_parameter import (
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 
-class Frame(NamedTuple):
-    """A forward that runs: its module, what it needs whole, and what came in."""
+@dataclass(slots=True)
+class Frame:
+    """A forward that runs.
+
+    Attributes:
+        module: Whose.
+        use: Its place in the whole forward; None if no backward will come.
+        units: What it needs whole.
+        has_saved: Whether autograd has saved something of them.
+    """
 
     module: nn.Module
-    units: list[GatherUnit]
-    inputs: list[torch.Tensor]  # of a leaf
+    use: Use | None
+    units: list[GatherUnit] = field(default_factory=list)
+    has_saved: bool = False
 
 
 class SavedPlace(NamedTuple):
-    """A tensor that autograd saved, as a place in the memory of a unit."""
+    """A tensor that autograd saved, as a place in the memory of a unit; and when it was."""
 
+    when: Place | None
     unit: GatherUnit
     size: torch.Size
     stride: tuple[int, ...]
@@ -93,6 +94,7 @@ class DeepSpeedZeRoOffload:
         units: All units that do not persist, by the order of their modules.
         persistent_units: Those that do, one for each kind of parameter.
         param_coordinator: Who needs which unit.
+        backward_order: Which unit backward needs when, and when it is done with it.
         forward_hooks, backward_hooks: Handles, which clients remove and empty around generation.
     """
 
@@ -120,6 +122,7 @@ class DeepSpeedZeRoOffload:
         self.persistent_units: list[GatherUnit] = []
         self._frames: list[Frame] = []
         self._saving: Any = None
+        self.backward_order = BackwardOrder()
         self._plan(param_names)
         self._register_deepspeed_module(module)
         self._late = LateParameters(module, self._has)
@@ -139,9 +142,8 @@ class DeepSpeedZeRoOffload:
             self.units, limits.prefetch, limits.max_live, limits.max_reuse
         )
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
-        self._leaves = {
-            module for module in self._uses if z3_leaf_module(module) or runs_experts(module)
-        }
+        self._params = {plan.module: plan.params for plan in plans}
+        self.backward_order.coordinator = self.param_coordinator
         self.resources.mark_updated()
         self.gather_persistent()
 
@@ -271,22 +273,23 @@ class DeepSpeedZeRoOffload:
     # Forward
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        outermost = not self._frames and not in_backward()
-        if outermost:
-            if self._late.may_be_there:
-                self._take_in_late()
-            self.param_coordinator.begin_pass()
-            self._start_saving()
-        frame = Frame(module, [], [])
-        self._frames.append(frame)
+        if not self._frames:
+            recomputes = in_backward()
+            if not recomputes:
+                if self._late.may_be_there:
+                    self._take_in_late()
+                self.param_coordinator.begin_pass()
+                self._start_saving()
+            self.backward_order.begin(recomputes)
+        place = self.backward_order.here
+        self._frames.append(frame := Frame(module, self.backward_order.enter()))
         for unit in (*self._uses.get(module, ()), *self._external(module)):
             # One by one: if a gather fails, `_after_forward` leaves what was entered.
             frame.units.append(unit)
             self.param_coordinator.enter([unit])
-        if torch.is_grad_enabled():
-            self._watch_inputs(frame, args, kwargs)
-            if module in self._leaves:
-                frame.inputs.extend(_tensors((args, kwargs)))
+        if place is not None and not _are_fused(frame):
+            inputs = (tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None)
+            self.backward_order.watch(place, inputs)
 
     @staticmethod
     def _external(module: nn.Module) -> list[GatherUnit]:
@@ -301,12 +304,15 @@ class DeepSpeedZeRoOffload:
         if not self._frames or self._frames[-1].module is not module:
             return  # it failed before its frame was there
         frame = self._frames.pop()
-        if module in self._leaves and torch.is_grad_enabled():
-            self._gather_in_backward(frame, outputs)
         if self._frames:
             self._hand_up(frame, self._frames[-1], outputs)
+        if frame.use is not None:
+            self._write_down(frame, frame.use, outputs)
         self.param_coordinator.leave(frame.units)
-        if not self._frames and not in_backward():  # recomputation is followed by its backward
+        if self._frames:
+            return
+        self.backward_order.end()
+        if not in_backward():  # recomputation is followed by its backward
             self.param_coordinator.end_forward()
             if self._saving is not None:
                 self._saving.__exit__(None, None, None)
@@ -354,9 +360,9 @@ class DeepSpeedZeRoOffload:
             return saved, tensor._version
         if tensor.dtype != buffer.tensor.dtype:
             return tensor.clone(), 0
-        return SavedPlace(
-            buffer.owner, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
+        self._frames[-1].has_saved = True
+        when, offset = self.backward_order.here, int(tensor.storage_offset())
+        return SavedPlace(when, buffer.owner, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is not SavedPlace:
@@ -369,43 +375,32 @@ class DeepSpeedZeRoOffload:
                 )
             whole: torch.Tensor = tensor
             return whole
+        if saved.when is not None:
+            self.backward_order.come_to(saved.when)
         self.param_coordinator.use_in_backward(saved.unit, from_memory=True)
         return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _watch_inputs(self, frame: Frame, args: Any, kwargs: Any) -> None:
-        if all(unit.is_fused for unit in frame.units):
+    def _write_down(self, frame: Frame, use: Use, outputs: Any) -> None:
+        """Let backward know what a forward that is over has used. What is trained is gathered on
+        all ranks, though some may read nothing of it; but for an embedding, which reads indices,
+        and for what the module shares with others and only took an attribute of.
+        """
+        place, tensors = self.backward_order.here, _tensors(outputs)
+        is_trained = any(param.requires_grad for param in self._params.get(frame.module, ()))
+        if not is_trained and not any(tensor.requires_grad for tensor in tensors):
+            self.backward_order.leave(use, (), ())
             return
-        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-        made = [tensor for tensor in inputs if tensor.grad_fn is not None]
-        missing = 1 if made else len(inputs)
-
-        def on_gradient(grad: torch.Tensor) -> None:
-            nonlocal missing
-            missing -= 1
-            if missing <= 0:
-                self.param_coordinator.done_in_backward(frame.units)
-
-        for tensor in made or inputs:
-            tensor.register_hook(on_gradient)
-
-    def _gather_in_backward(self, frame: Frame, outputs: Any) -> None:
-        """See [Note: leaves in backward]."""
-        first = next((tensor for tensor in _tensors(outputs) if tensor.requires_grad), None)
-        if first is None:
-            return
-        units = self._uses[frame.module]
-        passed_on = any(first is tensor for tensor in frame.inputs)
-
-        def on_gradient(grad: torch.Tensor) -> None:
-            for unit in units:
-                self.param_coordinator.use_in_backward(unit)
-            if passed_on:  # its gradient as an input was here before
-                self.param_coordinator.done_in_backward(units)
-
-        first.register_hook(on_gradient)
+        own = self._uses.get(frame.module, ())
+        reads = use.has_graph and (frame.has_saved or not isinstance(frame.module, nn.Embedding))
+        gathered = (unit for unit in frame.units if reads and (unit in own or not unit.is_fused))
+        self.backward_order.leave(use, frame.units, gathered)
+        first = next((tensor for tensor in tensors if tensor.grad_fn is not None), None)
+        if place is not None and first is not None and not (self._frames and _are_fused(frame)):
+            self.backward_order.watch(place, [first])
 
     def end_backward(self) -> None:
         """The whole backward is over: what it needed goes."""
+        self.backward_order.end_backward()
         self.param_coordinator.end_backward()
         self._drop_shapes()
 
@@ -491,6 +486,11 @@ class DeepSpeedZeRoOffload:
 def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
     """What was registered with `register_external_parameter`: number and parameter."""
     return list(module.__dict__.get("_external_params", {}).items())
+
+
+def _are_fused(frame: Frame) -> bool:
+    """Whether its units need no hooks of their own, of which there would be many."""
+    return all(unit.is_fused for unit in frame.units)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

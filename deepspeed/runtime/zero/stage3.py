@@ -15,16 +15,16 @@ weight decay) it is a copy, which follows each update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     LOSS_SCALER,
@@ -33,28 +33,28 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
-from deepspeed.runtime.gradients.buckets import Segment
-from deepspeed.runtime.gradients.readiness import ReadinessTracker
+from deepspeed.runtime.gradients.readiness import UnitReadiness
 from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.cut_rows import RowFiller
-from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.sharding.publisher import Gather, Publisher
+from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gather_unit import GatherUnit
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
+from deepspeed.runtime.zero.shard_writer import ShardWriter
 from deepspeed.runtime.zero.stage_1_and_2 import (
     BucketBuffer,
     DeepSpeedZeroOptimizer,
     IPGBucket,
     Reduction,
 )
+from deepspeed.runtime.zero.unit_buckets import buckets_of
 from deepspeed.runtime.zero.zero_parameter import ZeroParamStatus, record_of
 
 # Upstream's further names here, or what to use instead of them.
@@ -64,84 +64,6 @@ __getattr__ = lazy_attributes(
         "unwrap_model_for_generation": "deepspeed.runtime.zero.partition_parameters",
     },
 )
-
-
-class ShardPart(NamedTuple):
-    """What of a bucket's row belongs to one optimizer group.
-
-    Attributes:
-        group: Number of the group.
-        start: First element in the row.
-        numel: Elements.
-        segments: Where they lie in the group's shard.
-    """
-
-    group: int
-    start: int
-    numel: int
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
-class UnitBucket:
-    """The trainable parameters of a unit that travel in one dtype.
-
-    Attributes:
-        table: How they are cut; the payload is its rows.
-        params: Group and index of each.
-        parts: What of a row belongs to whom.
-        kind: The dtype.
-    """
-
-    table: ParameterCutTable
-    params: tuple[tuple[int, int], ...]
-    parts: tuple[ShardPart, ...]
-    kind: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements of the payload."""
-        return self.table.padded_numel
-
-    @property
-    def used(self) -> int:
-        """The same: whoever fills the payload fills the padding."""
-        return self.numel
-
-    @property
-    def group(self) -> int:
-        """A group whose ranks are those of all."""
-        return self.params[0][0]
-
-
-class ShardWriter(Publisher):
-    """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
-
-    def __init__(self, group: CutGroup) -> None:
-        super().__init__(group, group.table.padded_numel, by_broadcast=True)
-
-    def _plan(self, bucket_size: int) -> Iterator[Gather]:
-        sections = self._group.table.sections
-        if sections:
-            yield Gather(sections[0], 0, self._group.table.shard_numel)
-
-    def _sections(self) -> Iterator[tuple[int, int]]:
-        """See base class; on their way to the host, rounded ones take memory of the device."""
-        return self.pieces() if lies_on_host(self._group.flat) else super()._sections()
-
-    def _send(self, source: torch.Tensor, start: int) -> None:
-        """See base class; to shards on the host too, from masters there or on the device."""
-        own = self._group.own(start, start + source.numel())
-        if not lies_on_host(own):
-            super()._send(source, start)
-        elif lies_on_host(source):
-            own.copy_(source)
-        else:
-            # Rounded first: fewer bytes cross.
-            self._copy(own, source.to(own.dtype), asynchronous=get_accelerator().is_pinned(own))
-
-    def _gather(self, gather: Gather) -> None:
-        """Who needs the parameters gathers them."""
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
@@ -155,6 +77,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
     """
 
     groups: list[CutGroup]  # type: ignore[assignment]  # of this stage
+    readiness: UnitReadiness
 
     def __init__(
         self,
@@ -162,10 +85,16 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         param_names: Mapping[nn.Parameter, str],
         *,
         parameter_offload: DeepSpeedZeRoOffload,
+        backward_started: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> None:
         self.parameter_offload = parameter_offload
         parameter_offload.has_optimizer = True
+        parameter_offload.backward_order.on_done = self._send_unit
+        self._is_in_parameter_hook = False
+        self._sends_units = False
+        if backward_started is not None:
+            kwargs["backward_started"] = partial(self._parameter_has_gradient, backward_started)
         super().__init__(init_optimizer, param_names, partition_grads=True, **kwargs)
         kept = self.groups[len(init_optimizer.param_groups) :]
         self._device_part = DevicePart(init_optimizer, kept) if kept else None
@@ -228,19 +157,24 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         what persists is used everywhere, so it comes last.
         """
         units = [*reversed(self.parameter_offload.units), *self.parameter_offload.persistent_units]
-        found = [bucket for unit in units for bucket in self._buckets_of(unit)]
-        found.sort(key=lambda bucket: any(self._param(at) in held for at in bucket.params))
-        self.plans = found  # type: ignore[assignment]  # of this stage
+        how = (self.groups, self.get_param_comm_dtype, self.reduce_bucket_size)
+        found = [(unit, bucket) for unit in units for bucket in buckets_of(unit, *how)]
+        found.sort(key=lambda pair: any(self._param(at) in held for at in pair[1].params))
+        self.plans = [bucket for _, bucket in found]  # type: ignore[misc]  # of this stage
+        self._indices: dict[GatherUnit, list[int]] = {}
+        for index, (unit, _) in enumerate(found):
+            if not unit.persists:
+                self._indices.setdefault(unit, []).append(index)
         self.ipg_buckets = [
             IPGBucket(params=[self._param(at) for at in bucket.params], index=index)
-            for index, bucket in enumerate(found)
+            for index, (_, bucket) in enumerate(found)
         ]
         self._slots = [
             (index, param)
             for index, bucket in enumerate(self.ipg_buckets)
             for param in bucket.params
         ]
-        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(found))
+        self.readiness = UnitReadiness([index for index, _ in self._slots], len(found))
         self._free_buffers = []
         self._fillers: dict[tuple[BucketBuffer, int], RowFiller] = {}
         self.readiness.held = frozenset(
@@ -250,52 +184,35 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
     def _param(self, at: tuple[int, int]) -> nn.Parameter:
         return self.groups[at[0]].params[at[1]]
 
-    def _buckets_of(self, unit: GatherUnit) -> Iterator[UnitBucket]:
-        kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
-        for param in unit.params:
-            link = getattr(param, "_hp_mapping", None)
-            if link is not None and record_of(param).numel:
-                kind = self.get_param_comm_dtype(param)
-                kinds.setdefault(kind, []).append((link.group, link.param_index))
-        for kind, at in kinds.items():
-            for chunk in self._chunks(sorted(at), whole=not unit.persists):
-                numels = tuple(self.groups[group].table.numels[index] for group, index in chunk)
-                table = ParameterCutTable.cut(numels, unit.num_shards)
-                yield UnitBucket(table, tuple(chunk), self._parts(chunk, table), kind)
+    # Backward
 
-    def _chunks(
-        self, params: list[tuple[int, int]], whole: bool
-    ) -> Iterator[list[tuple[int, int]]]:
-        """What persists may be many parameters: `reduce_bucket_size` elements at a time."""
-        chunk: list[tuple[int, int]] = []
-        numel = 0
-        for group, index in params:
-            added = self.groups[group].table.numels[index]
-            if chunk and not whole and numel + added > self.reduce_bucket_size:
-                yield chunk
-                chunk, numel = [], 0
-            chunk.append((group, index))
-            numel += added
-        yield chunk
+    def _parameter_has_gradient(self, started: Callable[[], None]) -> None:
+        self._is_in_parameter_hook = True
+        started()
+        self._is_in_parameter_hook = False
 
-    def _parts(
-        self, params: Sequence[tuple[int, int]], table: ParameterCutTable
-    ) -> tuple[ShardPart, ...]:
-        parts: list[ShardPart] = []
-        for number, (group, index) in enumerate(params):
-            theirs: Any = self.groups[group].table
-            start, at, numel = (
-                table.cut_starts[number],
-                theirs.cut_starts[index],
-                table.cuts[number],
-            )
-            if parts and parts[-1].group == group:
-                last = parts[-1]
-                segments = _with(last.segments, Segment(start, at, numel))
-                parts[-1] = ShardPart(group, last.start, last.numel + numel, segments)
-            else:
-                parts.append(ShardPart(group, start, numel, (Segment(start, at, numel),)))
-        return tuple(parts)
+    def backward_prologue(self) -> None:
+        """See base class. A backward that only a parameter's gradient has shown may show later on
+        other ranks, so its buckets leave at the end.
+        """
+        super().backward_prologue()
+        self.readiness.has_units = bool(self.parameter_offload.units)
+        self._sends_units = (
+            self._reducing and self.works_during_backward and not self._is_in_parameter_hook
+        )
+
+    def _send_unit(self, unit: GatherUnit) -> None:
+        """Backward is done with `unit`: what has no gradient here counts as zeros."""
+        if not self._sends_units:
+            return
+        for index in self._indices.get(unit, ()):
+            if self.readiness.release(index):
+                self._send_incomplete(index)
+
+    def backward_epilogue(self) -> None:
+        """See base class; also what other ranks have gathered and sent in this backward."""
+        super().backward_epilogue()
+        self.parameter_offload.backward_order.finish()
 
     # Reduction
 
@@ -349,6 +266,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
     def exit_backward(self) -> None:
         """See base class; what backward needed whole goes."""
         super().exit_backward()
+        self._sends_units = False
         self.parameter_offload.end_backward()
 
     # Update
@@ -578,11 +496,3 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         self.reload_states()
         self.parameter_offload.destroy()
         super().destroy()
-
-
-def _with(segments: tuple[Segment, ...], added: Segment) -> tuple[Segment, ...]:
-    """`segments` and one more, joined with the last where both sides are contiguous."""
-    last = segments[-1]
-    if last.shard_start + last.numel == added.shard_start:
-        return (*segments[:-1], last._replace(numel=last.numel + added.numel))
-    return (*segments, added)

@@ -361,12 +361,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         if not self.ignore_unused_parameters:
             self._refuse_unused()
         for index in self.readiness.remaining():
-            streams = self.ipg_buckets[index].copy_streams
-            if streams:
-                # Of a bucket that is not complete, some gradients may be left from earlier
-                # backwards (no_sync), whose streams autograd has joined to the one current here.
-                streams.add(self.comm_context.current_stream())
-            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+            self._send_incomplete(index)
         if self._hook_handles:
             self._send_late_gradients()
         self._clear_accumulator()
@@ -375,6 +370,15 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self._reduce_between_instances(0)
         if not self.overlap_comm:
             self._finish_in_flight(0)
+
+    def _send_incomplete(self, index: int) -> None:
+        """Send bucket `index`, of whose gradients some may be absent or left from earlier backwards
+        (no_sync), whose streams autograd has joined to the one current here.
+        """
+        streams = self.ipg_buckets[index].copy_streams
+        if streams:
+            streams.add(self.comm_context.current_stream())
+        self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def _clear_accumulator(self) -> None:
         if self.accumulator is not None:

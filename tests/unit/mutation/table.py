@@ -28,6 +28,7 @@ OUTCOME = "deepspeed/runtime/optimizers/step_outcome.py"
 STREAMS = "deepspeed/runtime/streams.py"
 SINK = "deepspeed/runtime/gradients/sink.py"
 READINESS = "deepspeed/runtime/gradients/readiness.py"
+BACKWARD_ORDER = "deepspeed/runtime/zero/backward_order.py"
 REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
 STATE = "deepspeed/runtime/sharding/state.py"
 
@@ -41,6 +42,7 @@ WAITS = "tests/unit/v1/device/test_host_waits.py"
 WHOLE_PARAMETERS = "tests/unit/v1/zero/test_whole_parameters.py"
 LAYOUT = "tests/unit/v1/zero/test_layout.py"
 HYBRID = "tests/unit/v1/zero/test_stage3_hybrid.py"
+UNEVEN = "tests/unit/v1/zero/test_stage3_uneven.py"
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,9 @@ CLEAR = '''\
         """
 '''
 REMAINING_STREAMS = """\
-            streams = self.ipg_buckets[index].copy_streams
-            if streams:
-                # Of a bucket that is not complete, some gradients may be left from earlier
-                # backwards (no_sync), whose streams autograd has joined to the one current here.
-                streams.add(self.comm_context.current_stream())
+        streams = self.ipg_buckets[index].copy_streams
+        if streams:
+            streams.add(self.comm_context.current_stream())
 """
 NORM_LOOP = """\
             squares[self._param_group_of(group_index)] += local(group_index).squeeze()
@@ -414,7 +414,12 @@ FAULTS = (
     Fault(
         "a late gradient is forgotten",
         READINESS,
-        (("            self.late.add(slot)\n", ""),),
+        (
+            (
+                "            self.late.add(slot)\n            return range(0)\n",
+                "            return range(0)\n",
+            ),
+        ),
         "tests/unit/runtime/gradients/test_readiness.py",
     ),
     Fault(
@@ -542,9 +547,9 @@ FAULTS = (
         "deepspeed/runtime/zero/parameter_offload.py",
         (
             (
-                "        frame = Frame(module, [], [])",
-                "        found = (*self._uses.get(module, ()), *self._external(module))\n"
-                "        frame = Frame(module, list(found), [])",
+                "frame := Frame(module, self.backward_order.enter()))",
+                "frame := Frame(module, self.backward_order.enter()))\n"
+                "        frame.units += (*self._uses.get(module, ()), *self._external(module))",
             ),
             (
                 "            frame.units.append(unit)\n            self.param_",
@@ -597,9 +602,14 @@ FAULTS = (
         "same_gradients",
     ),
     Fault(
-        "a leaf is gathered in backward only where something was computed with it",
+        "a unit is gathered in backward only where something was computed with it",
         "deepspeed/runtime/zero/parameter_offload.py",
-        (("        if module in self._leaves and torch.is_grad_enabled():", "        if False:"),),
+        (
+            (
+                "(frame.has_saved or not isinstance(frame.module, nn.Embedding))",
+                "frame.has_saved",
+            ),
+        ),
         "tests/unit/v1/zero/test_stage3_rows.py",
         "pass_by",
     ),
@@ -625,6 +635,41 @@ FAULTS = (
         "files",
     ),
     Fault(
+        "gradients of a unit leave when the last of them comes",
+        "deepspeed/runtime/zero/stage3.py",
+        (("has_units = bool(self.parameter_offload.units)", "has_units = False"),),
+        UNEVEN,
+        "one_process",
+    ),
+    Fault(
+        "gradients of a unit leave before those of its earlier use",
+        BACKWARD_ORDER,
+        (("        return self._has_forgotten or any(", "        return False and any("),),
+        UNEVEN,
+        "other_ways",
+    ),
+    Fault(
+        "a recomputation runs ahead of what comes before it",
+        BACKWARD_ORDER,
+        (("                self.come_to((forward, index))\n", "                pass\n"),),
+        UNEVEN,
+        "recomputation",
+    ),
+    Fault(
+        "a backward that the engine does not run ends at another place on each rank",
+        BACKWARD_ORDER,
+        (("            engine.queue_callback(lambda: self._end_task(task))\n", ""),),
+        UNEVEN,
+        "other_ways",
+    ),
+    Fault(
+        "gradients of all units leave at the end of backward",
+        "deepspeed/runtime/zero/stage3.py",
+        (("            if self.readiness.release(index):", "            if False:"),),
+        UNEVEN,
+        "leave_during",
+    ),
+    Fault(
         "experts of stage 3 are cut for all ranks",
         "deepspeed/runtime/zero/model_sharding.py",
         (
@@ -638,8 +683,8 @@ FAULTS = (
     ),
     Fault(
         "gradients of experts of stage 3 are cut for all ranks",
-        "deepspeed/runtime/zero/stage3.py",
-        (("cut(numels, unit.num_shards)", "cut(numels, self.num_shards)"),),
+        "deepspeed/runtime/zero/unit_buckets.py",
+        (("cut(numels, unit.num_shards)", "cut(numels, groups[0].num_shards)"),),
         "tests/unit/v1/moe/test_moe_contract.py",
         "stage_3",
     ),

@@ -4,7 +4,7 @@ own.
 
 from __future__ import annotations
 
-from unit.mutation.table import READINESS, ZERO
+from unit.mutation.table import ZERO
 from unit.verify.mutation_form import Mutation
 
 UNIT = "deepspeed/runtime/zero/gather_unit.py"
@@ -248,11 +248,11 @@ ZERO3 = (
         OFF + r"after step 0 are off: norm by [^,]*$",
     ),
     Mutation(
-        "a unit is reduced before its last gradient",
-        READINESS,
-        (("self._missing[self._next] == 0:", "self._missing[self._next] <= 1:"),),
+        "gradients of a unit are not sent when backward is done with it",
+        STAGE3,
+        (("                self._send_incomplete(index)\n", "                pass\n"),),
         "ledger: stage 3",
-        r"(?i)late",
+        r"lost: micro-batch 1 of 1 of every rank never arrived",
     ),
     Mutation(
         "an edited shard is gathered while it is written",

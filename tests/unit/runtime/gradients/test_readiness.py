@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from deepspeed.runtime.gradients.readiness import ReadinessTracker
+from deepspeed.runtime.gradients.readiness import ReadinessTracker, UnitReadiness
 
 
 def released(tracker: ReadinessTracker, slots: list[int]) -> list[int]:
@@ -111,3 +111,24 @@ def test_every_bucket_is_released_exactly_once(seed):
             for slot in tracker.late
         )
         tracker.reset()
+
+
+def test_buckets_of_units_leave_when_they_are_released_whatever_has_fired():
+    # Kills: a bucket of stage 3 that a hook sends, one that is sent twice or never, a held one or
+    # one with late gradients that does not wait for the end.
+    tracker = UnitReadiness([0, 0, 1, 2, 3], 4)
+    tracker.held = frozenset({3})
+    assert released(tracker, [0, 1, 2]) == []
+    assert tracker.release(1) and not tracker.release(1) and not tracker.release(2)
+    assert tracker.release(3)
+    assert released(tracker, [2, 3]) == [] and tracker.late == {2}
+    assert list(tracker.remaining()) == [0, 2] and list(tracker.remaining()) == []
+    tracker.learn(tracker.fired, [0, 0, 1, 0, 0])
+    tracker.reset()
+    assert not tracker.fires_repeatedly
+    assert tracker.release(0) and not tracker.release(1)
+    assert released(tracker, [2, 2]) == [] and not tracker.late
+    assert list(tracker.remaining()) == [1, 2, 3]
+    tracker.reset()
+    tracker.has_units = False
+    assert released(tracker, [0, 1]) == [0]

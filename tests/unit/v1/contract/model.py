@@ -31,14 +31,9 @@ class Branch(nn.Linear):
 
     def forward(self, hidden: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it has a second input
         """[rows, width], [rows] -> [rows, width]."""
-        if self.takes_part(branch):
+        if bool(branch.any()):
             hidden = hidden + branch[:, None].to(hidden.dtype) * super().forward(hidden)
         return hidden
-
-    @staticmethod
-    def takes_part(branch: torch.Tensor) -> bool:
-        """Whether the weight is used."""
-        return bool(branch.any())
 
 
 class ContractModel(nn.Module):

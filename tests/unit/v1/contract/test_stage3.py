@@ -1,7 +1,7 @@
 """The contract of stage 3: the configurations of stage 2, times what is whole when.
 
-The contract's data takes another branch on each rank. Ranks agree on it before, as stage 3 asks of
-models of several units, or the model is one.
+The contract's data takes another branch on each rank, and ranks do not agree on it: a rank uses
+parameters, or a whole unit, that others leave out.
 """
 
 from __future__ import annotations
@@ -145,16 +145,6 @@ def product_cases() -> list[Stage3Case]:
     return [case_of(dict(zip(PRODUCT_FACTORS, row, strict=True))) for row in values]
 
 
-def any_rank_does(branch: torch.Tensor) -> bool:
-    """Let ranks agree: those that would not need the weight use it too, times zero."""
-    from deepspeed import comm as dist
-    from deepspeed.accelerator import get_accelerator
-
-    wanted = branch.any().float().to(get_accelerator().current_device_name())
-    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    return bool(wanted)
-
-
 class Stage3Run(CaseRun):
     """One case."""
 
@@ -169,10 +159,7 @@ class Stage3Run(CaseRun):
 
     def _model(self, case: Case) -> torch.nn.Module:
         assert isinstance(case, Stage3Case)
-        model = make_model(kind=ModelOfBlocks if case.units == "blocks" else ContractModel)
-        if case.units != "model":
-            model.sometimes.takes_part = any_rank_does  # type: ignore[method-assign]  # an instance's
-        return model
+        return make_model(kind=ModelOfBlocks if case.units == "blocks" else ContractModel)
 
     def _config(self) -> dict[str, Any]:
         config, case = super()._config(), self.case

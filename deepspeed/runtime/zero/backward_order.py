@@ -1,0 +1,295 @@
+"""In which order a backward needs units and is done with them: that of its forward, backwards.
+
+[Note: one order on all ranks]
+Autograd runs of the nodes that are ready the one that was made last, so a backward goes through its
+forward strictly backwards: when a node runs that was made at some place of the forward, whatever
+was made behind that place and is used at all has run, and its parameters have their gradients. So
+the forward is written down here as the places where modules begin and end, and backward goes
+through all of them, from the last one to the first: where a module ends its units are gathered,
+where it begins they are let go and, if nothing before it uses them too, their gradients are sent.
+
+How far backward is shows in gradients of modules' inputs and outputs and in saved tensors that are
+asked for. These differ between ranks: one that needs nothing of a module has no gradient of it. But
+they only say *when* a rank goes through its places. Which places there are depends on the modules
+that ran, so all ranks issue the same gathers and reductions in the same order, whichever parameters
+have gradients on which of them.
+
+[Note: several forwards]
+A backward may come from several forwards, or not from the last one. It takes the later ones first,
+so a unit is done with when the forward at hand has no use of it left and none of the earlier ones
+that are still to come has one. Those that never come (an evaluation with gradients) hold the
+gradients of one backward back until its end.
+
+[Note: recomputation]
+Which place a recomputation is at says the number of the node that asks for it. One that runs a
+backward of its own (reentrant checkpointing) is written down as a forward, later than all others;
+it is over when the outer backward comes to its next place. Of what ran without gradients at first
+the outer forward has a use too, for which nothing is gathered and which begins with the node that
+recomputes it, made just before. Other recomputation only makes anew what the forward has saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+# Forwards whose backward has not come that are remembered.
+MAX_PENDING = 32
+_NOT_BEGUN = -1
+_ENDING = -2  # outside of autograd's tasks
+_next_node = torch.autograd._get_sequence_nr
+
+
+class Use:
+    """A forward of one module, as backward sees it.
+
+    Attributes:
+        begin: Its first place.
+        has_graph: Whether it ran with gradients.
+        units: What it used.
+        gathered: Those of them that backward reads.
+        is_open: Whether backward is inside it.
+    """
+
+    __slots__ = ("begin", "gathered", "has_graph", "is_open", "units")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.has_graph = torch.is_grad_enabled()
+        self.units: tuple[GatherUnit, ...] = ()
+        self.gathered: tuple[GatherUnit, ...] = ()
+        self.is_open = False
+
+
+class Forward:
+    """An outermost forward.
+
+    Attributes:
+        number: Later ones have higher ones.
+        is_recomputed: Whether it ran inside a backward.
+        places: Uses, each where it begins and once more where it ends.
+        nodes: For each place, the number of the first node that autograd makes behind it.
+        reached: Backward has gone through the places from this one on.
+        left: How many uses of each unit it has not gone through.
+        task: Autograd's number of the backward, if one has come here.
+    """
+
+    __slots__ = ("is_recomputed", "left", "nodes", "number", "places", "reached", "task")
+
+    def __init__(self, number: int, is_recomputed: bool) -> None:
+        self.number = number
+        self.is_recomputed = is_recomputed
+        self.places: list[Use] = []
+        self.nodes: list[int] = []
+        self.reached = 0
+        self.left: Counter[GatherUnit] = Counter()
+        self.task = _NOT_BEGUN
+
+
+Place = tuple[Forward, int]
+
+
+class BackwardOrder:
+    """See module.
+
+    Attributes:
+        coordinator: Gathers units and lets them go; set before the first forward.
+        current: The forward that runs; None if none does whose backward may come.
+        on_done: Called when a backward is done with a unit.
+    """
+
+    coordinator: PartitionedParameterCoordinator
+
+    def __init__(self) -> None:
+        self.current: Forward | None = None
+        self.on_done: Callable[[GatherUnit], None] | None = None
+        self._forwards: list[Forward] = []  # whose backward may come, or runs
+        self._last: Forward | None = None  # that the running backward has come to
+        self._count = 0
+        self._has_forgotten = False
+        self._open: Counter[GatherUnit] = Counter()
+
+    # Forward
+
+    @property
+    def here(self) -> Place | None:
+        """The place that the running forward is at; None if no backward will come."""
+        return None if self.current is None else (self.current, len(self.current.places))
+
+    def begin(self, recomputes: bool) -> None:
+        """An outermost forward begins; `recomputes`: inside a backward."""
+        self.current = None
+        if not recomputes:
+            for forward in self._forwards:
+                self._reset(forward)  # a backward that nobody has said the end of
+        elif not self._come_to_recomputation():
+            return
+        if not torch.is_grad_enabled():
+            return
+        self.current = Forward(self._count, recomputes)
+        self._count += 1
+        self._forwards.append(self.current)
+        if len(self._forwards) > MAX_PENDING:
+            del self._forwards[0]
+            self._has_forgotten = True
+
+    def end(self) -> None:
+        """It is over."""
+        self.current = None
+
+    def enter(self) -> Use | None:
+        """A module's forward begins; None if no backward will come."""
+        if self.current is None:
+            return None
+        use = Use(len(self.current.places))
+        self.current.places.append(use)
+        self.current.nodes.append(_next_node() - (not use.has_graph))
+        return use
+
+    def leave(self, use: Use, units: Iterable[GatherUnit], gathered: Iterable[GatherUnit]) -> None:
+        """It is over, and has used `units`, of which backward reads `gathered`."""
+        forward = self.current
+        if forward is None:
+            return
+        use.units, use.gathered = tuple(dict.fromkeys(units)), tuple(dict.fromkeys(gathered))
+        forward.places.append(use)
+        forward.nodes.append(_next_node())
+        forward.left.update(use.units)
+
+    def watch(self, place: Place, tensors: Iterable[torch.Tensor]) -> None:
+        """Notice that backward has come to `place` by the gradient of any of `tensors`, made
+        before it. That of a leaf says nothing: it arrives ahead of nodes that wait.
+        """
+
+        def on_gradient(grad: torch.Tensor) -> None:
+            self.come_to(place)
+
+        for tensor in tensors:
+            tensor.register_hook(on_gradient)
+
+    # Backward
+
+    def come_to(self, place: Place) -> None:
+        """The running backward is at `place`: go through what is behind it."""
+        forward, index = place
+        task = torch._C._current_graph_task_id()
+        if task == -1 or (
+            forward is self._last and forward.task == task and index >= forward.reached
+        ):
+            return
+        if all(known.task != task for known in self._forwards):
+            # Not only the engine calls backward (a penalty on gradients), and ranks must be at the
+            # same place when it is over.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end_task(task))
+        if forward.task != task:
+            self._begin(forward, task)
+        self._go_to(forward, index)
+
+    def _end_task(self, task: int) -> None:
+        for forward in reversed(self._forwards):
+            if forward.task == task:
+                self._go_to(forward, 0)
+
+    def _come_to_recomputation(self) -> bool:
+        """The node that runs recomputes: go to its place. Returns whether a backward of its own
+        follows. See [Note: recomputation].
+        """
+        task = torch._C._current_graph_task_id()
+        node = torch._C._current_autograd_node()._sequence_nr()
+        for forward in reversed(self._forwards):
+            is_pending = forward.task == _NOT_BEGUN and not forward.is_recomputed
+            index = len(forward.nodes)
+            if forward.task == task or (is_pending and index and forward.nodes[0] <= node):
+                while index and forward.nodes[index - 1] > node:
+                    index -= 1
+                self.come_to((forward, index))
+                if index:
+                    return not forward.places[index - 1].has_graph
+        return True
+
+    def _begin(self, forward: Forward, task: int) -> None:
+        self._reset(forward)
+        forward.task, forward.reached = task, len(forward.places)
+        if forward not in self._forwards:  # a graph that was retained
+            self._forwards.append(forward)
+            self._forwards.sort(key=lambda known: known.number)
+
+    def _reset(self, forward: Forward) -> None:
+        if forward.task == _NOT_BEGUN:
+            return
+        forward.task = _NOT_BEGUN
+        forward.left.clear()
+        for index, use in enumerate(forward.places):
+            if index != use.begin:
+                forward.left.update(use.units)
+            if use.is_open:
+                use.is_open = False
+                self._open.subtract(use.gathered)
+
+    def _go_to(self, forward: Forward, index: int) -> None:
+        for later in reversed(self._forwards):
+            if later.number > forward.number:
+                if later.is_recomputed and later.task == _NOT_BEGUN:
+                    self._begin(later, forward.task)
+                if later.task != _NOT_BEGUN:
+                    self._go_through(later, 0)
+        self._last = forward
+        self._go_through(forward, index)
+
+    def _go_through(self, forward: Forward, index: int) -> None:
+        while forward.reached > index:
+            forward.reached -= 1
+            use = forward.places[forward.reached]
+            if forward.reached == use.begin:
+                self._close(forward, use)
+            else:
+                use.is_open = True
+                self._open.update(use.gathered)
+                for unit in reversed(use.gathered):
+                    self.coordinator.use_in_backward(unit)
+
+    def _close(self, forward: Forward, use: Use) -> None:
+        if use.is_open:
+            use.is_open = False
+            self._open.subtract(use.gathered)
+        forward.left.subtract(use.units)
+        for unit in use.units:
+            if self.on_done is not None and not self._is_used_before(forward, unit):
+                self.on_done(unit)
+        self.coordinator.done_in_backward(unit for unit in use.units if not self._open[unit])
+
+    def _is_used_before(self, forward: Forward, unit: GatherUnit) -> bool:
+        """Whether the running backward may use `unit` once more."""
+        return self._has_forgotten or any(
+            earlier.left[unit] for earlier in self._forwards if earlier.number <= forward.number
+        )
+
+    def finish(self) -> None:
+        """The backward is over: go through what is left of its forwards."""
+        begun = [forward for forward in self._forwards if forward.task != _NOT_BEGUN]
+        if not begun and self._forwards:
+            # It has shown in nothing here, but may have on other ranks.
+            begun = [self._forwards[-1]]
+            self._begin(begun[0], _ENDING)
+        for forward in reversed(begun):
+            self._go_to(forward, 0)
+
+    def end_backward(self) -> None:
+        """Forget its forwards, and those before them."""
+        begun = [forward for forward in self._forwards if forward.task != _NOT_BEGUN]
+        for forward in begun:
+            self._reset(forward)
+        newest = max((f.number for f in begun if not f.is_recomputed), default=-1)
+        self._forwards = [
+            forward
+            for forward in self._forwards
+            if forward.number > newest and not forward.is_recomputed
+        ]
+        self._last = None
+        self._has_forgotten = False

@@ -1,0 +1,136 @@
+"""Reductions of stage 3: what of a gather unit travels together, and who owns which of it.
+
+A bucket is the rows of a unit's parameters, of which every rank gets its own by one even
+reduce-scatter. A row may belong to several optimizer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.sharding.cut_group import CutGroup
+from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.zero_parameter import record_of
+
+Groups = Sequence[CutGroup]
+
+
+class ShardPart(NamedTuple):
+    """What of a bucket's row belongs to one optimizer group.
+
+    Attributes:
+        group: Number of the group.
+        start: First element in the row.
+        numel: Elements.
+        segments: Where they lie in the group's shard.
+    """
+
+    group: int
+    start: int
+    numel: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class UnitBucket:
+    """The trainable parameters of a unit that travel in one dtype.
+
+    Attributes:
+        table: How they are cut; the payload is its rows.
+        params: Group and index of each.
+        parts: What of a row belongs to whom.
+        kind: The dtype.
+    """
+
+    table: ParameterCutTable
+    params: tuple[tuple[int, int], ...]
+    parts: tuple[ShardPart, ...]
+    kind: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the payload."""
+        return self.table.padded_numel
+
+    @property
+    def used(self) -> int:
+        """The same: whoever fills the payload fills the padding."""
+        return self.numel
+
+    @property
+    def group(self) -> int:
+        """A group whose ranks are those of all."""
+        return self.params[0][0]
+
+
+def buckets_of(
+    unit: GatherUnit,
+    groups: Groups,
+    travels_in: Callable[[nn.Parameter], torch.dtype],
+    bucket_size: int,
+) -> Iterator[UnitBucket]:
+    """The buckets of a unit: one for each dtype of its trained parameters.
+
+    Args:
+        unit: Whose.
+        groups: Of the optimizer.
+        travels_in: The dtype in which a parameter's gradient is reduced.
+        bucket_size: What persists may be many parameters: so many elements at a time.
+    """
+    kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for param in unit.params:
+        link = getattr(param, "_hp_mapping", None)
+        if link is not None and record_of(param).numel:
+            kinds.setdefault(travels_in(param), []).append((link.group, link.param_index))
+    for kind, at in kinds.items():
+        for chunk in _chunks(sorted(at), groups, bucket_size if unit.persists else None):
+            numels = tuple(groups[group].table.numels[index] for group, index in chunk)
+            table = ParameterCutTable.cut(numels, unit.num_shards)
+            yield UnitBucket(table, tuple(chunk), _parts(chunk, table, groups), kind)
+
+
+def _chunks(
+    params: list[tuple[int, int]], groups: Groups, limit: int | None
+) -> Iterator[list[tuple[int, int]]]:
+    chunk: list[tuple[int, int]] = []
+    numel = 0
+    for group, index in params:
+        added = groups[group].table.numels[index]
+        if chunk and limit is not None and numel + added > limit:
+            yield chunk
+            chunk, numel = [], 0
+        chunk.append((group, index))
+        numel += added
+    yield chunk
+
+
+def _parts(
+    params: Sequence[tuple[int, int]], table: ParameterCutTable, groups: Groups
+) -> tuple[ShardPart, ...]:
+    parts: list[ShardPart] = []
+    for number, (group, index) in enumerate(params):
+        theirs: Any = groups[group].table
+        at = theirs.cut_starts[index]
+        start, numel = table.cut_starts[number], table.cuts[number]
+        if parts and parts[-1].group == group:
+            last = parts[-1]
+            segments = _with(last.segments, Segment(start, at, numel))
+            parts[-1] = ShardPart(group, last.start, last.numel + numel, segments)
+        else:
+            parts.append(ShardPart(group, start, numel, (Segment(start, at, numel),)))
+    return tuple(parts)
+
+
+def _with(segments: tuple[Segment, ...], added: Segment) -> tuple[Segment, ...]:
+    """`segments` and one more, joined with the last where both sides are contiguous."""
+    last = segments[-1]
+    if last.shard_start + last.numel == added.shard_start:
+        return (*segments[:-1], last._replace(numel=last.numel + added.numel))
+    return (*segments, added)
