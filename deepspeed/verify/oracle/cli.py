@@ -20,6 +20,8 @@ from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
 from deepspeed.verify.oracle.plan import (
+    NO_BACKEND,
+    TRACED_BACKEND,
     Plan,
     RunKind,
     make_plan,
@@ -83,8 +85,11 @@ def parser() -> argparse.ArgumentParser:
         "--compile",
         nargs="?",
         const=DEFAULT_BACKEND,
+        default=TRACED_BACKEND,
         metavar="BACKEND",
-        help="check the compiled model too",
+        help=f"how torch.compile compiles the model for one of the checks; {NO_BACKEND} for none "
+        f"(default: {TRACED_BACKEND}, which traces and needs no compiler; without BACKEND "
+        f"{DEFAULT_BACKEND})",
     )
     made.add_argument("--json", metavar="FILE", help="write everything as JSON")
     made.add_argument(
@@ -114,7 +119,7 @@ class Settings:
     world_size: int = 2
     steps: int = 4
     schedules: int = 8
-    compile: str | None = None
+    compile: str = TRACED_BACKEND
     seed: int = 0
     timeout: float = 300.0
 
@@ -137,7 +142,8 @@ def verify(settings: Settings, visible: bool = False) -> Report:
             )
     if settings.timeout <= 0:
         raise UsageError(f"--timeout {settings.timeout:g}: must be more than 0 seconds")
-    if settings.compile is not None and settings.compile not in torch._dynamo.list_backends(
+    known = (TRACED_BACKEND, DEFAULT_BACKEND, NO_BACKEND)  # torch takes a second to be asked
+    if settings.compile not in known and settings.compile not in torch._dynamo.list_backends(
         exclude_tags=()
     ):
         raise UsageError(
@@ -181,7 +187,7 @@ def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tupl
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
-    precision = precision_of(read_config(config, shape.world))
+    precision = precision_of(read_config(config, shape.world), workload.module)
     losses = [
         _loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)
     ]

@@ -8,6 +8,9 @@ Owns `[Note: parameters]`: after a step, |system - expected| per parameter is bo
 - any other optimizer: `UPDATE_TOLERANCE` of the update and fp32 rounding of the weight, when a
   plain optimizer over whole parameters is fed the gradients that the system reports. (Fed the
   reference's own, Adam would turn the rounding of a tiny gradient into a full step.)
+
+Half-precision weights without masters are rounded after every step, and so are moments: both are
+then bounded by roundings of that dtype.
 """
 
 from __future__ import annotations
@@ -32,6 +35,18 @@ from deepspeed.verify.oracle.reference import (
 from deepspeed.verify.oracle.system import SGD_LEARNING_RATE, StepRecord, plain_optimizer
 
 UPDATE_TOLERANCE = 1e-4
+# Roundings of half-precision moments that may add up in an update, and those of a weight in a step.
+MOMENT_ROUNDINGS, WEIGHT_ROUNDINGS = 16, 2
+
+
+def _weight_tolerance(dtype: torch.dtype) -> float:
+    """Of the size of weights that are kept in `dtype`."""
+    return FP32_TOLERANCE if dtype == torch.float32 else WEIGHT_ROUNDINGS * ROUNDOFF[dtype]
+
+
+def _update_tolerance(dtype: torch.dtype) -> float:
+    """Of the size of an update of weights that are kept in `dtype`, as their moments are."""
+    return UPDATE_TOLERANCE if dtype == torch.float32 else MOMENT_ROUNDINGS * ROUNDOFF[dtype]
 
 
 @dataclass
@@ -193,7 +208,7 @@ def judge_sgd(
             * factor
             * (findings.gradients[name].bound + relative * grad.norm().item())
         )
-        rounding = FP32_TOLERANCE * before.norm().item()
+        rounding = _weight_tolerance(before.dtype) * before.norm().item()
         findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
 
 
@@ -248,7 +263,9 @@ class ReferenceOptimizer:
             self.optimizer.step()
         found = {}
         for name, param in self.params.items():
-            update = (param.detach() - record.before[name]).norm().item()
-            bound = UPDATE_TOLERANCE * update + FP32_TOLERANCE * record.before[name].norm().item()
+            before = record.before[name]
+            update = (param.detach() - before).norm().item()
+            bound = _update_tolerance(before.dtype) * update
+            bound += _weight_tolerance(before.dtype) * before.norm().item()
             found[name] = deviation(record.after.get(name), param.detach(), bound)
         return found

@@ -12,7 +12,9 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.model_setup import buffer_dtype, model_dtype
@@ -43,6 +45,9 @@ AS_CONFIGURED = "as configured"
 AS_CONFIGURED_STEPS = 4
 ONE_CUT = "a global batch of one sample per rank has one cut only"
 SCALE_POWER = 8
+# Of torch.compile: traces forward and backward as every backend gets them, and compiles nothing.
+TRACED_BACKEND = "aot_eager"
+NO_BACKEND = "none"
 
 
 class RunKind(str, Enum):
@@ -100,6 +105,7 @@ class Plan:
         shape: The configuration's cut of the global batch.
         runs: In this order.
         no_split: Why the global batch is not cut in other ways; empty if it is.
+        no_compile: Why the model is not compiled; empty if it is.
     """
 
     model: str
@@ -109,6 +115,7 @@ class Plan:
     shape: Shape
     runs: list[Run] = field(default_factory=list)
     no_split: str = ""
+    no_compile: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -161,9 +168,14 @@ def read_config(config: dict[str, Any], world: int) -> DeepSpeedConfig:
     return DeepSpeedConfig(copy.deepcopy(config), _DataParallel(world))
 
 
-def precision_of(config: DeepSpeedConfig) -> Precision:
-    """How `config` rounds; see `Precision`."""
+def precision_of(config: DeepSpeedConfig, module: nn.Module) -> Precision:
+    """How training `module` under `config` rounds; see `Precision`."""
     model = model_dtype(config)
+    if not (config.tree.bf16.enabled or config.tree.fp16.enabled):
+        # Nothing casts it.
+        own = {param.dtype for param in module.parameters() if param.requires_grad}
+        halves = own & {torch.bfloat16, torch.float16}
+        model = halves.pop() if len(own) == len(halves) == 1 else model
     accumulation = parse_dtype(config.tree.data_types.grad_accum_dtype) or model
     stage = int(config.tree.zero_optimization.stage)
     # Stages 0 and 1 send the accumulator, stage 2 sends every micro-batch in the model's dtype.
@@ -284,7 +296,7 @@ def make_plan(
     numel: int,
     steps: int,
     schedules: int,
-    backend: str | None,
+    backend: str,
     seed: int,
     no_split: str = "",
 ) -> Plan:
@@ -298,7 +310,7 @@ def make_plan(
         numel: Trainable elements of the model.
         steps: `--steps`.
         schedules: `--schedules`.
-        backend: `--compile`, or None.
+        backend: `--compile`.
         seed: `--seed`.
         no_split: Why the global batch must not be cut in other ways.
     """
@@ -315,7 +327,8 @@ def make_plan(
         runs.append(
             Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS))
         )
-    if backend is not None:
+    no_compile = why_not_compiled(backend)
+    if not no_compile:
         runs.append(
             Run(
                 f"compiled ({backend})",
@@ -335,4 +348,17 @@ def make_plan(
         runs.append(
             Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, min(steps, AS_CONFIGURED_STEPS))
         )
-    return Plan(model, data, seed, steps, shape, runs, no_split or ("" if splits else ONE_CUT))
+    no_split = no_split or ("" if splits else ONE_CUT)
+    return Plan(model, data, seed, steps, shape, runs, no_split, no_compile)
+
+
+def why_not_compiled(backend: str) -> str:
+    """Why the model cannot be compiled here by this backend, or is not to be; empty if it is."""
+    if backend == NO_BACKEND:
+        return f"not asked for (--compile {NO_BACKEND})"
+    if backend == "inductor" and CPUAdamBuilder().compiler() is None:
+        return (
+            "inductor needs a C++ compiler, and none was found; install g++ or clang++, set CXX, "
+            f"or take --compile {TRACED_BACKEND}"
+        )
+    return ""

@@ -14,13 +14,23 @@ from enum import Enum
 from typing import Any
 
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
-from deepspeed.verify.oracle.plan import AS_CONFIGURED, Plan, Run, RunKind
+from deepspeed.verify.oracle.plan import AS_CONFIGURED, TRACED_BACKEND, Plan, Run, RunKind
 from deepspeed.verify.oracle.ranks import Outcome, Session
 
 MOST_NAMED = 3
 
 Outside = dict[str, tuple[int, Deviation]]
 """Parameter -> first step at which it was outside its allowance, and by how much."""
+
+
+# What torch.compile raises of code that it does not take.
+COMPILER_ERRORS = (
+    "BackendCompilerFailed",
+    "InternalTorchDynamoError",
+    "TorchRuntimeError",
+    "Unsupported",
+    "UserError",
+)
 
 
 class Verdict(str, Enum):
@@ -220,7 +230,7 @@ def _absent(plan: Plan) -> list[Row]:
             Row("configured optimizer", Verdict.NOT_RUN, "the configuration names no optimizer")
         )
     if RunKind.COMPILED not in kinds:
-        rows.append(Row("eager = compiled", Verdict.NOT_RUN, "not asked for (--compile)"))
+        rows.append(Row("eager = compiled", Verdict.NOT_RUN, plan.no_compile))
     if RunKind.SPLIT not in kinds:
         rows.append(Row("accumulation invariance", Verdict.NOT_RUN, plan.no_split))
     return rows
@@ -401,7 +411,10 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
     check = "eager = compiled" if run.kind is RunKind.COMPILED else "accumulation invariance"
     family = run.name
     if outcome.failure:
-        return [Row(check, Verdict.FAIL, f"no result: {outcome.failure}", family=family)]
+        # Nobody who did not ask for a compiler need have a model that it takes.
+        is_refused = run.backend == TRACED_BACKEND and outcome.kind in COMPILER_ERRORS
+        verdict = Verdict.NOT_RUN if is_refused else Verdict.FAIL
+        return [Row(check, verdict, f"no result: {outcome.failure}", family=family)]
     findings = [one for one in _findings(outcome) if not one.skipped]
     if not any(one.whole for one in findings):
         reason = next(iter(outcome.ranks[0]["notes"]), "the step was skipped")

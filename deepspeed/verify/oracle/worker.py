@@ -77,7 +77,7 @@ class Worker:
     def _run(self, run: Run) -> dict[str, Any]:
         seed_everything(self.plan.seed + 1)
         config = read_config(run.config, run.shape.world)
-        precision = precision_of(config)
+        precision = precision_of(config, self.workload.module)
         system = SystemRun(run, self.workload, self.batches, self.rank)
         findings_of_optimizer: dict[int, dict[str, Deviation]] = {}
         optimizers: list[ReferenceOptimizer] = []
@@ -209,7 +209,7 @@ class Worker:
                 )
             finally:
                 system.close()
-        precision = precision_of(read_config(run.config, run.shape.world))
+        precision = precision_of(read_config(run.config, run.shape.world), self.workload.module)
         mine = [one for one in record.steps if one.step % run.shape.world == self.rank]
         findings = [self._judge(run, one, self._reference(precision), precision) for one in mine]
         for one, found in zip(mine, findings, strict=True):

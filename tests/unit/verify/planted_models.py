@@ -37,6 +37,11 @@ def right() -> Made:
     return layers(nn.Linear(16, 16)), batch, loss
 
 
+def half() -> Made:
+    """In bf16 from the start."""
+    return layers(nn.Linear(16, 16)).bfloat16(), batch, loss
+
+
 def with_dropout() -> Made:
     return layers(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))), batch, loss
 

@@ -16,7 +16,7 @@ from deepspeed.verify.oracle import picture
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
 from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
-from deepspeed.verify.oracle.ranks import Session, run_plan
+from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.text import render
 from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, family_of, make_report
@@ -48,6 +48,8 @@ def test_the_planted_bug_fails_and_is_named(
         "2",
         "--schedules",
         "1",
+        "--compile",
+        "none",
     ]
     assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
     found = json.loads(wanted[0].read_text())
@@ -124,6 +126,43 @@ def test_a_rank_that_does_not_go_on(function: str, timeout_s: float, text: str) 
 
 
 # Pure parts
+
+
+def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: an error of a compiler that nobody asked for, or a lack of one, shown as a fault of
+    the model; any other failure shown as harmless.
+    """
+
+    def row_of(backend: str, **failed: str) -> Row:
+        plan = make_plan(
+            config_of(1),
+            "m",
+            None,
+            Shape(2, 2, 4),
+            numel=1,
+            steps=1,
+            schedules=0,
+            backend=backend,
+            seed=0,
+        )
+        session = Session()
+        for run in plan.runs:
+            session.outcomes[run.name] = Outcome(**(failed or {"failure": "was not reached"}))
+        rows = make_report(plan, session, {}).rows
+        (row,) = [row for row in rows if row.check == "eager = compiled"]
+        return row
+
+    for backend, kind, verdict in (
+        ("aot_eager", "Unsupported", Verdict.NOT_RUN),
+        ("aot_eager", "RuntimeError", Verdict.FAIL),
+        ("inductor", "Unsupported", Verdict.FAIL),
+        ("none", "", Verdict.NOT_RUN),
+    ):
+        row = row_of(backend, failure="rank 0 raised", kind=kind)
+        assert row.verdict is verdict, (backend, kind, row)
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    row = row_of("inductor")
+    assert row.verdict is Verdict.NOT_RUN and "needs a C++ compiler" in row.detail
 
 
 def test_families() -> None:
@@ -242,7 +281,7 @@ def test_a_batch_norm_is_not_cut_otherwise() -> None:
         numel=1,
         steps=1,
         schedules=0,
-        backend=None,
+        backend="none",
         seed=0,
         no_split=reason,
     )

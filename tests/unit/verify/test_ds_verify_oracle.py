@@ -32,6 +32,12 @@ class TestCleanRuns(DistributedTest):
             assert divisors and all(divisor == pytest.approx(4, rel=0.05) for divisor in divisors)
             assert any("dropout" in note for note in report.notes)
 
+    def test_a_half_precision_model_without_a_precision_block(self) -> None:
+        """Kills: a reference in fp32, masters expected at stage 0, where there are none."""
+        for stage in (0, 1, 2):
+            report = report_of(plan_of(config_of(stage), "half", TRAINING))
+            assert failures(report) == [], stage
+
     def test_other_ways_to_say_it(self) -> None:
         """Kills: an expectation that knows the default configuration only."""
         more: list[dict[str, Any]] = [
