@@ -188,7 +188,7 @@ class DeepSpeedConfig:
         )
         self._param_dict = param_dict
         given = self._elastic_batch_sizes() or (
-            self.tree.train_batch_size,
+            self._train_batch_size(world),
             self.tree.train_micro_batch_size_per_gpu,
             self.tree.gradient_accumulation_steps,
         )
@@ -236,6 +236,26 @@ class DeepSpeedConfig:
         return WorldSize(
             world.size // size, f"{world.source}, divided by tensor_parallel.autotp_size"
         )
+
+    def _train_batch_size(self, world: WorldSize) -> int | None:
+        """`train_batch_size`; accelerate and transformers, which fill it in where it is "auto",
+        count a batch for every rank, also where `tensor_parallel.autotp_size` of them share one.
+        """
+        tree, size = self.tree, self.tree.tensor_parallel.autotp_size
+        train, micro = tree.train_batch_size, tree.train_micro_batch_size_per_gpu
+        steps = tree.gradient_accumulation_steps
+        if size < 2 or train is None or micro is None or steps is None:
+            return train
+        if train != micro * steps * world.size * size:
+            return train
+        logger.warning(
+            "train_batch_size: %d counts a batch for each of the %d ranks that share one "
+            "(tensor_parallel.autotp_size); it is %d",
+            train,
+            size,
+            train // size,
+        )
+        return train // size
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
         """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how

@@ -92,7 +92,7 @@ def map_of(mpu: Any, mesh: Any) -> ParallelMap:
 
     Raises:
         ValueError: A mesh beside an mpu, or one without its axes; neither while a pipeline's map is
-            in force.
+            in force, or that of a model whose layers the engine has cut.
     """
     here = current()
     if mpu is None and mesh is None:
@@ -102,6 +102,13 @@ def map_of(mpu: Any, mesh: Any) -> ParallelMap:
                 f"({here}): gradients would be averaged over the ranks of one stage only. Call "
                 "destroy() on the pipeline's engine before, or give the groups to use as mpu=..., "
                 f"or mesh_param=({dist.get_world_size()}, 1) to average over all ranks"
+            )
+        if getattr(here.mpu, "cuts_models", False):
+            raise ValueError(
+                "deepspeed.initialize() of a model that is not cut while ranks share the layers of "
+                f"another (tensor_parallel.autotp_size; {here}): which of them see the same data? "
+                "Give tensor_parallel.autotp_size for both, call destroy() on the other engine "
+                f"before, or give mesh_param=({dist.get_world_size()}, 1) if all see different data"
             )
         return here
     ParallelMap(mpu, mesh).check()

@@ -20,11 +20,13 @@ class TensorRanks:
         size: Ranks that share layers.
         tensor_group: This rank's.
         data_group: The ranks that hold the same slices.
+        cuts_models: The engine has cut the layers; a model that is not cut is not for these ranks.
     """
 
     size: int
     tensor_group: Any
     data_group: Any
+    cuts_models: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         """Itself: the copy of a model is on the same ranks."""

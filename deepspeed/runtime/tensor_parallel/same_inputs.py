@@ -37,6 +37,7 @@ class SameInputs:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         slices = slices_of(model)
         self._device = device
+        self._would_wait = not get_accelerator().is_synchronized_device()
         self._num_forwards = 0
         self._hook = None
         if slices is not None:
@@ -45,6 +46,10 @@ class SameInputs:
             self._hook = model.register_forward_pre_hook(
                 self._check, with_kwargs=True, prepend=True
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SameInputs:
+        """Itself: the copy of a model is on the same ranks."""
+        return self
 
     def close(self) -> None:
         """Check no more."""
@@ -66,7 +71,7 @@ class SameInputs:
         if not (model.training and torch.is_grad_enabled()):
             return
         count, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if self._device.type != "cpu" and count >= FIRST_FORWARDS and count % EVERY:
+        if self._would_wait and count >= FIRST_FORWARDS and count % EVERY:
             return
         inputs = list(tensors_in((args, kwargs)))
         own = torch.stack(

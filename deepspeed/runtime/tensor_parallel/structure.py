@@ -150,7 +150,9 @@ def _plan_scope(
     uses_names = partition is None or partition.use_default_specs
     named = layers.keys() - chosen.keys() if uses_names else set()
     attention = bool(layers.keys() & (OF_HEADS | FUSED_HEADS))
-    feeds = bool(named & (COLUMNS | FUSED)) or any(not cut.is_row for cut in chosen.values())
+    feeds = bool(named & (COLUMNS | FUSED)) or any(
+        cut is not None and not cut.is_row for cut in chosen.values()
+    )
     for child in (child for child in layers if child in named and feeds):
         full = _joined(name, child)
         try:

@@ -61,7 +61,8 @@ def start_anew() -> None:
 def configuration(stage: int) -> dict[str, Any]:
     """What a user writes."""
     return {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_optimization": {

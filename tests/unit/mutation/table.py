@@ -31,6 +31,7 @@ READINESS = "deepspeed/runtime/gradients/readiness.py"
 BACKWARD_ORDER = "deepspeed/runtime/zero/backward_order.py"
 REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
 STATE = "deepspeed/runtime/sharding/state.py"
+TENSOR_PARALLEL = "deepspeed/runtime/tensor_parallel/"
 
 FIX1 = "tests/unit/v1/zero/test_fix1_ipg_bucket_streams.py"
 FIX2 = "tests/unit/v1/zero/test_fix2_hook_stream.py"
@@ -43,6 +44,8 @@ WHOLE_PARAMETERS = "tests/unit/v1/zero/test_whole_parameters.py"
 LAYOUT = "tests/unit/v1/zero/test_layout.py"
 HYBRID = "tests/unit/v1/zero/test_stage3_hybrid.py"
 UNEVEN = "tests/unit/v1/zero/test_stage3_uneven.py"
+AUTOTP = "tests/unit/v1/tensor/test_autotp.py"
+AUTOTP_RANKS = "tests/unit/v1/tensor/test_autotp_ranks.py"
 
 
 @dataclass(frozen=True)
@@ -520,6 +523,81 @@ FAULTS = (
         (("        first = rank * cut\n", "        first = (count - 1 - rank) * cut\n"),),
         "tests/unit/v1/checkpoint/test_stage3.py",
         "TestResume and fp32",
+    ),
+    Fault(
+        "a norm of heads is trained by the heads of its rank",
+        TENSOR_PARALLEL + "structure.py",
+        (("                plan.partial.append(name)\n", "                pass\n"),),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "the input of a column-parallel layer has the gradient of its rank's columns",
+        TENSOR_PARALLEL + "layers.py",
+        (("        dist.all_reduce(total, group=ctx.ranks.group)\n", ""),),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "queries, keys and values in one weight are cut as one",
+        TENSOR_PARALLEL + "cutting.py",
+        (("param.data.split(sizes, dim)", "param.data.split(param.shape[dim], dim)"),),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "every rank has the alibi of the first one's heads",
+        TENSOR_PARALLEL + "families.py",
+        (("self.ranks.rank * self.heads : (self.ranks.rank + 1) * self.heads", ": self.heads"),),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "ranks that share layers start from weights of their own",
+        TENSOR_PARALLEL + "cutting.py",
+        (
+            (
+                "broadcast_tensors((*model.parameters(), *model.buffers()), ranks",
+                "broadcast_tensors((), ranks",
+            ),
+        ),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "slices are counted in the norm by the first rank",
+        TENSOR_PARALLEL + "cutting.py",
+        (("    param.tensor_model_parallel = True ", "    param.tensor_model_parallel = False "),),
+        AUTOTP,
+        "like_one_process",
+    ),
+    Fault(
+        "whole parameters are sliced as if one tensor-parallel rank had saved slices",
+        "deepspeed/checkpoint/resharding/rank_slices.py",
+        (("        if self._patterns is not None:\n", "        if False:\n"),),
+        AUTOTP,
+        "other_sizes",
+    ),
+    Fault(
+        "ranks that share layers train on different batches",
+        TENSOR_PARALLEL + "same_inputs.py",
+        (("        if any(found):\n", "        if False:\n"),),
+        AUTOTP_RANKS,
+        "other_data",
+    ),
+    Fault(
+        "ranks that share layers drop out different activations",
+        TENSOR_PARALLEL + "same_inputs.py",
+        (("            self._share_random_states()\n", ""),),
+        AUTOTP_RANKS,
+        "dropout",
+    ),
+    Fault(
+        "an input's gradient is read before the ranks have summed it",
+        TENSOR_PARALLEL + "layers.py",
+        (("            work.wait()\n", "            pass\n"),),
+        AUTOTP_RANKS,
+        "overlapped or streams",
     ),
     Fault(
         "a frozen base in bf16 becomes fp32 at stage 3",

@@ -588,11 +588,17 @@ def test_all_refusals_are_listed_at_once():
     assert text.count("\n") == 2
 
 
-def test_tensor_parallel_ranks_share_their_batches(monkeypatch):
+def test_tensor_parallel_ranks_share_their_batches(monkeypatch, warnings):
     # Kills: batch sizes for as many data-parallel ranks as there are ranks.
     monkeypatch.setenv("WORLD_SIZE", "8")
     read = DeepSpeedConfig({"train_batch_size": 4, "tensor_parallel": {"autotp_size": 4}})
     assert (read.world_size, read.train_micro_batch_size_per_gpu) == (2, 2)
+    assert warnings == []
+    by_clients = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    read = DeepSpeedConfig(
+        {"train_batch_size": 48, **by_clients, "tensor_parallel": {"autotp_size": 4}}
+    )
+    assert read.train_batch_size == 12 and "it is 12" in warnings[0]
     for more in (
         {"tensor_parallel": {"autotp_size": 3}},
         {"sequence_parallel_size": 2},

@@ -89,7 +89,7 @@ def model_of(name: str, **more: Any) -> Any:
         if param.dim() > 1:
             torch.nn.init.normal_(param, std=0.2)
         else:
-            torch.nn.init.normal_(param, mean=float(param.mean().round()), std=0.1)
+            torch.nn.init.normal_(param, mean=float(param.detach().mean().round()), std=0.1)
     return model.train()
 
 

@@ -11,9 +11,12 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.module_inject import LinearAllreduce, LinearLayer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.utils.exceptions import MisuseError
+from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import batch_of, model_of
@@ -75,6 +78,8 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(MisuseError, match=r"ranks \[0, 1\] .* different batches"):
             engine(**own)
         data = batch_of("llama", 2, 0)
+        with pytest.raises(ValueError, match="that is not cut while ranks share the layers"):
+            start("llama", 0, 1)
         longer = {key: value[:, : 5 + dist.get_rank()] for key, value in data.items()}
         with pytest.raises(MisuseError, match="different batches"):
             engine(**longer)
@@ -115,6 +120,25 @@ class TestTwoRanks(DistributedTest):
         engine = start(name, 2, 2, model, **block, **CHECKED)
         check_training(engine, first, name, 0.0)
         engine.destroy()
+
+    def test_on_streams(self) -> None:
+        # Kills: an input's gradient that is read before it has come; a host that waits for batches
+        # to be compared.
+        for overlaps in (False, True):
+            with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
+                torch.manual_seed(0)
+                model = model_of("qwen3", num_hidden_layers=1)
+                first = copy.deepcopy(model)
+                block = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": overlaps}}
+                engine = start("qwen3", 2, 2, model, **block)
+                check_training(engine, first, "qwen3", 0.0)
+                data = batch_of("qwen3", 2, 0)
+                for _ in range(2):  # with those before, the first four are checked
+                    engine(**data)
+                with get_accelerator().count_host_waits() as waits:
+                    engine.backward(engine(**data).loss)
+                    assert not waits.inside("deepspeed/runtime"), waits.by_place
+                engine.destroy()
 
     def test_layers_by_patterns(self) -> None:
         # Kills: patterns that are read and not used; a shape that is not.
