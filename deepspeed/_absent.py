@@ -83,8 +83,8 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(
         _CONFIG,
         r"(CURRICULUM|DATA_|DYNAMIC_BATCHING|RANDOM_LTD)\w*",
-        "read deepspeed.runtime.config.DeepSpeedConfig(config).tree; sampling by index files and "
-        "random layer-token drop come in a later release",
+        "read deepspeed.runtime.config.DeepSpeedConfig(config).tree; random layer-token drop and "
+        "batches by their tokens come in a later release",
     ),
     Absence(
         _CONFIG,
@@ -169,9 +169,8 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     Absence(
         _ENGINE,
-        r"random_ltd_(config|initialize)|set_data_post_process_func|curriculum_learning_config",
-        "sampling by index files and random layer-token drop come in a later release; "
-        "curriculum_learning lets sequences grow",
+        r"random_ltd_(config|initialize)",
+        "random layer-token drop comes in a later release; curriculum_learning lets sequences grow",
     ),
     Absence(
         _ENGINE, r"autotuning_(start|end|metric|model|profile)\w*", "autotuning is out of scope"

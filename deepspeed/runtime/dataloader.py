@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
 DATALOADER_CONFIG_KEYS = ("seed", "shuffle")
 
@@ -147,6 +148,11 @@ class DeepSpeedDataLoader:
         dataloader_drop_last: drop the last incomplete batch.
         deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
 
+    Attributes:
+        post_process_func: Called as ``fn(batch, state)`` with each batch that a
+            `DeepSpeedDataSampler` has chosen, and its ``state_dict()`` of that step; what it
+            returns is handed out.
+
     Raises:
         ValueError: a batch size below 1, or an unknown key in ``deepspeed_dataloader_config``.
     """
@@ -184,17 +190,25 @@ class DeepSpeedDataLoader:
         self._batches_done = 0
         self._samples_done = 0
         self._running: Iterator[Any] | None = None
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
         self._world, self._rank = _data_parallel_place(data_parallel_world_size, data_parallel_rank)
         self.data_sampler = self._make_sampler(data_sampler, bool(settings.get("shuffle", True)))
         # Its own generator: torch's loader draws a seed from the global one at the start of each
         # pass, so that a resumed run, which starts one pass more, would see other random numbers
         # (dropout) than one that never stopped.
         self._generator = torch.Generator()
+        batches: dict[str, Any] = (
+            {"batch_sampler": self.data_sampler}
+            if isinstance(self.data_sampler, DeepSpeedDataSampler)
+            else {
+                "batch_size": batch_size,
+                "sampler": self.data_sampler,
+                "drop_last": dataloader_drop_last,
+            }
+        )
         self.dataloader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=batch_size,
-            sampler=self.data_sampler,
-            drop_last=dataloader_drop_last,
+            **batches,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
@@ -206,6 +220,8 @@ class DeepSpeedDataLoader:
             if given is not None:
                 raise ValueError("data_sampler cannot order an IterableDataset; leave it out")
             return None
+        if isinstance(given, DeepSpeedDataSampler):
+            return given
         if given is not None:
             return _SkippingSampler(given)
         return ResumableDistributedSampler(
@@ -219,6 +235,8 @@ class DeepSpeedDataLoader:
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
+        if isinstance(self.data_sampler, DeepSpeedDataSampler):
+            return self.data_sampler.num_micro_batches
         if isinstance(self.data_sampler, ResumableDistributedSampler):
             whole = ResumableDistributedSampler(
                 len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last
@@ -240,8 +258,10 @@ class DeepSpeedDataLoader:
             self._go_to(epoch, batches=0, samples=0)
 
     def __iter__(self) -> Iterator[Any]:
-        # A pass that handed out batches is given up; a position that was just restored is kept.
-        if self._running is not None and self._batches_done:
+        # A pass that handed out batches is given up; a position that was just restored is kept. A
+        # curriculum is one pass, however often the script begins to read.
+        begun_anew = self._running is not None and self._batches_done
+        if begun_anew and not isinstance(self.data_sampler, DeepSpeedDataSampler):
             self._go_to(self.epoch, batches=0, samples=0)
         self._running = self._run()
         return _Pass(self)
@@ -264,10 +284,19 @@ class DeepSpeedDataLoader:
         for batch in batches:
             # Counted before it is handed out: a checkpoint written while it is being used holds it
             # as used.
+            state = self._sampler_state()
             self._batches_done += 1
             self._samples_done += self.batch_size * self._world
+            if self.post_process_func is not None and state is not None:
+                batch = self.post_process_func(batch, state)
             yield batch
         self._go_to(self.epoch + 1, batches=0, samples=0)
+
+    def _sampler_state(self) -> dict[str, Any] | None:
+        """The sampler's state at the loader's position: it is asked ahead by workers."""
+        if not isinstance(self.data_sampler, DeepSpeedDataSampler):
+            return None
+        return self.data_sampler.state_at(self._samples_done)
 
     def _go_to(self, epoch: int, batches: int, samples: int) -> None:
         self.epoch = epoch
@@ -275,7 +304,9 @@ class DeepSpeedDataLoader:
         self._samples_done = samples
 
     def _position_sampler(self) -> None:
-        if isinstance(self.data_sampler, ResumableDistributedSampler):
+        if isinstance(self.data_sampler, DeepSpeedDataSampler):
+            self.data_sampler.consumed_samples = self._samples_done
+        elif isinstance(self.data_sampler, ResumableDistributedSampler):
             self.data_sampler.seed = self.seed
             self.data_sampler.set_epoch(self.epoch)
             self.data_sampler.consumed_samples = self._samples_done
@@ -284,9 +315,9 @@ class DeepSpeedDataLoader:
                 self.data_sampler.sampler.set_epoch(self.epoch)
             self.data_sampler.skip = self._batches_done * self.batch_size
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, and batches (of this rank) and samples (of all ranks) handed
-        out in it.
+        out in it; and a `DeepSpeedDataSampler`'s.
         """
         return {
             "epoch": self.epoch,
@@ -294,6 +325,7 @@ class DeepSpeedDataLoader:
             "consumed_samples": self._samples_done,
             "seed": self.seed,
             "num_samples": len(self.dataset) if self.data_sampler is not None else None,
+            "data_sampler": self._sampler_state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -309,6 +341,9 @@ class DeepSpeedDataLoader:
                 "position was saved, so its order cannot be continued; resume with the same data, "
                 "or without restoring the dataloader"
             )
+        sampler = state_dict.get("data_sampler")
+        if isinstance(self.data_sampler, DeepSpeedDataSampler) and sampler is not None:
+            self.data_sampler.load_state_dict(sampler)
         self._running = None
         self.seed = state_dict["seed"]
         self._go_to(state_dict["epoch"], state_dict["batches"], state_dict["consumed_samples"])
@@ -322,7 +357,9 @@ class DeepSpeedDataLoader:
         if self.data_sampler is None:
             return False
         self._position_sampler()
-        left = len(self.data_sampler)  # type: ignore[arg-type]  # both samplers have a length
+        left = len(self.data_sampler)  # type: ignore[arg-type]  # all samplers have a length
+        if isinstance(self.data_sampler, DeepSpeedDataSampler):
+            return left == 0
         return left < self.batch_size if self.dataloader_drop_last else left == 0
 
 

@@ -292,6 +292,11 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             f"{self.dp_world_size}",
             ranks=[0],
         )
+        if self._chooses_samples and self.training_dataloader is None:
+            logger.warning(
+                "data_efficiency.data_sampling orders what deepspeed.initialize(training_data=...) "
+                "or engine.deepspeed_io(dataset) loads; this engine was given no training_data"
+            )
         if self.dump_state():
             self._config.print("DeepSpeedEngine configuration")
 
@@ -308,9 +313,16 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the
         training one.
         """
+        batch_size = batch_size or self.train_micro_batch_size_per_gpu()
+        if data_sampler is None and route == "train":
+            data_sampler = self._sampler_of(dataset, batch_size)
+            if data_sampler is not None:
+                sampling = self._config.tree.data_efficiency.data_sampling
+                pin_memory = sampling.pin_memory
+                num_local_io_workers = num_local_io_workers or sampling.num_workers
         return DeepSpeedDataLoader(
             dataset=dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            batch_size=batch_size,
             pin_memory=pin_memory and self.device.type != "cpu",
             collate_fn=collate_fn or self.collate_fn,
             local_rank=self.local_rank,

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CUSTOM, CurriculumScheduler
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.data_pipeline.sequence_curriculum import ARGUMENT, SEQLEN
 from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -44,12 +45,14 @@ class EngineFeatures:
         curriculum_scheduler_legacy: How difficult the data of a step may be; None without
             `curriculum_learning`.
         global_steps: Optimizer steps so far.
+        training_dataloader: Batches of `training_data`; None without.
     """
 
     _config: DeepSpeedConfig
     parallel_map: ParallelMap
     curriculum_scheduler_legacy: CurriculumScheduler | None
     global_steps: int
+    training_dataloader: Any
 
     # ZeRO
 
@@ -185,8 +188,12 @@ class EngineFeatures:
         lambda config: config.tree.data_efficiency.data_sampling.enabled
     )
     data_sampling_config = _dumped(lambda config: config.tree.data_efficiency.data_sampling)
-    # Blocks inside of refused ones: they are off with those.
-    curriculum_learning_enabled = data_sampling_enabled
+    curriculum_learning_enabled = setting(
+        lambda config: config.tree.data_efficiency.data_sampling.curriculum_learning.enabled
+    )
+    curriculum_learning_config = _dumped(
+        lambda config: config.tree.data_efficiency.data_sampling.curriculum_learning
+    )
     random_ltd_enabled = setting(lambda config: config.tree.data_efficiency.data_routing.enabled)
     autotuning_enabled = setting(lambda config: config.tree.autotuning.enabled)
 
@@ -233,25 +240,83 @@ class EngineFeatures:
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], int]]
     ) -> None:
-        """Give a custom schedule its function of the step, which counts from 1.
+        """Give custom schedules their functions of the step, which counts from 1.
 
         Args:
-            schedule_func_dict: The function under the name that is `curriculum_type`.
+            schedule_func_dict: Functions under the `curriculum_type` of `curriculum_learning`, or
+                the names of metrics that `training_dataloader` chooses samples by.
 
         Raises:
-            DeepSpeedConfigError: If there is no custom schedule of that name.
+            DeepSpeedConfigError: If there is no custom schedule of a name.
         """
-        block = self._config.tree.curriculum_learning
-        scheduler = self.curriculum_scheduler_legacy
-        names = sorted(schedule_func_dict)
-        if scheduler is None or block.schedule_type != CUSTOM or names != [block.curriculum_type]:
+        custom = {
+            name: scheduler
+            for name, scheduler in self._schedulers().items()
+            if scheduler.get_state()["schedule_type"] == CUSTOM
+        }
+        unknown = sorted(schedule_func_dict.keys() - custom.keys())
+        if unknown:
             raise DeepSpeedConfigError(
-                f"set_custom_curriculum_learning_schedule of {names}: "
-                "curriculum_learning.schedule_type is "
-                f"{block.schedule_type if block.enabled else 'off'!r} for "
-                f'curriculum_type {block.curriculum_type!r}; set it to "custom" and name that type'
+                f"set_custom_curriculum_learning_schedule: {unknown[0]!r} has no schedule_type "
+                f'"custom"; those that have are {sorted(custom)}'
             )
-        scheduler.set_custom_get_difficulty(schedule_func_dict[block.curriculum_type])
+        for name, function in schedule_func_dict.items():
+            custom[name].set_custom_get_difficulty(function)
+
+    def _schedulers(self) -> dict[str, CurriculumScheduler]:
+        """All schedules by the name of what is difficult."""
+        found: dict[str, CurriculumScheduler] = {}
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        if isinstance(sampler, DeepSpeedDataSampler):
+            found |= {name: metric.scheduler for name, metric in sampler.metrics.items()}
+        if self.curriculum_scheduler_legacy is not None:
+            found[self._config.tree.curriculum_learning.curriculum_type] = (
+                self.curriculum_scheduler_legacy
+            )
+        return found
+
+    def set_data_post_process_func(
+        self, post_process_func: Callable[[Any, dict[str, Any]], Any]
+    ) -> None:
+        """Pass every batch of `training_dataloader` through a function, with the state of the
+        sampler (`current_difficulties`, `curriculum_step`): to cut sequences, say.
+
+        Raises:
+            DeepSpeedConfigError: If `data_efficiency.data_sampling` does not order that loader.
+        """
+        loader = self.training_dataloader
+        if not isinstance(getattr(loader, "data_sampler", None), DeepSpeedDataSampler):
+            raise DeepSpeedConfigError(
+                "set_data_post_process_func needs deepspeed.initialize(training_data=...) and "
+                "data_efficiency.data_sampling.enabled: true, whose sampler has a state; otherwise "
+                "process batches where they are read"
+            )
+        loader.post_process_func = post_process_func
+
+    @property
+    def _chooses_samples(self) -> bool:
+        block = self._config.tree.data_efficiency
+        return block.enabled and block.data_sampling.enabled
+
+    def _sampler_of(self, dataset: Any, micro_batch: int) -> DeepSpeedDataSampler | None:
+        """What `data_efficiency.data_sampling` orders a dataset by, if it is on."""
+        block = self._config.tree.data_efficiency
+        if not self._chooses_samples:
+            return None
+        if not self.is_map_style_dataset(dataset):
+            raise DeepSpeedConfigError(
+                "data_efficiency.data_sampling.enabled: true chooses samples by their number, "
+                f"which a {type(dataset).__name__} does not have; use a dataset with __getitem__ "
+                "and __len__, or false"
+            )
+        return DeepSpeedDataSampler(
+            block.model_dump(),
+            len(dataset),
+            micro_batch,
+            self.parallel_map.data.rank,
+            self.parallel_map.data.size,
+            gradient_accumulation_steps=self._config.gradient_accumulation_steps,
+        )
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

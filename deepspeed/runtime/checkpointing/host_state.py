@@ -18,8 +18,12 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.dataloader import ResumableDistributedSampler
 from deepspeed.utils.logging import logger
+
+# Samplers whose position is counted in samples over all ranks.
+POSITIONED = (ResumableDistributedSampler, DeepSpeedDataSampler)
 
 
 def host_state(
@@ -88,7 +92,7 @@ def restore_position(host: dict[str, Any], loader: Any) -> None:
     """Go on in the data where a run of other ranks was; `host` is of any of them."""
     if loader is None or host["dataloader"] is None:
         return
-    if isinstance(getattr(loader, "data_sampler", None), ResumableDistributedSampler):
+    if isinstance(getattr(loader, "data_sampler", None), POSITIONED):
         loader.load_state_dict(host["dataloader"])
     else:
         logger.warning(

@@ -243,12 +243,39 @@ class CurriculumConfig(DeepSpeedConfigModel):
     )
 
 
+class SamplingCurriculumConfig(DeepSpeedConfigModel):
+    """Samples chosen by how difficult they are."""
+
+    enabled: Bool = option(False, "Choose samples by metrics.")
+    data_cluster_path: Text | None = option(
+        None, "Folder of upstream's lists of samples.", needs="lists of samples in files"
+    )
+    curriculum_metrics: dict[str, dict[str, Any]] = option(
+        {},
+        "By name: index_to_sample_path, index_to_metric_path, difficulty_type, clustering_type, "
+        "min_difficulty, max_difficulty, schedule_type, schedule_config (docs/data.md).",
+    )
+
+
+class DataSamplingConfig(DeepSpeedConfigModel):
+    """Which samples of `training_data` come when."""
+
+    enabled: Bool = option(False, "Let the sampler order training_data.")
+    num_epochs: Int = option(1000, "Times that the data is gone through.", ge=1)
+    num_workers: Int = option(0, "Worker processes of the loader.", ge=0)
+    pin_memory: Bool = option(False, "Load into page-locked memory.")
+    curriculum_learning: SamplingCurriculumConfig = option(
+        SamplingCurriculumConfig, "Samples chosen by how difficult they are."
+    )
+    dynamic_batching: OpenFeatureConfig = option(OpenFeatureConfig, "Batches by their tokens.")
+
+
 class DataEfficiencyConfig(DeepSpeedConfigModel):
     """Data sampling (curriculum) and routing (random layer-token dropping)."""
 
     enabled: Bool = option(False, "Switch data efficiency on.")
-    seed: Int = option(1234, "Seed of the sampler.")
-    data_sampling: OpenFeatureConfig = option(OpenFeatureConfig, "Curriculum sampling.")
+    seed: Int = option(1234, "Seed of the sampler.", ge=0)
+    data_sampling: DataSamplingConfig = option(DataSamplingConfig, "Order of training_data.")
     data_routing: OpenFeatureConfig = option(OpenFeatureConfig, "Random layer-token dropping.")
 
 

@@ -161,10 +161,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("graph_harvesting", _on, f"it {LATER}; use false"),
     Refusal(
-        "data_efficiency.enabled",
+        "data_efficiency.data_routing.enabled",
         _on,
-        f"sampling by index files and random layer-token drop {LATER_MANY}; use false, and for "
-        "sequences that grow curriculum_learning",
+        f"random layer-token drop {LATER}; use false, and for shorter sequences at the beginning "
+        "curriculum_learning",
+        Scope.FEATURE,
+    ),
+    Refusal(
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
+        _on,
+        f"batches by their tokens {LATER_MANY}; use false, and a data_sampler of your own",
         Scope.FEATURE,
     ),
     Refusal(

@@ -35,6 +35,7 @@ class CurriculumScheduler:
             fixed_discrete  difficulty, max_step: each difficulty up to its step, the last from then
                             on
             custom          nothing: what `set_custom_get_difficulty` is given
+        block: Where in the configuration, for errors.
 
     Attributes:
         custom_get_difficulty: The function of a custom schedule; None before it is set.
@@ -43,26 +44,19 @@ class CurriculumScheduler:
         DeepSpeedConfigError: For a key that is missing, unknown, or makes no sense.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], block: str = BLOCK) -> None:
         self.custom_get_difficulty: Schedule | None = None
+        self._block = block
         self._follow(config)
         self._current = self._min
 
     def _follow(self, config: Mapping[str, Any]) -> None:
-        self._type: str = _given(config, "schedule_type")
-        self._min = _whole(_given(config, "min_difficulty"), "min_difficulty", 1)
-        self._max = _whole(_given(config, "max_difficulty"), "max_difficulty", self._min)
-        schedule = dict(config.get("schedule_config") or {})
-        keys = _KEYS.get(self._type)
-        if keys is None:
-            raise _wrong("schedule_type", self._type, "one of " + ", ".join(_KEYS))
-        for key in keys:
-            _given(schedule, key, "schedule_config.")
-        unknown = sorted(schedule.keys() - set(keys))
-        if unknown:
-            known = ", ".join(keys) or "none"
-            raise _wrong(f"schedule_config.{unknown[0]}", schedule[unknown[0]], f"no key: {known}")
-        self._schedule = _checked(schedule)
+        checks = _Checks(self._block)
+        self._type: str = checks.given(config, "schedule_type")
+        self._min = checks.whole(checks.given(config, "min_difficulty"), "min_difficulty", 1)
+        largest = checks.given(config, "max_difficulty")
+        self._max = checks.whole(largest, "max_difficulty", self._min)
+        self._schedule = checks.schedule(config, self._type)
 
     def get_current_difficulty(self) -> int:
         """That of the last `update_difficulty`; the least before."""
@@ -106,15 +100,16 @@ class CurriculumScheduler:
     def _custom(self, global_steps: int) -> int:
         if self.custom_get_difficulty is None:
             raise DeepSpeedConfigError(
-                f'{BLOCK}.schedule_type: "custom" needs a function: before the first step, also of '
-                "a run that goes on, call engine.set_custom_curriculum_learning_schedule("
-                '{"seqlen": function of the step}), or use another schedule_type'
+                f'{self._block}.schedule_type: "custom" needs a function: before the first step, '
+                "also of a run that goes on, call engine.set_custom_curriculum_learning_schedule("
+                "{name: function of the step}) with the curriculum_type, or the metric, as name, "
+                "or use another schedule_type"
             )
         difficulty = self.custom_get_difficulty(global_steps)
         if isinstance(difficulty, bool) or difficulty != int(difficulty) or difficulty < 1:
             raise ValueError(
-                f"the custom schedule of {BLOCK} returned {difficulty!r} for step {global_steps}; "
-                "a difficulty is a positive whole number"
+                f"the custom schedule of {self._block} returned {difficulty!r} for step "
+                f"{global_steps}; a difficulty is a positive whole number"
             )
         return int(difficulty)
 
@@ -142,42 +137,58 @@ _KEYS = {
 }
 
 
-def _wrong(key: str, value: Any, expected: str) -> DeepSpeedConfigError:
-    return DeepSpeedConfigError(f"{BLOCK}.{key}: {value!r}: expected {expected}")
+class _Checks:
+    """Reads a schedule's keys, and names them with their block."""
 
+    def __init__(self, block: str) -> None:
+        self._block = block
 
-def _given(config: Mapping[str, Any], key: str, block: str = "") -> Any:
-    if config.get(key) is None:
-        raise DeepSpeedConfigError(f"{BLOCK}.{block}{key} is missing; the schedule needs it")
-    return config[key]
+    def wrong(self, key: str, value: Any, expected: str) -> DeepSpeedConfigError:
+        """The error of a value."""
+        return DeepSpeedConfigError(f"{self._block}.{key}: {value!r}: expected {expected}")
 
-
-def _whole(value: Any, key: str, least: int) -> int:
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-    if number is None or number != int(number) or number < least:
-        raise _wrong(key, value, f"a whole number of at least {least}")
-    return int(number)
-
-
-def _checked(schedule: dict[str, Any]) -> dict[str, Any]:
-    """The `schedule_config`, its numbers as integers."""
-    checked: dict[str, Any] = {}
-    for key, value in schedule.items():
-        path = f"schedule_config.{key}"
-        if key in ("difficulty", "max_step"):
-            if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-                raise _wrong(path, value, "a list of whole numbers")
-            checked[key] = [_whole(each, path, 1) for each in value]
-        else:
-            checked[key] = _whole(value, path, 1)
-    steps = checked.get("max_step")
-    if steps is not None:
-        if len(checked["difficulty"]) != len(steps) + 1:
-            raise _wrong(
-                "schedule_config.max_step",
-                steps,
-                "one entry less than difficulty, whose last stays",
+    def given(self, config: Mapping[str, Any], key: str, block: str = "") -> Any:
+        """The value of a key that the schedule needs."""
+        if config.get(key) is None:
+            raise DeepSpeedConfigError(
+                f"{self._block}.{block}{key} is missing; the schedule needs it"
             )
+        return config[key]
+
+    def whole(self, value: Any, key: str, least: int) -> int:
+        """A whole number."""
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if number is None or number != int(number) or number < least:
+            raise self.wrong(key, value, f"a whole number of at least {least}")
+        return int(number)
+
+    def schedule(self, config: Mapping[str, Any], schedule_type: str) -> dict[str, Any]:
+        """The `schedule_config`, its numbers as integers."""
+        keys = _KEYS.get(schedule_type)
+        if keys is None:
+            raise self.wrong("schedule_type", schedule_type, "one of " + ", ".join(_KEYS))
+        schedule = config.get("schedule_config") or {}
+        for key in keys:
+            self.given(schedule, key, "schedule_config.")
+        for key in sorted(schedule.keys() - set(keys)):
+            known = ", ".join(keys) or "none"
+            raise self.wrong(f"schedule_config.{key}", schedule[key], f"no such key, but {known}")
+        checked: dict[str, Any] = {}
+        for key, value in schedule.items():
+            path = f"schedule_config.{key}"
+            if key not in ("difficulty", "max_step"):
+                checked[key] = self.whole(value, path, 1)
+                continue
+            if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+                raise self.wrong(path, value, "a list of whole numbers")
+            checked[key] = [self.whole(each, path, 1) for each in value]
+        if schedule_type == FIXED_DISCRETE:
+            self._check_steps(checked["max_step"], checked["difficulty"])
+        return checked
+
+    def _check_steps(self, steps: list[int], levels: list[int]) -> None:
+        path = "schedule_config.max_step"
+        if len(levels) != len(steps) + 1:
+            raise self.wrong(path, steps, "one entry less than difficulty, whose last stays")
         if steps != sorted(steps):
-            raise _wrong("schedule_config.max_step", steps, "steps in their order")
-    return checked
+            raise self.wrong(path, steps, "steps in their order")

@@ -92,7 +92,7 @@ def test_state() -> None:
         ),
         (
             {"schedule_config": {**LINEAR["schedule_config"], "root_degree": 2}},
-            "root_degree: 2: expected no key",
+            "root_degree: 2: expected no such key, but total_curriculum_step",
         ),
         (
             {**DISCRETE, "schedule_config": {"difficulty": [1, 2], "max_step": [3, 4]}},
