@@ -111,11 +111,6 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     # ZeRO
     Absence(
-        r"deepspeed\.runtime\.zero\.stage3",
-        r"estimate_zero3_\w+",
-        "estimates of stage 3 come in a later release; docs/zero3.md says what it holds",
-    ),
-    Absence(
         r"deepspeed\.ops\.adam", r"ZenFlow\w+", "ZenFlow comes in a later release; use FusedAdam"
     ),
     Absence(

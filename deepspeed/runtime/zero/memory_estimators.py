@@ -10,7 +10,7 @@ beside its parameters, are not in it. The functions under upstream's names
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -331,6 +331,31 @@ def estimate_zero2_model_states_mem_needs(
     return _needs(numels, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
 
 
+def print_needs(
+    model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]
+) -> None:
+    """Print upstream's table of estimates on rank 0.
+
+    Args:
+        model: What is known of the model.
+        num_gpus_per_node: Ranks per node.
+        num_nodes: Nodes.
+        rows: Bytes on the host of a node and on each device, and the options that they are of.
+    """
+
+    def plural(count: int, what: str) -> str:
+        return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+    lines = [
+        "Estimated memory needed for params, optim states and gradients for a:",
+        f"HW: Setup with {plural(num_nodes, 'node')}, {plural(num_gpus_per_node, 'GPU')} per node.",
+        f"SW: Model with {model}.",
+        "  per CPU  |  per GPU |   Options",
+    ]
+    lines += [f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | {text}" for host, device, text in rows]
+    print_rank_0("\n".join(lines))
+
+
 def _print_table(
     numels: Sequence[int],
     frozen: int,
@@ -338,24 +363,17 @@ def _print_table(
     num_nodes: int,
     additional_buffer_factor: float,
 ) -> None:
-    def plural(count: int, what: str) -> str:
-        return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-    lines = [
-        "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {plural(num_nodes, 'node')}, {plural(num_gpus_per_node, 'GPU')} per node.",
-        f"SW: Model with {(sum(numels) + frozen) / 1e6:.0f}M total params.",
-        "  per CPU  |  per GPU |   Options",
+    rows = [
+        (
+            *_needs(
+                numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+            ),
+            f"offload_optimizer={'cpu' if offload else 'none'}",
+        )
+        for offload in (True, False)
     ]
-    for offload in (True, False):
-        host, device = _needs(
-            numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-        )
-        lines.append(
-            f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | "
-            f"offload_optimizer={'cpu' if offload else 'none'}"
-        )
-    print_rank_0("\n".join(lines))
+    model = f"{(sum(numels) + frozen) / 1e6:.0f}M total params"
+    print_needs(model, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(

@@ -62,6 +62,12 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "unwrap_model_for_generation": "deepspeed.runtime.zero.partition_parameters",
+        **{
+            f"estimate_zero3_model_states_mem_needs{kind}": (
+                "deepspeed.runtime.zero.sharded_estimates"
+            )
+            for kind in ("", "_all_cold", "_all_live")
+        },
     },
 )
 

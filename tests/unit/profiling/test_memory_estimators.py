@@ -11,6 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero import stage_1_and_2 as zero
 from deepspeed.runtime.zero.memory_estimators import plan_model_states
 from unit.common import TORCH, DistributedTest
@@ -148,6 +149,35 @@ def test_upstreams_functions(capsys: pytest.CaptureFixture[str]) -> None:
         and "2 nodes, 8 GPUs per node" in out
         and "1000M total" in out
     )
+
+
+def test_upstreams_functions_of_stage_3(capsys: pytest.CaptureFixture[str]) -> None:
+    # 1e9 parameters on 16 ranks, 1e8 of them in the largest layer: 16 bytes and 2 for a shard of
+    # each, all of them whole in 16 bits (what is used again stays), the layer's rows and gradients.
+    layer = 2 * 10**8
+    host, device, largest = stage3.estimate_zero3_model_states_mem_needs(
+        10**9, 10**8, 8, 2, cpu_offload=False
+    )
+    states = 18 * 10**9 // 16
+    assert device == states + 2 * 10**9 + layer + int(layer * (3 + 2 / 16))
+    assert (host, largest) == (4 * 10**8 * 8 * 1.5, 4 * 10**8)
+    with_state = stage3.estimate_zero3_model_states_mem_needs(
+        10**9, 10**8, 8, 2, cpu_offload_params=False, additional_buffer_factor=1.0
+    )
+    assert with_state[:2] == (10**9 * 8, device - 10**9 + layer * 2 // 16)
+    everything = stage3.estimate_zero3_model_states_mem_needs(
+        10**9, 10**8, 8, 2, zero_init=False, additional_buffer_factor=1.0
+    )
+    assert everything[:2] == (4 * 10**9 * 8, with_state[1] - 2 * 10**9 // 16)
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**8, 8, 2)
+    out = capsys.readouterr().out
+    assert "1000M total params, 100M largest layer params" in out and len(out.splitlines()) == 10
+    row = "offload_param=none, offload_optimizer=none, zero_init=1"
+    assert f"{host / 2**30:8.2f}GB | {device / 2**30:6.2f}GB | {row}" in out
+    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(100)))
+    model[1:].requires_grad_(False)
+    stage3.estimate_zero3_model_states_mem_needs_all_live(model)
+    assert "100M total params, 1M largest" in capsys.readouterr().out
 
 
 def test_frozen_parameters_have_no_state(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
+from deepspeed.runtime.zero.gather_settings import GatherSettings
+from deepspeed.runtime.zero.sharded_estimates import ModelShape, plan_sharded_parameters
 from unit.common import DistributedTest
 from unit.v1.device.test_peak_memory import LAYERS, TOLERANCE, WIDTH, peak_of
+from unit.wide_model import Wide
 
 LAYER = WIDTH * WIDTH
 NUMEL = LAYERS * LAYER
@@ -22,6 +24,7 @@ class Case(NamedTuple):
         ahead: Layers gathered ahead.
         fused: Layers that are one unit.
         ratio: How much of the optimizer is on the host, if it is.
+        reuse: Layers within which what is used again stays.
     """
 
     precision: str
@@ -30,6 +33,7 @@ class Case(NamedTuple):
     ahead: int = 0
     fused: int = 1
     ratio: float = 1.0
+    reuse: int = 0
 
     @property
     def zero(self) -> dict[str, Any]:
@@ -42,7 +46,7 @@ class Case(NamedTuple):
         return {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
+            "stage3_max_reuse_distance": self.reuse * LAYER,
             "stage3_prefetch_bucket_size": self.ahead * LAYER,
             # An eighth of it is a layer, and no more than is gathered ahead is fused.
             "stage3_unit_fusion_size": 8 * LAYER,
@@ -50,29 +54,31 @@ class Case(NamedTuple):
         }
 
     @property
-    def formula(self) -> float:
+    def formula(self) -> int:
         """The table of docs/zero3.md, in bytes."""
-        narrow = 4 if self.precision == "fp32" else 2
-        unit = self.fused * LAYER
-        states = 0 if self.params else narrow * NUMEL / RANKS
-        has_masters = self.precision != "fp32" or self.params
-        on_device = 1.0 - self.ratio if self.optimizer else 1.0
-        states += on_device * (4 * has_masters + 4 + 8) * NUMEL / RANKS
-        gathers = narrow * (unit + self.ahead * LAYER) + narrow * unit
-        gradients = narrow * (1 + 2 + 2 / RANKS) * unit
-        if self.optimizer:
-            gradients += narrow * 2 / RANKS * unit
-        elif self.params and narrow == 2:
-            # Rounded shards on their way to the host; two reductions keep their memory.
-            rounded = narrow * min(NUMEL // RANKS, UPDATE_NUMEL)
-            gradients = max(gradients, narrow * 2 * unit + rounded)
-        return states + gathers + gradients
+        settings = GatherSettings(
+            prefetch=self.ahead * LAYER,
+            max_reuse=self.reuse * LAYER,
+            param_persistence=0,
+            loads=self.params,
+            fusion=8 * LAYER if self.fused > 1 else 0,
+        )
+        shape = ModelShape.of(Wide(LAYERS, WIDTH), settings)
+        assert shape == ModelShape(NUMEL, self.fused * LAYER)
+        return plan_sharded_parameters(
+            shape,
+            RANKS,
+            settings,
+            model_bytes=4 if self.precision == "fp32" else 2,
+            offload_ratio=self.ratio if self.optimizer else 0.0,
+        ).device
 
 
 CASES = (
     Case("fp32", ahead=2),
     Case("bf16"),
     Case("fp32", ahead=8, fused=8),
+    Case("bf16", ahead=2, reuse=100),
     Case("bf16", optimizer=True),
     Case("bf16", optimizer=True, ratio=0.75),
     Case("bf16", params=True),
