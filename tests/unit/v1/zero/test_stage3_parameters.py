@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
@@ -101,6 +104,40 @@ class TestInit(DistributedTest):
         for name in ("param_swapper", "zero_quantized_weights", "zero_param_parallel_group"):
             with pytest.raises(deepspeed.DeepSpeedConfigError, match=name):
                 Init(**{name: object()})
+
+    def test_collectives(self) -> None:
+        # Kills: ranks that agree, or exchange values, for each parameter, for each base class's
+        # constructor or again for each module above.
+        counts: Counter[str] = Counter()
+
+        class Seen:
+            def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+                counts[call.name] += 1
+                return proceed()
+
+        class Many(nn.Module):
+            def __init__(self, numel: int) -> None:
+                super().__init__()
+                for index in range(numel):
+                    self.register_parameter(f"p{index}", nn.Parameter(torch.ones(index + 1)))
+
+        class More(Many):
+            def __init__(self) -> None:
+                super().__init__(20)
+                self.below = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(Many(2)))
+
+        seen = Seen()
+        add_observer(seen)
+        try:
+            with Init():
+                model = More()
+        finally:
+            remove_observer(seen)
+        owners = [module for module in model.modules() if module._parameters]
+        assert len(owners) == 3
+        if dist.get_world_size() > 1:
+            assert counts.pop("all_reduce") == len(owners)
+            assert sum(counts.values()) == len(owners), counts
 
     def test_trains_like_a_plain_model(self) -> None:
         # Kills: shards of another order, tied weights that are cut twice.
