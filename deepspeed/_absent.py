@@ -109,6 +109,24 @@ ABSENCES: tuple[Absence, ...] = (
         "files describe slices by universal_checkpoint_info and experts by ds_autoep_layers; "
         "see docs/checkpoint-internals.md",
     ),
+    # Sequences
+    Absence(
+        r"deepspeed\.runtime\.sequence_parallel\.parallel_state_sp",
+        r"get_model_parallel_\w+",
+        "ranks that share sequences hold the whole model; use get_sequence_parallel_group and its "
+        "kin",
+    ),
+    Absence(
+        r"deepspeed\.runtime\.sequence_parallel\.ulysses_sp",
+        "UlyssesSPFwdLossBwdWithLogits",
+        "an engine whose ranks share sequences runs forward and backward as any other; "
+        "TiledFusedLogitsLoss computes the loss in tiles",
+    ),
+    Absence(
+        r"deepspeed\.runtime\.sequence_parallel\.ulysses_sp\.UlyssesSPDataLoaderAdapter",
+        "refill",
+        "iterate over it, it reads on by itself",
+    ),
     # ZeRO
     Absence(
         r"deepspeed\.ops\.adam", r"ZenFlow\w+", "ZenFlow comes in a later release; use FusedAdam"

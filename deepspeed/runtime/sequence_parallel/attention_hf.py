@@ -49,6 +49,11 @@ class SequenceGroups:
     def _sequence(self) -> Axis:
         return self._map.sequence
 
+    @property
+    def replicas(self) -> Axis:
+        """The ranks over which gradients are reduced."""
+        return self._map.replicas
+
     def get_sequence_parallel_group(self) -> Any:
         """The ranks that share this one's sequences."""
         return self._sequence.group

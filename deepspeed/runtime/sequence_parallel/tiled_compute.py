@@ -214,6 +214,67 @@ class TiledFusedLogitsLoss:
         return _reduced(results, weights, output_reduction)
 
 
+class TiledLoss:
+    """A loss of logits that stand already, in tiles: what it makes of them (fp32 copies,
+    probabilities) exists for one tile at a time.
+    """
+
+    @staticmethod
+    def apply(
+        loss_fn: Callable[..., torch.Tensor],
+        logits: torch.Tensor,
+        vocab_size: int,
+        shift_labels: torch.Tensor,
+        shards: int,
+    ) -> torch.Tensor:
+        """The loss that `loss_fn` gives for all positions.
+
+        Args:
+            loss_fn: Called with `logits`, `labels=None`, `vocab_size` and `shift_labels` of one
+                tile, as transformers' `loss_function` is. Returns the mean over the positions whose
+                label is not `IGNORE_INDEX`.
+            logits: [b, s, v].
+            vocab_size: Handed on.
+            shift_labels: [b, s], the target of each position.
+            shards: Tiles along s.
+
+        Returns:
+            A scalar of fp32: the mean over all positions that count, however they are spread.
+
+        Raises:
+            ValueError: Shapes that don't belong together, more tiles than positions.
+        """
+        if shift_labels.dim() != 2 or logits.shape[:2] != shift_labels.shape:
+            raise ValueError(
+                f"TiledLoss: logits of {tuple(logits.shape)} and shift_labels of "
+                f"{tuple(shift_labels.shape)} must be [b, s, v] and [b, s]"
+            )
+        sizes = _sizes(shift_labels.shape[1], shards)
+        targets = shift_labels.split(sizes, dim=1)
+
+        def of_tile(tile: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            # Losses take views of them.
+            here = {"logits": tile.contiguous(), "shift_labels": target.contiguous()}
+            return loss_fn(labels=None, vocab_size=vocab_size, **here)
+
+        tiles = zip(logits.split(sizes, dim=1), targets, strict=True)
+        results = [recomputed(of_tile, tile, target) for tile, target in tiles]
+        counting = [(target != IGNORE_INDEX).sum(dtype=torch.float32) for target in targets]
+        return _reduced(results, counting, "mean")
+
+
+class AutogradComputeMLP:
+    """A feed-forward layer that is computed again in backward: one tile."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor], torch.Tensor], self: Any, x: torch.Tensor
+    ) -> torch.Tensor:
+        """`fn(self, x)`; nothing of it is kept for backward but `x`."""
+        result: torch.Tensor = recomputed(fn, self, x)
+        return result
+
+
 def _sizes(positions: int, shards: int) -> list[int]:
     """Positions of each tile. Their number is what is asked for, on every rank: under stage 3 ranks
     that entered a layer a different number of times would wait for each other.

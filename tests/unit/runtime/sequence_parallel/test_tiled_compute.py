@@ -21,8 +21,10 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    AutogradComputeMLP,
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
+    TiledLoss,
     TiledMLP,
     sequence_tiled_compute,
 )
@@ -185,6 +187,42 @@ class TestEqualsTheWhole:
         torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0)
         for grad, of_whole in zip(torch.autograd.grad(found, (x, head.weight)), grads, strict=True):
             assert (grad - of_whole).norm() <= TOLERANCE * of_whole.norm()
+
+    def test_loss_of_logits_and_one_tile(self) -> None:
+        # Kills: a mean of means; NaN from a tile without labels; a layer whose inside is kept.
+        torch.manual_seed(3)
+        logits, y = torch.randn(ROWS, LENGTH, VOCABULARY, requires_grad=True), tokens(0)[1]
+        y[:, :6] = IGNORE_INDEX
+        seen: list[tuple[int, ...]] = []
+
+        def loss_of(*, logits: Any, labels: None, vocab_size: int, shift_labels: Any) -> Any:
+            seen.append(tuple(logits.shape))
+            flat = logits.float().view(-1, vocab_size)
+            return F.cross_entropy(flat, shift_labels.reshape(-1), ignore_index=IGNORE_INDEX)
+
+        wanted = loss_of(logits=logits, labels=None, vocab_size=VOCABULARY, shift_labels=y)
+        (grad,) = torch.autograd.grad(wanted, logits)
+        found = TiledLoss.apply(loss_of, logits, VOCABULARY, y, 4)
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0)
+        (of_tiles,) = torch.autograd.grad(found, logits)
+        assert (of_tiles - grad).norm() <= TOLERANCE * grad.norm()
+        assert seen[1:5] == [(ROWS, n, VOCABULARY) for n in (4, 3, 3, 3)]
+        with pytest.raises(ValueError, match=r"must be \[b, s, v\] and \[b, s\]"):
+            TiledLoss.apply(loss_of, logits, VOCABULARY, y[0], 2)
+
+        ran: list[bool] = []
+
+        def layer(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+            ran.append(True)
+            return mlp.whole(x)
+
+        mlp, x = Mlp(1), torch.randn(3, WIDTH, requires_grad=True)
+        again = AutogradComputeMLP.apply(layer, mlp, x)
+        assert torch.equal(again, mlp.whole(x)) and len(ran) == 1
+        inputs = (x, *mlp.parameters())
+        grads = torch.autograd.grad(again.sum(), inputs)
+        assert all(map(torch.equal, grads, torch.autograd.grad(mlp.whole(x).sum(), inputs)))
+        assert len(ran) == 2
 
     def test_dropout_falls_alike_in_recomputation(self) -> None:
         # Kills: a backward through other units than the forward's.

@@ -10,6 +10,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from unit.common import DistributedTest
 from unit.v1.sequence.test_training import make_mpu
@@ -45,6 +46,27 @@ class TestSetup(DistributedTest):
             engine.destroy()
             assert groups.mesh_device is None
         assert initialize().train_batch_size() == 4
+
+    def test_upstreams_module_is_an_mpu(self) -> None:
+        # Kills: getters of other groups than the engine's; what only a mesh could say.
+        with pytest.raises(RuntimeError, match="call .*initialize_sequence_parallel"):
+            parallel_state_sp.get_sequence_parallel_rank()
+        with pytest.raises(AttributeError, match="hold the whole model"):
+            parallel_state_sp.get_model_parallel_rank  # noqa: B018
+        parallel_state_sp.initialize_sequence_parallel(2)
+        rank = dist.get_rank()
+        of_all = parallel_state_sp.get_sequence_data_parallel_group()
+        assert dist.get_all_ranks_from_group(of_all) == [0, 1, 2, 3]
+        assert parallel_state_sp.get_sequence_data_parallel_rank() == rank
+        assert parallel_state_sp.get_sequence_data_parallel_world_size() == 4
+        engine = initialize(mpu=parallel_state_sp)
+        group = groups._get_sequence_parallel_group()
+        assert group is parallel_state_sp.get_sequence_parallel_group()
+        assert dist.get_all_ranks_from_group(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert parallel_state_sp.get_sequence_parallel_world_size() == 2
+        assert parallel_state_sp.get_sequence_parallel_rank() == rank % 2
+        assert engine.train_batch_size() == 2 and engine.dp_world_size == 2
+        engine.destroy()
 
     def test_ranks_of_a_sequence_get_the_same_samples(self) -> None:
         engine = initialize(mesh_param=(2, 2))
