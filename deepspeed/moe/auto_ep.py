@@ -23,7 +23,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import ParallelMap
-from deepspeed.moe.expert_rows import ExpertRows, own_rows, whole_shape
+from deepspeed.moe.expert_rows import ExpertRows
 from deepspeed.moe.owner_exchange import run_on_owners
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.logging import logger
@@ -39,20 +39,17 @@ class SpreadExperts(nn.Module):
 
     Attributes:
         num_experts: Experts on this rank, which is what the module's own code asks for.
+        rows: Which of all these are. Parameters have it too, but lose it when they are copied.
         ep_size: Ranks over which they are spread.
         expert_group_name: Name of their groups.
         parallel_map: Which ranks share what.
     """
 
     num_experts: int
+    rows: ExpertRows
     ep_size: int
     expert_group_name: str
     parallel_map: ParallelMap
-
-    @property
-    def num_all_experts(self) -> int:
-        """Experts over all ranks."""
-        return self.num_experts * self.ep_size
 
     @property
     def spread_params(self) -> dict[str, nn.Parameter]:
@@ -81,7 +78,7 @@ class SpreadExperts(nn.Module):
             hidden.reshape(-1, hidden.shape[-1]),
             experts.reshape(-1, experts.shape[-1]),
             weights.reshape(-1, weights.shape[-1]),
-            self.num_all_experts,
+            self.rows.num_experts,
             self.parallel_map.experts(self.expert_group_name).expert.group,
             run,
             list(self.parameters()),
@@ -97,7 +94,7 @@ class SpreadExperts(nn.Module):
         group = self.parallel_map.experts(self.expert_group_name).expert.group
         found = {}
         for name, param in self.spread_params.items():
-            whole = param.new_empty(whole_shape(param))
+            whole = param.new_empty((self.rows.num_experts, *param.shape[1:]))
             dist.all_gather_into_tensor(whole, param.detach().contiguous(), group=group)
             if keep:
                 found[name] = whole.cpu()
@@ -117,8 +114,8 @@ class SpreadExperts(nn.Module):
         own = dict(state_dict)
         for name, param in self.spread_params.items():
             value = own.get(prefix + name)
-            if value is not None and value.shape == whole_shape(param):
-                own[prefix + name] = own_rows(value, param)
+            if value is not None and len(value) == self.rows.num_experts:
+                own[prefix + name] = value.narrow(0, self.rows.first, len(param))
         super()._load_from_state_dict(own, prefix, *args, **kwargs)
 
 
@@ -252,7 +249,7 @@ def spread(module: nn.Module, ep_size: int, parallel_map: ParallelMap) -> None:
     vars(module)["num_experts"] = num_local
     module.__class__ = _spread_class(type(module))
     assert isinstance(module, SpreadExperts), "its class derives from it"
-    module.ep_size, module.expert_group_name = ep_size, group_name
+    module.rows, module.ep_size, module.expert_group_name = rows, ep_size, group_name
     module.parallel_map = parallel_map
     for param in module.parameters():
         param.data = param.data.narrow(0, rows.first, num_local).clone()

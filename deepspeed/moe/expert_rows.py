@@ -47,9 +47,3 @@ def first_element(param: torch.Tensor) -> int:
     """The place of this rank's first element among those of the whole parameter."""
     shape, rows = logical_shape(param), rows_of(param)
     return 0 if rows is None else rows.first * shape[1:].numel()
-
-
-def own_rows(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """What of the whole parameter is this rank's: a view."""
-    rows = rows_of(param)
-    return whole if rows is None else whole.narrow(0, rows.first, logical_shape(param)[0])

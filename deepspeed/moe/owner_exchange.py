@@ -69,7 +69,8 @@ def run_on_owners(
     plan = _plan(experts, num_experts, group)
     rows = exchange(dispatch(tokens, plan.leave), plan.lanes)
     if len(rows):
-        outputs = run(rows, plan.experts)
+        # Those that no row came to know no other dtype.
+        outputs = run(rows, plan.experts).to(rows.dtype)
     else:
         # See [Note: nobody stays away].
         nothing = torch.stack([param.reshape(-1)[:0].sum() for param in params]).sum()

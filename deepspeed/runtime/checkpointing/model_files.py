@@ -112,7 +112,7 @@ class ModelExperts:
         return [
             {
                 keys.AUTOEP_EXPERT_KEY_PREFIX: name,
-                keys.AUTOEP_NUM_EXPERTS: module.num_all_experts,
+                keys.AUTOEP_NUM_EXPERTS: module.rows.num_experts,
                 keys.AUTOEP_NUM_LOCAL_EXPERTS: module.num_experts,
                 keys.AUTOEP_EP_SIZE: module.ep_size,
             }

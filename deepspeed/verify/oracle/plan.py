@@ -284,6 +284,11 @@ def shape_of(config: dict[str, Any], world: int) -> Shape:
             "--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or "
             "2"
         )
+    if read.tree.expert_parallel.enabled:
+        raise UsageError(
+            "--config: expert_parallel.enabled true is not checked by this release, which compares "
+            "whole parameters; use false"
+        )
     return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
 
 

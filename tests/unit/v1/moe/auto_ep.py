@@ -13,7 +13,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.moe.expert_rows import own_rows, rows_of
+from deepspeed.moe.expert_rows import rows_of
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from unit.clients.architectures import ARCHITECTURES, LENGTH, VOCABULARY, Architecture, text
 from unit.v1.checkpoint.runs import by_name
@@ -86,6 +86,7 @@ class Case:
         alone: The router sends everything to the first two experts.
         recomputes: Activations are recomputed in backward.
         client: The optimizer is a client's, made before the experts are spread.
+        frozen: Experts are not trained.
         options: Further keys of the configuration.
     """
 
@@ -97,6 +98,7 @@ class Case:
     alone: bool = False
     recomputes: bool = False
     client: bool = False
+    frozen: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -121,6 +123,7 @@ class Case:
                     param.mul_(20)
                 if self.alone and name.endswith("router.bias"):
                     param.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+                param.requires_grad_(not (self.frozen and ".experts." in name))
                 # Exact in bf16, so that masters start with them.
                 param.copy_(param.bfloat16().float())
         return model
@@ -169,6 +172,12 @@ def take_step(model: Any, norm: float) -> None:
         for param in model.parameters():
             if param.grad is not None:
                 param.sub_(LR * factor * param.grad)
+
+
+def own_rows(whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """What of a whole parameter is this rank's."""
+    rows = rows_of(param)
+    return whole if rows is None else whole[rows.first : rows.first + len(param)]
 
 
 def own_grad(param: nn.Parameter) -> torch.Tensor:

@@ -14,6 +14,8 @@ from deepspeed.comm import intent
 from deepspeed.runtime.model_setup import cast_module
 from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.verify.oracle.plan import shape_of
+from deepspeed.verify.oracle.usage import UsageError
 from unit.common import DistributedTest
 from unit.v1.checkpoint.runs import differences as unlike
 
@@ -34,13 +36,15 @@ UNEVEN = [
     Case("mixtral", 4, 2, "bf16", accumulation=2),
     Case("qwen2_moe", 2, 2, recomputes=True, client=True),
     Case("olmoe", 4, 0, client=True),
+    Case("mixtral", 2, 2, frozen=True),
 ]
-# What is saved; at which sizes it goes on, of universal checkpoints with a minus.
+# What is saved, and at which sizes it goes on: a minus is for universal checkpoints, 0 for stage 3.
 RESUMED = [
-    (Case("qwen3_moe", 2, 2), (4, 1, -4)),
+    (Case("qwen3_moe", 2, 2), (4, 0, -4)),
     (Case("gpt_oss", 4, 0), (2,)),
     (Case("gpt_oss", 2, 1, "bf16"), (4,)),
     (Case("qwen3_moe", 2, 0, "bf16"), (1,)),
+    (Case("qwen3_moe", 2, 1, "bf16", frozen=True), (4, -1)),
     (Case("gpt_oss", 2, 1, options=(DATA_FIRST,)), (4,)),
 ]
 
@@ -110,9 +114,11 @@ def goes_on(folder: str, case: Case, sizes: tuple[int, ...]) -> None:
         convert(f"{folder}/tag", f"{folder}/universal")
     dist.barrier()
     for size in sizes:
-        block = {"enabled": abs(size) > 1, "autoep_size": abs(size)}
-        universal = {"load_universal": size < 0}
-        other = resumable(case, 2, expert_parallel=block, checkpoint=universal)
+        block = {"enabled": abs(size) > 1, "autoep_size": max(abs(size), 1)}
+        keys = {"expert_parallel": block, "checkpoint": {"load_universal": size < 0}}
+        if size == 0:
+            keys["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        other = resumable(case, 2, **keys)
         other.load_checkpoint(folder, "universal" if size < 0 else "tag")
         assert unlike(held, whole_state(other)) == [], (case, size)
         other.destroy()
@@ -152,6 +158,9 @@ def weights_are_the_models_own(folder: str) -> None:
 
 def what_cannot_be_spread_is_refused() -> None:
     """By errors that name key, value and remedy, on all ranks."""
+    config = Case("mixtral", 2, 2).config()
+    with pytest.raises(UsageError, match="expert_parallel"):
+        shape_of(config, 4)
     for name, stage, keys, message in (
         ("mixtral", 1, {"autoep_size": 3}, "must divide the 4 data-parallel ranks"),
         ("switch", 1, {"autoep_size": 2}, "SwitchTransformersExperts.*transformers 5"),
