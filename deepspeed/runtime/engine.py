@@ -449,7 +449,15 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
         sequence.backward_prologue()
         return sequence
 
+    def _refuse_taken(self, what: str) -> None:
+        if self.parameter_offload is not None and self.parameter_offload.was_taken:
+            raise RuntimeError(
+                f"engine.{what}(): another engine has this model since, and what this one kept of "
+                "it is out of date (ZeRO stage 3). Use the engine that initialize() returned last"
+            )
+
     def _require_optimizer(self, what: str) -> StepSequence:
+        self._refuse_taken(what)
         if self._sequence is None:
             raise RuntimeError(
                 f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key "
@@ -812,6 +820,7 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
         self._require_states("save_checkpoint")
+        self._refuse_taken("save_checkpoint")
         return self._checkpoint.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )

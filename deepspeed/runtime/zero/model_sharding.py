@@ -231,19 +231,14 @@ def _ranks_of(instances: OptimizerInstances) -> tuple[list[int], list[int]]:
 
 
 def _take_from_other_engines(model: nn.Module) -> None:
-    """An engine without an optimizer that has the model lets go of it.
-
-    Raises:
-        DeepSpeedConfigError: It has an optimizer, whose masters would not follow.
-    """
+    """An engine that has the model lets go of it; training goes on in the new one alone."""
     units = (record_of(param).unit for param in model.parameters() if is_zero_param(param))
     for owner in {unit.resources.owner for unit in units if unit is not None}:
-        if owner.has_optimizer:
-            raise DeepSpeedConfigError(
-                "zero_optimization.stage: 3: another engine trains this model; call its destroy() "
-                "first"
-            )
+        if owner.give_up is not None:
+            owner.give_up()
+        owner.tell_edits(None)
         owner.detach()
+        owner.was_taken = True
 
 
 def _move_shard(

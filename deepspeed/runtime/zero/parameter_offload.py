@@ -90,7 +90,8 @@ class DeepSpeedZeRoOffload:
         cut: Cuts parameters that come later. All ranks call it with the same ones.
 
     Attributes:
-        has_optimizer: An optimizer has copies of the shards.
+        give_up: Frees an optimizer that has copies of the shards; None without one.
+        was_taken: Another engine has the model.
         units: All units that do not persist, by the order of their modules.
         persistent_units: Those that do, one for each kind of parameter.
         param_coordinator: Who needs which unit.
@@ -111,7 +112,8 @@ class DeepSpeedZeRoOffload:
         self._settings = settings
         self._cut = cut
         self._on_edit: Callable[[nn.Parameter], None] | None = None
-        self.has_optimizer = False
+        self.give_up: Callable[[], None] | None = None
+        self.was_taken = False
         # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
         # clients ask in their backward what they ask a parameter (trl's fused losses).
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]  # it is new
@@ -184,7 +186,7 @@ class DeepSpeedZeRoOffload:
         """Whether hooks gather what the forward of `module` uses."""
         return bool(self._uses.get(module))
 
-    def tell_edits(self, on_edit: Callable[[nn.Parameter], None]) -> None:
+    def tell_edits(self, on_edit: Callable[[nn.Parameter], None] | None) -> None:
         """Let an optimizer hear when a script has changed a shard."""
         self._on_edit = on_edit
         for unit in (*self.units, *self.persistent_units):
@@ -198,7 +200,7 @@ class DeepSpeedZeRoOffload:
             RuntimeError: An optimizer does not know what is to be trained of it.
         """
         has_modules, late = self._late.find()
-        if late and self.has_optimizer:
+        if late and self.give_up is not None:
             refuse_untrained(late.items())
         if late:
             named = [(name, described(param)) for param, name in late.items()]
@@ -453,6 +455,8 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self) -> None:
         """Give the model plain, whole parameters back. All ranks call it."""
+        if self.was_taken:
+            return
         self._late.close()
         self._remove_hooks()
         self.before_update()

@@ -95,7 +95,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         **kwargs: Any,
     ) -> None:
         self.parameter_offload = parameter_offload
-        parameter_offload.has_optimizer = True
+        parameter_offload.give_up = self._give_up
         parameter_offload.backward_order.on_done = self._send_unit
         self._is_in_parameter_hook = False
         self._sends_units = False
@@ -496,6 +496,11 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             LOSS_SCALER: self._scaler_after(scaler),
             "overflow": False,
         }
+
+    def _give_up(self) -> None:
+        """Let go of everything but the model, which another engine takes. All ranks call it."""
+        self.reload_states()
+        super().destroy()
 
     def destroy(self) -> None:
         """See base class; the model gets plain parameters back. All ranks call it."""

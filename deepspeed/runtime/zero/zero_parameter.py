@@ -27,6 +27,7 @@ from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
 _ids = itertools.count()
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -37,7 +38,8 @@ _ALLOWED = frozenset(
     | {"is_floating_point", "is_complex", "is_contiguous", "get_device", "data_ptr", "is_shared"}
     | {"storage", "untyped_storage", "_typed_storage", "requires_grad_", "retain_grad"}
     | {"register_hook", "register_post_accumulate_grad_hook", "has_names", "is_same_size"}
-    | {"detach", "to", "cpu", "cuda", "half", "float", "bfloat16", "clone", "contiguous", "equal"}
+    | {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "clone", "contiguous"}
+    | {"equal"}
     | {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "__dlpack__"}
 )
 
@@ -297,6 +299,24 @@ def _refusal(record: ShardRecord, what: str) -> str:
     )
 
 
+def _converted(record: ShardRecord, dtype: torch.dtype) -> bool:
+    """What `nn.Module.to` and its kin ask before they replace a parameter's data by converted data:
+    the shard takes the new dtype. Returns True: the parameter stays the object that it is.
+
+    Raises:
+        RuntimeError: If an engine has it, whose buffers have a dtype already.
+    """
+    if record.shard.dtype != dtype:
+        if record.unit is not None:
+            raise RuntimeError(
+                f"{record.label} cannot become {dtype}: an engine trains it in "
+                f"{record.shard.dtype} (ZeRO stage 3). Convert the model before "
+                "deepspeed.initialize, or name the precision in the configuration (bf16, fp16)"
+            )
+        record.shard, record.made_in = record.shard.to(dtype), dtype
+    return True
+
+
 class ShardedParameter(ZeroParameter):
     """A parameter of stage 3 while it is sharded: it says what it is, and cannot be computed
     with.
@@ -312,6 +332,11 @@ class ShardedParameter(ZeroParameter):
             RuntimeError: Naming the parameter.
         """
         name = getattr(func, "__name__", str(func))
+        if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedParameter):
+            return _converted(args[0]._zero3, args[1].dtype)
+        if name == "__set__" and func == _SET_DATA and args[1].numel() == 0:
+            # The device is the engine's choice: a module on its way to another leaves shards.
+            args = (args[0], placeholder(args[1].dtype, args[0]._zero3.device))
         if name not in _ALLOWED:
             # torch.nn.init passes by keyword.
             given = flat_values((*args, *(kwargs or {}).values()))

@@ -204,6 +204,54 @@ class TestInterface(DistributedTest):
         engine.destroy()
         check_as_one_process(model)
 
+    def test_conversions_of_modules(self) -> None:
+        # Kills: `model.to()` and `model.cpu()`, which Lightning calls after each fit, that raise; a
+        # dtype that shards do not take on, or that an engine's take on behind its back.
+        model = built()
+        with GatheredParameters(model.parameters()):
+            wanted = [param.detach().clone() for param in model.parameters()]
+        objects = list(model.parameters())
+        model.cpu().double().to("cpu")
+        assert {param.ds_tensor.dtype for param in objects} == {torch.float64}
+        assert {param.dtype for param in objects} == {torch.float64}
+        model.float()
+        assert list(model.parameters()) == objects and not objects[0].numel()
+        with GatheredParameters(objects):
+            assert all(map(torch.equal, objects, wanted))
+        engine = engine_of(model.net, config_of(3, **SHARDED))
+        engine.to("cpu")
+        engine.module.float()
+        with pytest.raises(RuntimeError, match=r"embed\.weight cannot become torch.bfloat16"):
+            engine.module.bfloat16()
+        train(engine, 1)
+        engine.destroy()
+
+    def test_another_engine_takes_the_model(self) -> None:
+        # Kills: a second engine that is refused (Lightning fits and tests one model), hooks or
+        # masters of the first one that go on, a first one that can still step, save or be undone.
+        model = make_net()
+        first = engine_of(model, config_of(3, **SHARDED))
+        train(first, 2)
+        asked = deepspeed.initialize(model=model, config=config_of(3, **SHARDED))[0]
+        assert not model.embed.weight.numel()
+        with torch.no_grad():
+            asked(tokens_of(0, 0))
+        second = engine_of(model, config_of(3, **SHARDED))
+        for action in (
+            lambda: first.backward(torch.ones(())),
+            lambda: first.step(),
+            lambda: first.save_checkpoint("nowhere"),
+            lambda: asked.save_checkpoint("nowhere"),
+        ):
+            with pytest.raises(RuntimeError, match="another engine has this model"):
+                action()
+        train(second, 2, first=2)
+        first.destroy()
+        asked.destroy()
+        assert not model.embed.weight.numel()
+        second.destroy()
+        check_as_one_process(model)
+
     def test_edits(self) -> None:
         # Kills: an edit that masters do not see, or that a unit gathered ahead does not have.
         model = make_net()
