@@ -10,13 +10,13 @@ from pathlib import Path
 # A folder that is run has itself on the import path, not what is beside it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from campaigns import programs, selections, trl_trainers, versions
+from campaigns import clients, programs, selections, versions
 from campaigns.campaign import Campaign
 
 CAMPAIGNS: tuple[Campaign, ...] = (
     *selections.CAMPAIGNS,
     *programs.CAMPAIGNS,
-    trl_trainers.CAMPAIGN,
+    *clients.CAMPAIGNS,
     versions.CAMPAIGN,
 )
 

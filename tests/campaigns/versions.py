@@ -151,14 +151,14 @@ class Environment:
         return {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def steps(
-        self, target: Target, constraint_file: Path
+        self, target: Target, constraint_file: Path, also: Sequence[str] = ()
     ) -> tuple[list[list[str]], list[list[str]]]:
         """The commands before and after ``constraint_file`` is written."""
         requirements = [
             str(ROOT / "requirements" / name) for name in ("requirements", "requirements-dev")
         ]
         first = [[sys.executable, "-m", "venv", str(self.folder)]]
-        wanted = [target.requirement]
+        wanted = [target.requirement, *also]
         if target.package != "torch":
             # torch alone before it: no other package's requirement may choose its build.
             pinned = f"torch=={pins(PINS.read_text(encoding='ascii'))['torch']}"
@@ -176,14 +176,14 @@ class Environment:
         frozen = self._call([*self._pip, "freeze"], capture=True)
         return pins(frozen)
 
-    def install(self, target: Target) -> None:
-        """Make it.
+    def install(self, target: Target, also: Sequence[str] = ()) -> None:
+        """Make it, with the newest of the packages ``also``.
 
         Raises:
             subprocess.CalledProcessError: A command failed; pip has said why.
         """
         constraint_file = self.folder / "constraints.txt"
-        first, rest = self.steps(target, constraint_file)
+        first, rest = self.steps(target, constraint_file, also)
         for command in first:
             self._call(command)
         pinned = pins(PINS.read_text(encoding="ascii"))

@@ -1,7 +1,9 @@
-"""A user's script: a trainer of trl at stage 3. Run by zero3_trl.py.
+"""A user's script: a trainer of trl at stage 3. Run by zero3_trl.py; the matrix takes its trainers
+at all stages.
 
-`sft` trains adapters of peft too, `dpo` has a second model that is only evaluated, `grpo` generates
-with the model that it trains.
+`sft` trains adapters of peft too, and from a stream; `dpo` has a second model that is only
+evaluated, unless its words are asked for before; `grpo` and `rloo` generate with the model that
+they train.
 """
 
 from __future__ import annotations
@@ -15,30 +17,46 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import deepspeed
 
 STEPS, SAVED_AT = 4, 2
 WORDS = [f"w{number}" for number in range(40)]
 KINDS = ("sft", "sft-lora", "dpo", "grpo")
-CONFIG = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-}
+MORE_KINDS = ("sft-stream", "dpo-precomputed", "reward", "rloo")
+
+
+def config(stage: int) -> dict[str, Any]:
+    """Of which nothing stays whole at stage 3."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -83,14 +101,12 @@ def distinct(completions: list[str], **others: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
-def make_trainer(kind: str, out: Path) -> Any:
-    """The trainer as its page shows it."""
-    # A host without a GPU: see docs/clients/accelerate.md.
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
+    """The trainer as its page shows it; without a plan, without DeepSpeed."""
     words: dict[str, Any] = {
         "output_dir": str(out / kind),
-        "deepspeed": CONFIG,
+        "deepspeed": plan,
+        "use_cpu": plan is None,
         "accelerator_config": {"use_configured_state": True},
         "bf16": False,
         "max_steps": STEPS,
@@ -106,23 +122,47 @@ def make_trainer(kind: str, out: Path) -> Any:
     }
     model, starts = pretrained(out), range(64)
     if kind.startswith("sft"):
+        texts = [{"text": said(start, 12)} for start in starts]
+        stream = kind == "sft-stream"
         return SFTTrainer(
             model=model,
             args=SFTConfig(**words, max_length=16, model_init_kwargs={"dtype": "float32"}),
-            train_dataset=Dataset.from_list([{"text": said(start, 12)} for start in starts]),
+            train_dataset=IterableDataset.from_generator(lambda: iter(texts))
+            if stream
+            else Dataset.from_list(texts),
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
             if kind == "sft-lora"
             else None,
         )
-    if kind == "dpo":
-        pairs = [
-            {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
-            for start in starts
-        ]
+    if kind.startswith("dpo") or kind == "reward":
+        pairs = Dataset.from_list(
+            [
+                {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
+                for start in starts
+            ]
+        )
+        words |= {"max_length": 16, "model_init_kwargs": {"dtype": "float32"}}
+        if kind == "reward":
+            return RewardTrainer(model=model, args=RewardConfig(**words), train_dataset=pairs)
+        precomputed = kind == "dpo-precomputed"
         return DPOTrainer(
             model=model,
-            args=DPOConfig(**words, max_length=16, model_init_kwargs={"dtype": "float32"}),
-            train_dataset=Dataset.from_list(pairs),
+            args=DPOConfig(**words, precompute_ref_log_probs=precomputed),
+            train_dataset=pairs,
+        )
+    prompts = Dataset.from_list([{"prompt": said(start, 4)} for start in starts])
+    if kind == "rloo":
+        return RLOOTrainer(
+            model=model,
+            args=RLOOConfig(
+                **words,
+                num_generations=2,
+                max_completion_length=6,
+                beta=0.1,
+                model_init_kwargs={"dtype": "float32"},
+            ),
+            reward_funcs=distinct,
+            train_dataset=prompts,
         )
     return GRPOTrainer(
         model=model,
@@ -134,7 +174,7 @@ def make_trainer(kind: str, out: Path) -> Any:
             model_init_kwargs={"dtype": "float32"},
         ),
         reward_funcs=distinct,
-        train_dataset=Dataset.from_list([{"prompt": said(start, 4)} for start in starts]),
+        train_dataset=prompts,
     )
 
 
@@ -142,11 +182,14 @@ def main() -> None:
     """One run; rank 0 writes what a user sees of it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS + MORE_KINDS)
     parser.add_argument("--resume", action="store_true", help="go on from the earlier run")
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     arguments = parser.parse_args()
-    trainer = make_trainer(arguments.kind, arguments.out)
+    # A host without a GPU: see docs/clients/accelerate.md.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    trainer = make_trainer(arguments.kind, arguments.out, config(3))
     saved = arguments.out / arguments.kind / f"checkpoint-{SAVED_AT}"
     trainer.train(resume_from_checkpoint=str(saved) if arguments.resume else None)
     with deepspeed.zero.GatheredParameters(trainer.model.parameters()):

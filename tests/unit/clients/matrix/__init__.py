@@ -1,0 +1,8 @@
+"""The matrix of client libraries: scenarios of their users, each at several ZeRO stages on two
+ranks. `make campaign NAME=clients` runs all of it.
+
+- `row.py`: what a scenario is, and the program on every rank that runs some of them;
+- `reference.py`: what plain torch makes of the same samples in one process;
+- `accelerate_rows.py`, `transformers_rows.py`, `lightning_rows.py`, ...: the scenarios;
+- `__main__.py`: starts them and prints how each ended.
+"""

@@ -1,0 +1,96 @@
+"""A model, samples and what plain torch makes of them in one process: what a run on two ranks has
+to end with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils.data import TensorDataset
+
+import deepspeed
+
+RANKS, MICRO, SAMPLES, FEATURES, LR = 2, 2, 32, 6, 0.05
+
+Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def layers(seed: int = 0) -> torch.nn.Sequential:
+    """A small regression, the same with the same seed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)
+    )
+
+
+def samples() -> TensorDataset:
+    """`SAMPLES` inputs of `FEATURES` features, and a number to predict for each."""
+    inputs = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def sgd(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """With momentum, so that the state counts."""
+    return torch.optim.SGD(params, lr=LR, momentum=0.9)
+
+
+def trained(
+    make: Optimizers = sgd,
+    steps: int = 4,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    model: torch.nn.Module | None = None,
+) -> list[torch.Tensor]:
+    """The parameters of `layers` after ``steps`` steps with the batches of all ranks at once.
+
+    Args:
+        make: Makes the optimizer.
+        steps: Optimizer steps.
+        accumulation: Micro-batches of `MICRO` samples per rank and step.
+        clip: Largest norm of the gradients; 0 for no limit.
+        schedule: Makes the schedule, stepped after each step.
+        model: Trained further; None for `layers()`.
+    """
+    model, data = model or layers(), samples()
+    optimizer = make(model.parameters())
+    scheduler = schedule(optimizer) if schedule else None
+    each = accumulation * MICRO * RANKS
+    for step in range(steps):
+        optimizer.zero_grad()
+        # The mean over the batch does not ask which rank had which sample, as long as steps agree.
+        places = [place % SAMPLES for place in range(step * each, (step + 1) * each)]
+        inputs, wanted = data[places]
+        torch.nn.functional.mse_loss(model(inputs), wanted).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def whole(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of a model's parameters, gathered where they are sharded. Collective."""
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params):
+        return [param.detach().clone() for param in params]
+
+
+def assert_close(
+    found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float = 1e-6
+) -> None:
+    """Every element within ``tolerance``, in fp32."""
+    assert len(found) == len(wanted)
+    worst = max(
+        (a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True)
+    )
+    assert worst <= tolerance, f"parameters differ by {worst}"
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Every element bit by bit."""
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), (
+        "parameters are not bit-equal"
+    )
