@@ -19,8 +19,10 @@ With `secondary_shards` the gather stream keeps some rows, from which later gath
    `fetch` was called on;
 5. copied out -> read: a stream that calls `fetch` later waits for the event behind the copy;
 6. shard loaded -> gathered: the gather stream waits for the event behind the load;
-7. shard loaded -> written: who writes to shards on the host waits (`before_write`), or lets the
-   device's stream wait that the update is issued on.
+7. shard read by a gather or loaded -> written: who writes to shards on the host waits
+   (`before_write`), or lets the device's stream wait that the update is issued on. A gather that
+   nobody came for may still be reading; the update's norm need not come behind it, which is over
+   other ranks where shards have several copies.
 
 Who needs a unit, and when it goes, is the coordinator's.
 """
@@ -76,6 +78,7 @@ class GatherResources:
         whole: Pool of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
+        last_gather: Event behind the newest gather of the shards, on the gather stream.
         are_away: The shards are kept off the device (`offload_states`).
     """
 
@@ -95,6 +98,7 @@ class GatherResources:
             else self.context
         )
         self._last_load: Any = None  # event behind it
+        self.last_gather: Any = None
         self.rows = MemoryPool(self.context.has_streams)
         self.whole = MemoryPool(self.context.has_streams)
         self.shards_updated: Any = None
@@ -120,15 +124,19 @@ class GatherResources:
             self.context.reduction_stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
 
     def before_write(self) -> None:
-        """The host is about to write to shards: wait until nothing loads them any more."""
-        if self._last_load is not None:
+        """The host is about to write to shards, where they are there: wait until nothing loads them
+        any more. Where they are on the device, what writes to them is on the current stream.
+        """
+        if self.load_context is self.context:
+            self.before_update()
+        elif self._last_load is not None:
             self._last_load.synchronize()
             self._last_load = None
 
     def before_update(self) -> None:
-        """The same for what is issued on the current stream from now on."""
-        if self._last_load is not None:
-            get_accelerator().current_stream().wait_event(self._last_load)
+        """Let what is issued on the current stream from now on write to shards."""
+        if self.last_gather is not None:  # which comes behind its load
+            get_accelerator().current_stream().wait_event(self.last_gather)
 
     def let_go(self) -> None:
         """Let go of all memory behind what has been issued on the current stream: what the gather
@@ -310,6 +318,7 @@ class GatherUnit:
                 self._keep(filled)
                 self._gathered = get_accelerator().Event()
                 self._gathered.record(shared.context.reduction_stream)
+                shared.last_gather = self._gathered
         self._rows = rows
         for record in self.records:
             if record.status is ZeroParamStatus.NOT_AVAILABLE:

@@ -7,7 +7,7 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -105,10 +105,11 @@ def shard_model(
             for piece in in_pieces(params, CUT_NUMEL):
                 cut_parameters(piece, shared_by, wanted, device, memory)
                 for param in piece:
+                    _refuse_other_cut(param, shared_by)
                     _move_shard(param, wanted, device, memory)
 
     cut(params)
-    _check_cuts(params, ranks, sharers)
+    _warn_of_experts(ranks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -192,26 +193,23 @@ def _refuse_experts(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
             )
 
 
-def _check_cuts(
-    params: Iterable[nn.Parameter],
-    ranks: ModelRanks,
-    sharers: Callable[[nn.Parameter], OptimizerInstances],
-) -> None:
-    """Look at who shares the parameters, and say what is not there for experts.
+def _refuse_other_cut(param: nn.Parameter, shared_by: OptimizerInstances) -> None:
+    """Look at who shares a parameter that has been cut.
 
     Raises:
-        DeepSpeedConfigError: `zero.Init` has cut parameters for other ranks: it was given another
+        DeepSpeedConfigError: It was cut for other ranks: `zero.Init` was given another
             configuration, or has cut experts, before it was known which ranks share them.
     """
-    for param in params:
-        cut_for, shared_by = record_of(param).instances, sharers(param)
-        if cut_for != shared_by and _ranks_of(cut_for) != _ranks_of(shared_by):
-            raise DeepSpeedConfigError(
-                f"zero.Init (or an engine before this one) has cut {record_of(param).label} for "
-                f"ranks {_ranks_of(cut_for)[0]}, but it is shared by {_ranks_of(shared_by)[0]}: "
-                "give zero.Init the configuration of deepspeed.initialize, and make experts "
-                "outside of it"
-            )
+    cut_for = record_of(param).instances
+    if cut_for != shared_by and _ranks_of(cut_for) != _ranks_of(shared_by):
+        raise DeepSpeedConfigError(
+            f"zero.Init (or an engine before this one) has cut {record_of(param).label} for ranks "
+            f"{_ranks_of(cut_for)[0]}, but it is shared by {_ranks_of(shared_by)[0]}: give "
+            "zero.Init the configuration of deepspeed.initialize, and make experts outside of it"
+        )
+
+
+def _warn_of_experts(ranks: ModelRanks) -> None:
     if not ranks.experts:
         return
     log_dist(

@@ -283,8 +283,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         writes to shards there by itself.
         """
         self.parameter_offload.refuse_holders()
-        if self.cpu_offload:
-            self.parameter_offload.resources.before_write()
+        resources = self.parameter_offload.resources
+        # Masters may be what gathers read.
+        resources.before_write() if self.cpu_offload else resources.before_update()
         if self._device_part is not None:
             # First: the device is busy with it while the host updates its own part.
             self._device_part.step(scaling)

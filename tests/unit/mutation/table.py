@@ -852,6 +852,20 @@ FAULTS = (
         "collectives",
     ),
     Fault(
+        "a shard is updated that a gather begun ahead still reads",
+        "deepspeed/runtime/zero/gather_unit.py",
+        (("current_stream().wait_event(self.last_gather)", "current_stream()"),),
+        HYBRID,
+        "nobody_came",
+    ),
+    Fault(
+        "masters that gathers read are updated at once",
+        "deepspeed/runtime/zero/stage3.py",
+        ((" if self.cpu_offload else resources.before_update()", " if self.cpu_offload else 0"),),
+        HYBRID,
+        "nobody_came",
+    ),
+    Fault(
         "rows are kept before they are gathered",
         "deepspeed/runtime/zero/gather_unit.py",
         (

@@ -50,7 +50,7 @@ ZERO3 = (
         UNIT,
         (
             (
-                "            get_accelerator().current_stream().wait_event(self._last_load)\n",
+                "            get_accelerator().current_stream().wait_event(self.last_gather)\n",
                 "            pass\n",
             ),
         ),

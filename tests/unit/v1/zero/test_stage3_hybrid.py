@@ -24,7 +24,7 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_set_local_fp32_param
-from deepspeed.verify import check_streams
+from deepspeed.verify import Budget, check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.zero.stage3_models import (
@@ -256,7 +256,8 @@ class TestSimulated(DistributedTest):
         # Kills: backward gathers over all ranks, forward gathers over a node whose copies are old;
         # an instance that gathers or reduces over all; a second collective across.
         torch.set_num_threads(1)
-        with simulate(backward_streams=2), check_streams():
+        few = Budget(queues=1, processors=1)
+        with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
             model = make_net()
             # Nothing that backward uses is gathered in forward already.
             zero = {**BOUNDED, "stage3_prefetch_bucket_size": 0, **keys}
@@ -284,6 +285,22 @@ class TestSimulated(DistributedTest):
         assert set(backward.of("all_gather_into_tensor")) == {2}
         assert not step.of("all_gather_into_tensor")
         assert step.of("all_reduce") == {4: 1}  # the norm
+
+    @each(keys=(IN_PAIRS, NEAR))
+    def test_gathers_that_nobody_came_for(self, keys: dict[str, int]) -> None:
+        # Kills: an update, or an edit, of a shard that a gather begun ahead still reads: the norm
+        # and the edit's broadcast are over other ranks.
+        torch.set_num_threads(1)
+        with simulate(backward_streams=2), check_streams():
+            model = make_net()
+            engine = engine_of(model, config_of(3, 1, **BOUNDED, **keys))
+            for step in range(3):
+                engine.backward(loss_of(engine, tokens_of(step, dist.get_rank())))
+                loss_of(engine, tokens_of(9, dist.get_rank()))  # its backward never comes
+                engine.step()
+                loss_of(engine, tokens_of(9, dist.get_rank()))
+                edit(model)
+            engine.destroy()
 
 
 class TestParameters(DistributedTest):
