@@ -31,6 +31,7 @@ from deepspeed.runtime.optimizers.on_shards import (
     BY_OWNERS,
     ELEMENTWISE,
     check_spread_experts,
+    is_elementwise,
     on_shards,
 )
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
@@ -309,9 +310,9 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     # startup: a model on which nobody steps needs no Muon
     from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters
 
-    is_elementwise = type(basic).__name__ in ELEMENTWISE
+    elementwise = is_elementwise(basic)
     by_owners = type(basic).__name__ in BY_OWNERS
-    check_whole_parameters(basic, is_elementwise, by_owners, context.param_names, context.ranks)
+    check_whole_parameters(basic, elementwise, by_owners, context.param_names, context.ranks)
     check_spread_experts(basic, context.param_names)
     if stage > 0:
         zero = tree.zero_optimization
@@ -339,7 +340,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         )
     # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot
     # take.
-    shards = stage == 1 or (stage == 0 and is_elementwise)
+    shards = stage == 1 or (stage == 0 and elementwise)
     if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:
         return _bf16(basic, context, accumulation)
     if stage > 0:

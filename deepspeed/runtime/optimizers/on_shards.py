@@ -42,6 +42,8 @@ ELEMENTWISE = (
     "FusedLion",
     "DeepSpeedCPULion",
 )
+# Whose classes of these names are what the names say; those of others are tried.
+KNOWN_PACKAGES = ("torch.", "deepspeed.")
 # torch's and transformers', which update each parameter from the whole of it and do not ask for it
 # (`deepspeed.ops.whole_parameters`): owners step them (`runtime.sharding.owner_steps`).
 BY_OWNERS = ("Adafactor", "Muon")
@@ -60,7 +62,7 @@ def check_spread_experts(basic: torch.optim.Optimizer, names: Mapping[nn.Paramet
     Raises:
         DeepSpeedConfigError: They would be.
     """
-    if type(basic).__name__ in ELEMENTWISE:
+    if is_elementwise(basic):
         return
     # Muon takes a stack of matrices one by one.
     by_matrix = isinstance(basic, MuonWithAuxAdam)
@@ -98,7 +100,7 @@ def on_shards(
         DeepSpeedConfigError: It would not be right on shards.
     """
     name = type(basic).__name__
-    if isinstance(basic, WholeParameterOptimizer) or name in ELEMENTWISE:
+    if isinstance(basic, WholeParameterOptimizer) or is_elementwise(basic):
         return basic
     if name in NEVER_SHARDED:
         raise DeepSpeedConfigError(
@@ -121,6 +123,20 @@ def on_shards(
         )
     check_has_wholes(basic, names, ranks)
     return OwnerSteps(basic)
+
+
+def is_elementwise(basic: torch.optim.Optimizer) -> bool:
+    """Whether it is known by its name to update an element from that element alone, and does not
+    behave otherwise.
+    """
+    if type(basic).__name__ not in ELEMENTWISE:
+        return False
+    if type(basic).__module__.startswith(KNOWN_PACKAGES):
+        return True
+    if not isinstance(basic, torch.optim.Optimizer):
+        return True
+    # Some need a device, or sizes, that the try has not.
+    return update_of(basic) in (Update.ELEMENTWISE, Update.UNKNOWN)
 
 
 def _needs_wholes(basic: torch.optim.Optimizer, name: str) -> bool:

@@ -7,6 +7,7 @@ right for an update of each element by itself, and silently wrong for any other.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
@@ -18,10 +19,14 @@ from torch import nn
 
 from deepspeed.utils.logging import logger
 
-_STEPS = 3
+# Some begin with another rule: warmups of variances, preconditioners that come late.
+_STEPS = 32
 _SHAPES = ((6, 10), (4, 3))
-# Large enough for a difference to show; a warmup may start with 0.
+# A warmup may start with 0, with which nothing moves.
 _LR = 0.05
+# Of the way that a tensor has gone. In double precision, so that short ways count too: some start
+# with a rate of a millionth and find their own.
+_TOLERANCE = 1e-5
 
 
 class Update(Enum):
@@ -30,49 +35,67 @@ class Update(Enum):
     ELEMENTWISE = "that element alone"
     BY_PARAMETER = "the parameter that it is of"
     COUPLED = "other parameters"
+    UNKNOWN = "something that small tensors do not show"
 
 
 def update_of(optimizer: torch.optim.Optimizer) -> Update:
     """What the updates of `optimizer` depend on, tried with the options of each of its groups.
 
-    The optimizer itself is not changed. One that fails on small tensors is taken for one that looks
-    at whole parameters: that gives it what it expects.
+    The optimizer itself is not changed. Unknown is what fails on small tensors, or moves none.
     """
-    found = Update.ELEMENTWISE
-    for group in optimizer.param_groups:
-        update = _update_with(optimizer, group)
-        if update is Update.COUPLED:
+    # Gradients that all go one way, and such as do not: some learn their rate from that.
+    found = [
+        _update_with(optimizer, group, drift)
+        for group in optimizer.param_groups
+        for drift in (0.0, 1.0)
+    ]
+    for update in (Update.COUPLED, Update.UNKNOWN, Update.BY_PARAMETER):
+        if update in found:
             return update
-        if update is Update.BY_PARAMETER:
-            found = update
-    return found
+    return Update.ELEMENTWISE
 
 
-def _update_with(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update:
+def _update_with(optimizer: torch.optim.Optimizer, group: dict[str, Any], drift: float) -> Update:
     params = group["params"]
     device = params[0].device if params else torch.device("cpu")
-    generator = torch.Generator().manual_seed(11)
-    # Unlike each other in size and scale, so that norms and factors of both differ from those of
-    # one.
-    values = [
-        torch.randn(shape, generator=generator).mul_(10.0**number).to(device)
-        for number, shape in enumerate(_SHAPES)
-    ]
-    grads = [
-        [torch.randn(value.shape, generator=generator).mul_(3.0).to(device) for value in values]
-        for _ in range(_STEPS)
-    ]
+    values, grads = _problem(drift, device)
     try:
-        alone = _stepped(optimizer, group, values[:1], [step[:1] for step in grads])[0]
-        beside = _stepped(optimizer, group, values, grads)[0]
-        flat = _stepped(optimizer, group, [_flat(values)], [[_flat(step)] for step in grads])[0]
+        alone = _way(optimizer, group, values[:1], [step[:1] for step in grads])
+        beside = _way(optimizer, group, values, grads)
     except Exception as error:  # whatever a client's optimizer raises
         logger.debug("%s could not be tried: %s", type(optimizer).__name__, error)
-        return Update.BY_PARAMETER
+        return Update.UNKNOWN
+    if not alone.any():
+        return Update.UNKNOWN
     if not _close(alone, beside):
         return Update.COUPLED
-    is_elementwise = _close(alone.reshape(-1), flat[: alone.numel()])
-    return Update.ELEMENTWISE if is_elementwise else Update.BY_PARAMETER
+    try:
+        flat = _way(optimizer, group, [_flat(values)], [[_flat(step)] for step in grads])
+    except Exception as error:  # as above; it wants a matrix, say
+        logger.debug("%s fails on vectors: %s", type(optimizer).__name__, error)
+        return Update.BY_PARAMETER
+    return Update.ELEMENTWISE if _close(alone, flat) else Update.BY_PARAMETER
+
+
+def _problem(
+    drift: float, device: torch.device
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Two tensors, and their gradients of each step. They are unlike each other in size and scale,
+    so that norms and factors of both differ from those of one.
+    """
+    generator = torch.Generator().manual_seed(11)
+
+    def drawn(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    values = [drawn(shape).mul_(10.0**number) for number, shape in enumerate(_SHAPES)]
+    mean = [drawn(shape).mul_(drift) for shape in _SHAPES]
+    grads = [[drawn(one.shape).add_(one) for one in mean] for _ in range(_STEPS)]
+    # Some look whether a gradient is nearly orthogonal to its weights.
+    for grad, value in zip(grads[0], values, strict=True):
+        along = (grad * value).sum(1, True) / value.square().sum(1, True)
+        grad.sub_(value * along, alpha=0.98)
+    return values, grads
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -80,16 +103,18 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.allclose(left, right, rtol=1e-5, atol=1e-6)
+    return bool((left - right).norm() <= _TOLERANCE * left.norm())
 
 
-def _stepped(
+def _way(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     values: Sequence[torch.Tensor],
     grads: Sequence[Sequence[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Values after steps of an optimizer like this one."""
+) -> torch.Tensor:
+    """How far an optimizer like this one moves the elements of the first of `_SHAPES`, with which
+    `values` begins.
+    """
     params = [nn.Parameter(value.clone()) for value in values]
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(vars(optimizer))
@@ -105,4 +130,5 @@ def _stepped(
                 param.grad = grad.clone()
             # The class's: a schedule has put a counter before the instance's.
             type(optimizer).step(probe)
-    return [param.detach() for param in params]
+    moved = (params[0].detach() - values[0]).reshape(-1)
+    return moved[: math.prod(_SHAPES[0])]

@@ -151,9 +151,10 @@ class OwnerSteps(WholeParameterOptimizer):
         """
         parameters = self._parameters()[group]
         own = [self.state.get(one.tensor, {}) for one in self._owned()[group] if one.param == param]
-        value, known = parameters.from_owner(
-            param, (own[0].get(key), sorted(own[0])) if own else None
-        )
+        value = own[0].get(key) if own else None
+        # By way of the host: a pickled tensor comes back on the device that it was on.
+        value = value.cpu() if isinstance(value, torch.Tensor) else value
+        value, known = parameters.from_owner(param, (value, sorted(own[0]) if own else []))
         if value is None:
             hint = f"known: {', '.join(known)}" if known else "there is none before the first step"
             raise KeyError(f"the optimizer has no state {key!r} ({hint})")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.runtime.optimizers.on_shards import BY_OWNERS, ELEMENTWISE
+from deepspeed.runtime.optimizers.on_shards import BY_OWNERS, ELEMENTWISE, is_elementwise
 from deepspeed.runtime.optimizers.update_probe import Update, update_of
 
 OF_TORCH = [name for name in ELEMENTWISE if hasattr(torch.optim, name)]
@@ -68,9 +68,45 @@ def test_what_depends_on_other_parameters() -> None:
     assert update_of(GlobalNorm([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.COUPLED
 
 
-def test_one_that_cannot_be_tried_gets_whole_parameters() -> None:
-    # Kills: its error raised, or shards.
-    assert update_of(Picky([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.BY_PARAMETER
+class Sized(torch.optim.SGD):
+    """Has a rule of its own for the norm of a parameter, after some steps, and takes matrices."""
+
+    takes_vectors, starts_at, rate = True, 0, 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            count = self.state[param].setdefault("count", 0)
+            self.state[param]["count"] = count + 1
+            assert self.takes_vectors or param.dim() == 2
+            if count >= self.starts_at:
+                param.grad /= param.grad.norm()
+            param.grad *= self.rate
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "trait", [{"takes_vectors": False}, {"starts_at": 25}, {"rate": 1e-9}], ids=repr
+)
+def test_rules_that_hardly_show(trait: dict[str, Any]) -> None:
+    # Kills: an error with vectors taken for no answer, too few steps, a bound that is not relative.
+    optimizer = type("Mine", (Sized,), trait)([nn.Parameter(torch.ones(3))], lr=0.1)
+    assert update_of(optimizer) is Update.BY_PARAMETER
+
+
+def test_one_that_cannot_be_tried_says_so() -> None:
+    # Kills: its error raised, an answer that nobody knows; one that moves nothing is no better.
+    assert update_of(Picky([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.UNKNOWN
+    still = type("Still", (Sized,), {"rate": 0.0})([nn.Parameter(torch.ones(3))], lr=0.1)
+    assert update_of(still) is Update.UNKNOWN
+
+
+def test_a_known_name_of_another_package_is_tried() -> None:
+    # Kills: a class that is called SGD, and looks at all parameters, on shards.
+    params = [nn.Parameter(torch.ones(3))]
+    assert is_elementwise(torch.optim.SGD(params, lr=0.1))
+    for base, expected in ((torch.optim.SGD, True), (GlobalNorm, False), (Picky, True)):
+        assert is_elementwise(type("SGD", (base,), {"__module__": "mine"})(params, 0.1)) is expected
+    assert not is_elementwise(GlobalNorm(params, lr=0.1))  # nor an unknown one
 
 
 def test_it_leaves_no_trace() -> None:
