@@ -40,6 +40,8 @@ def charts_of(run: Run, before: Run | None) -> list[dict[str, Any]]:
         charts.append(
             _chart("loss scale", run, before, [("loss_scale", "loss scale")], scale="log")
         )
+    names = [("difficulty", "difficulty")]
+    charts.append(_chart("curriculum", run, before, names, zero=True))
     charts += [_script(name, run, before) for name in run.scripts]
     return [chart for chart in charts if chart["series"]]
 
@@ -78,7 +80,8 @@ def _chart(
         "stacked": False,
         "x": "step",
         "skips": [point.last for point in run.curves.points if point.skipped],
-        "series": [each for each in series if each["x"]],
+        # Nothing of this run, nothing beside it.
+        "series": [each for each in series if each["x"]] if series and series[0]["x"] else [],
     }
 
 

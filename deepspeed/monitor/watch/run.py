@@ -228,7 +228,7 @@ class Run:
 
 def values_of(line: Line) -> dict[str, float]:
     """What a step's line says, as one number by name: `norm.0` is the first of `group_norms`."""
-    plain = ("loss", "norm", "loss_scale", "memory", "peak_memory")
+    plain = ("loss", "norm", "loss_scale", "difficulty", "memory", "peak_memory")
     values: dict[str, float] = {name: float(line[name]) for name in plain if name in line}
     for name, key in (("norm", "group_norms"), ("lr", "lr")):
         values |= {f"{name}.{i}": float(value) for i, value in enumerate(line.get(key, ()))}

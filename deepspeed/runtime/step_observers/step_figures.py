@@ -221,6 +221,8 @@ class StepFigures(StepObserver):
         }
         if self._tokens:
             line["tokens"] = self._tokens * engine.parallel_map.replicas.size
+        if engine.curriculum_scheduler_legacy is not None:
+            line["difficulty"] = engine.curriculum_scheduler_legacy.get_current_difficulty()
         if not any(isinstance(rate, torch.Tensor) for rate in self._rates):
             line["lr"] = [float(rate) for rate in self._rates]
         if time.monotonic() - self._memory_at >= MEMORY_EVERY_S:

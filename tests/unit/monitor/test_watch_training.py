@@ -39,7 +39,10 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(16, WIDTH)
         self.head = nn.Linear(WIDTH, 16)
 
-    def forward(self, input_ids: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, factor: float = 1.0, curriculum_seqlen: int | None = None
+    ) -> torch.Tensor:
+        input_ids = input_ids[:, :curriculum_seqlen]
         scores = self.head(self.embedding(input_ids))
         loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), input_ids.flatten())
         return loss * factor
@@ -122,7 +125,17 @@ class TestRecord(DistributedTest):
                 "zero_optimization": {"stage": 2},
                 "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
             },
-            {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+            {
+                "zero_optimization": {"stage": 3},
+                "bf16": {"enabled": True},
+                "curriculum_learning": {
+                    "enabled": True,
+                    "min_difficulty": 1,
+                    "max_difficulty": LENGTH,
+                    "schedule_type": "fixed_discrete",
+                    "schedule_config": {"difficulty": [1, LENGTH], "max_step": [3]},
+                },
+            },
         ]
         for index, keys in enumerate(cases):
             folder = Path(str(tmpdir)) / str(index)
@@ -139,7 +152,10 @@ class TestRecord(DistributedTest):
             found = steps_in(lines)
             assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
             for step, (line, truth) in enumerate(zip(found, said, strict=True)):
-                assert line["tokens"] == 2 * ACCUMULATION * ROWS * LENGTH
+                grows = "curriculum_learning" in keys
+                length = 1 if grows and step < 3 else LENGTH
+                assert line["tokens"] == 2 * ACCUMULATION * ROWS * length
+                assert line.get("difficulty") == (length if grows else None)
                 assert line["samples"] == 2 * ACCUMULATION * ROWS
                 assert line["lr"] == truth["lr"] and len(line["lr"]) == 2
                 assert bool(line.get("skipped")) is (step == bad) is not truth["applied"]
