@@ -289,6 +289,11 @@ def shape_of(config: dict[str, Any], world: int) -> Shape:
             "--config: expert_parallel.enabled true is not checked by this release, which compares "
             "whole parameters; use false"
         )
+    if read.tree.tensor_parallel.autotp_size > 1:
+        raise UsageError(
+            f"--config: tensor_parallel.autotp_size {read.tree.tensor_parallel.autotp_size}: ranks "
+            "that share layers are not checked by this release; leave the block out"
+        )
     return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
 
 

@@ -1,4 +1,4 @@
-"""A user's script: layers cut over two of four ranks by the DeepSpeed configuration, in a loop of
+"""A user's script: layers cut over two ranks by the DeepSpeed configuration, in a loop of
 accelerate's and in transformers.Trainer. Run by test_tensor_parallel.py.
 
 Writes the largest difference of a saved weight to plain torch on all data, relative to how far the
@@ -75,11 +75,12 @@ def configuration(stage: int) -> dict[str, Any]:
 
 
 def reference() -> dict[str, torch.Tensor]:
-    """Plain torch; a step sees the batches of two data-parallel ranks."""
+    """Plain torch; a step sees the batches of all data-parallel ranks."""
     model, data = make_model(), samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for first in range(0, SAMPLES, 2 * BATCH):
-        chosen = data[first : first + 2 * BATCH]
+    step = BATCH * (int(os.environ["WORLD_SIZE"]) // RANKS)
+    for first in range(0, SAMPLES, step):
+        chosen = data[first : first + step]
         batch = {key: torch.stack([one[key] for one in chosen]) for key in chosen[0]}
         optimizer.zero_grad()
         model(**batch).loss.backward()
@@ -119,7 +120,7 @@ def with_trainer(stage: int, out: Path) -> dict[str, Any] | None:
     arguments = TrainingArguments(
         output_dir=str(out),
         per_device_train_batch_size=BATCH,
-        max_steps=SAMPLES // BATCH // 2,
+        num_train_epochs=1,
         learning_rate=LR,
         lr_scheduler_type="constant",
         optim="sgd",

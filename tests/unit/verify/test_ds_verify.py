@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,11 +104,20 @@ def test_wrong_arguments(
     assert text in capsys.readouterr().err
 
 
-def test_stage_3_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (config_of(3), "stage 3"),
+        ({**config_of(1), "tensor_parallel": {"autotp_size": 2}}, "autotp_size 2"),
+    ],
+)
+def test_what_is_not_checked_is_refused(
+    config: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps(config_of(3)))
+    path.write_text(json.dumps(config))
     assert main(["--config", str(path), "--model", f"{MODELS}:right"]) == 2
-    assert "stage" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

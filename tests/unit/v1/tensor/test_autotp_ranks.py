@@ -20,6 +20,7 @@ from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import batch_of, model_of
+from unit.v1.tensor.megatron import Mpu
 from unit.v1.tensor.test_autotp import assert_close, check_training, config, start, whole
 
 pytest.importorskip("transformers")
@@ -69,9 +70,21 @@ SPECS = [
 
 
 class TestTwoRanks(DistributedTest):
+    """One group of ranks for all: to start them takes longer than a check."""
+
     world_size = 2
 
-    def test_other_data_or_random_numbers_raise(self) -> None:
+    def test_two_ranks(self) -> None:
+        self.check_other_data_or_random_numbers_raise()
+        self.check_replicas_stay_equal_with_dropout()
+        self.check_overlapped_recomputed_and_checked()
+        self.check_on_streams()
+        self.check_layers_by_patterns()
+        self.check_cut_before_the_engine()
+        self.check_what_cannot_be_is_refused_before_anything_changes()
+        self.check_half_precision()
+
+    def check_other_data_or_random_numbers_raise(self) -> None:
         # Kills: training on, with wrong gradients.
         engine = start("llama", 2, 1)
         own = batch_of("llama", 2, dist.get_rank())
@@ -83,8 +96,9 @@ class TestTwoRanks(DistributedTest):
         longer = {key: value[:, : 5 + dist.get_rank()] for key, value in data.items()}
         with pytest.raises(MisuseError, match="different batches"):
             engine(**longer)
-        engine(**data)
         torch.manual_seed(dist.get_rank())
+        engine(**data)  # which draws nothing
+        engine.module.config.attention_dropout = 0.1
         with pytest.raises(MisuseError, match="random states differ"):
             engine(**data)
         with torch.no_grad():
@@ -92,7 +106,7 @@ class TestTwoRanks(DistributedTest):
         engine.destroy()
 
     @each(kwargs=[{"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}], stage=[0, 2])
-    def test_replicas_stay_equal_with_dropout(self, kwargs: dict[str, Any], stage: int) -> None:
+    def check_replicas_stay_equal_with_dropout(self, kwargs: dict[str, Any], stage: int) -> None:
         # Kills: ranks that seed themselves differently drop out different residuals.
         torch.manual_seed(dist.get_rank())
         engine = start("gpt2", 2, stage, model_of("gpt2", **kwargs))
@@ -108,7 +122,7 @@ class TestTwoRanks(DistributedTest):
         engine.destroy()
 
     @each(name=["qwen3", "gpt2"], checkpointed=[False, True])
-    def test_overlapped_recomputed_and_checked(self, name: str, checkpointed: bool) -> None:
+    def check_overlapped_recomputed_and_checked(self, name: str, checkpointed: bool) -> None:
         # Kills: an input's gradient that is read before it has come; the ledger or the intent check
         # taking layers' collectives for gradients'.
         torch.manual_seed(0)
@@ -121,7 +135,7 @@ class TestTwoRanks(DistributedTest):
         check_training(engine, first, name, 0.0)
         engine.destroy()
 
-    def test_on_streams(self) -> None:
+    def check_on_streams(self) -> None:
         # Kills: an input's gradient that is read before it has come; a host that waits for batches
         # to be compared.
         for overlaps in (False, True):
@@ -140,13 +154,18 @@ class TestTwoRanks(DistributedTest):
                     assert not waits.inside("deepspeed/runtime"), waits.by_place
                 engine.destroy()
 
-    def test_layers_by_patterns(self) -> None:
-        # Kills: patterns that are read and not used; a shape that is not.
+    @each(own_ranks=[False, True])
+    def check_layers_by_patterns(self, own_ranks: bool) -> None:
+        # Kills: patterns that are read and not used; a shape that is not; ranks of the engine's
+        # where the client says which share layers.
         torch.manual_seed(0)
         model = Own()
         first = copy.deepcopy(model)
         block = {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}
-        engine = start("", 2, 1, model, tensor_parallel=block)
+        mpu = Mpu(2) if own_ranks else None
+        keys = config(2, 1, tensor_parallel=block)
+        engine = deepspeed.initialize(model=model, config=keys, mpu=mpu)[0]
+        assert mpu is None or engine.mpu is mpu
         assert isinstance(engine.module.blocks[0].both, LinearLayer)
         assert isinstance(engine.module.blocks[1].back, LinearAllreduce)
         x = torch.randn(4, 8)
@@ -161,7 +180,7 @@ class TestTwoRanks(DistributedTest):
         engine.destroy()
 
     @each(says=[True, False])
-    def test_cut_before_the_engine(self, says: bool) -> None:
+    def check_cut_before_the_engine(self, says: bool) -> None:
         # Kills: an engine that averages over ranks with other slices, or cuts again; parameters
         # that an optimizer made before no longer holds.
         torch.manual_seed(0)
@@ -182,7 +201,7 @@ class TestTwoRanks(DistributedTest):
             deepspeed.tp_model_init(model, tp_size=4, dtype=torch.float32)
 
     @each(kwargs=REFUSED)
-    def test_what_cannot_be_is_refused_before_anything_changes(
+    def check_what_cannot_be_is_refused_before_anything_changes(
         self, kwargs: dict[str, Any]
     ) -> None:
         model = model_of("opt")
@@ -192,7 +211,7 @@ class TestTwoRanks(DistributedTest):
         assert shapes == [param.shape for param in model.parameters()]
 
     @each(enabled=["bf16", "fp16", "torch_autocast"])
-    def test_half_precision(self, enabled: str) -> None:
+    def check_half_precision(self, enabled: str) -> None:
         # Kills: layers that cast otherwise than those they were.
         torch.manual_seed(0)
         model = model_of("llama")
