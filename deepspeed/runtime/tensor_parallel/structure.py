@@ -153,6 +153,7 @@ def _plan_scope(
     feeds = bool(named & (COLUMNS | FUSED)) or any(
         cut is not None and not cut.is_row for cut in chosen.values()
     )
+    by_name: dict[str, LayerCut] = {}
     for child in (child for child in layers if child in named and feeds):
         full = _joined(name, child)
         try:
@@ -161,7 +162,9 @@ def _plan_scope(
             problems.append(f"{full} {error}")
         else:
             if cut is not None:
-                chosen[child] = cut
+                by_name[child] = cut
+    _check_widths(by_name, problems)
+    chosen |= by_name
     chosen = {child: chosen[child] for child in layers if chosen.get(child) is not None}
     if not chosen:
         return
@@ -184,6 +187,25 @@ def _plan_scope(
             embedding = getattr(scope, child, None)
             if isinstance(embedding, nn.Embedding):
                 plan.embeddings[_joined(name, child)] = embedding
+
+
+def _check_widths(by_name: Mapping[str, LayerCut], problems: list[str]) -> None:
+    """What a layer gives is what the row-parallel one takes, or keys and values of fewer heads.
+    Else it is several layers in one by a name that does not say so, and ranks would pair the
+    outputs of one with those of another.
+    """
+    inputs = {num_inputs(cut.module) for cut in by_name.values() if cut.is_row}
+    for child, cut in by_name.items():
+        width = num_outputs(cut.module)
+        is_pair = child in ("k_proj", "v_proj", "k", "v")
+        if cut.is_row or child in FUSED or inputs <= {width}:
+            continue
+        if not (is_pair and len(inputs) == 1 and min(inputs) % width == 0):
+            problems.append(
+                f"{cut.name} has {width} outputs, and the row-parallel layer beside it "
+                f"{', '.join(map(str, sorted(inputs)))} inputs, so it is several layers in one; "
+                f"{_SPEC}, with its shape"
+            )
 
 
 def _by_specs(

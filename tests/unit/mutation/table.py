@@ -45,6 +45,7 @@ LAYOUT = "tests/unit/v1/zero/test_layout.py"
 HYBRID = "tests/unit/v1/zero/test_stage3_hybrid.py"
 UNEVEN = "tests/unit/v1/zero/test_stage3_uneven.py"
 AUTOTP = "tests/unit/v1/tensor/test_autotp.py"
+AUTOTP_STRUCTURE = "tests/unit/v1/tensor/test_autotp_structure.py"
 AUTOTP_RANKS = "tests/unit/v1/tensor/test_autotp_ranks.py"
 
 
@@ -564,6 +565,18 @@ FAULTS = (
         TENSOR_PARALLEL + "cutting.py",
         (("    param.tensor_model_parallel = True ", "    param.tensor_model_parallel = False "),),
         AUTOTP,
+    ),
+    Fault(
+        "gates and ups in one layer of another's name are paired with each other",
+        TENSOR_PARALLEL + "structure.py",
+        (("    _check_widths(by_name, problems)\n", ""),),
+        AUTOTP_STRUCTURE,
+    ),
+    Fault(
+        "what is not known in a block is left whole between layers that are cut",
+        TENSOR_PARALLEL + "structure.py",
+        (("    _explain(plan, model, partition, problems)\n", ""),),
+        AUTOTP_STRUCTURE,
     ),
     Fault(
         "whole parameters are sliced as if one tensor-parallel rank had saved slices",

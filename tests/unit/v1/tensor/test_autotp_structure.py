@@ -71,6 +71,14 @@ def test_a_parameter_that_is_not_known_is_named() -> None:
     assert "model.layers.0.mlp.experts of shape (2, 16, 16)" in text and '"skip"' in text
 
 
+def test_a_layer_that_is_two_by_its_width_is_named() -> None:
+    # Kills: gate and up of one layer that is called as if it were one, cut so that ranks pair gates
+    # with gates.
+    model = model_of("gpt_neox")
+    model.gpt_neox.layers[0].mlp.dense_h_to_4h = nn.Linear(16, 48)
+    assert "layers.0.mlp.dense_h_to_4h has 48 outputs, and" in refusal(model)
+
+
 def test_layers_without_a_partner_or_an_order_are_named() -> None:
     model = model_of("llama")
     del model.model.layers[0].mlp.down_proj
