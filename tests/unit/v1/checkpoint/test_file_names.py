@@ -21,7 +21,7 @@ MAY_WRITE_NAMES = (
     "utils/zero_to_fp32.py",
 )
 # A key of transformers' configurations.
-OTHER_WORDS = ("layer_types",)
+OTHER_WORDS = ("layer_types", "layer_specs")
 PARTS_OF_NAMES = (
     "mp_rank_",
     "zero_pp_rank_",
