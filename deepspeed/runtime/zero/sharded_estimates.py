@@ -84,16 +84,19 @@ def plan_sharded_parameters(
     model_bytes: int = MODEL_BYTES,
     offload_ratio: float = 0.0,
     moments: int = ADAM_MOMENTS,
+    secondary_ranks: int = 1,
 ) -> ShardedStates:
     """The plan of one rank: the sum of the table of docs/zero3.md.
 
     Args:
         shape: The model.
-        num_ranks: Ranks that share it.
+        num_ranks: Ranks that share it; those of one group with `mics_shard_size`.
         settings: When parameters are whole, and whether shards are on the host; None: the defaults.
         model_bytes: Bytes of a parameter of the model, 2 or 4.
         offload_ratio: How much of the optimizer is on the host (`offload_optimizer`).
         moments: fp32 numbers that the optimizer keeps per parameter.
+        secondary_ranks: Ranks that keep copies of gathered shards (`zero_hpz_partition_size`); 1,
+            or all that share it: nobody does.
     """
     settings = settings or GatherSettings()
     own = -(-shape.trained // num_ranks)
@@ -104,6 +107,7 @@ def plan_sharded_parameters(
     sharded = shape.trained + shape.frozen - shape.persistent
     ahead = min(settings.prefetch + settings.max_reuse, settings.max_live)
     whole = shape.persistent + min(shape.unit + ahead, sharded) + shape.unit
+    copies = -(-sharded // secondary_ranks) if 1 < secondary_ranks < num_ranks else 0
     # Gradients of a unit, their rows in two reductions, and what comes of these.
     gradients = model_bytes * (3 * shape.unit + -(-2 * shape.unit // num_ranks))
     if offload_ratio:
@@ -113,7 +117,10 @@ def plan_sharded_parameters(
         rounded = model_bytes * min(own, UPDATE_NUMEL)
         gradients = max(gradients, model_bytes * 2 * shape.unit + rounded)
     return ShardedStates(
-        device=(0 if settings.loads else shards) + on_device + model_bytes * whole + gradients,
+        device=(0 if settings.loads else shards)
+        + on_device
+        + model_bytes * (whole + copies)
+        + gradients,
         host=(shards if settings.loads else 0) + on_host,
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
@@ -177,6 +178,9 @@ class TestExperts(DistributedTest):
         # Kills: dense shards cut for instances beside experts' that are not.
         with pytest.raises(ValueError, match="num_optimizer_instances: 2 with experts"):
             start("stage 1", zero_optimization={"stage": 1, "num_optimizer_instances": 2})
+        for key in ("num_optimizer_instances", "mics_shard_size", "zero_hpz_partition_size"):
+            with pytest.raises(DeepSpeedConfigError, match=rf"{key}.* 2 at stage 3 with experts"):
+                start("stage 1", zero_optimization={"stage": 3, key: 2})
 
     def test_sum_and_predivide(self) -> None:
         # Kills: a divisor that is the size of the experts' own group.
