@@ -101,9 +101,9 @@ class SameInputs:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
             raise MisuseError(
                 f"ranks {ranks} share the model's layers (tensor parallelism) but were given "
-                f"different batches; this rank's are of shapes {shapes}. Give a sampler "
-                "engine.dp_world_size and engine.get_data_parallel_rank(), or use "
-                "engine.deepspeed_io(dataset)"
+                f"different batches; this rank's are of shapes {shapes}. Make the same dataset "
+                "on all ranks, and give a sampler engine.dp_world_size and "
+                "engine.get_data_parallel_rank(), or use engine.deepspeed_io(dataset)"
             )
         raise MisuseError(
             f"ranks {ranks} share the model's layers (tensor parallelism) but their random states "
