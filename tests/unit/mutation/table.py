@@ -961,6 +961,25 @@ FAULTS = (
         "silent",
     ),
     Fault(
+        "shards that have come back are gathered before they are there",
+        "deepspeed/runtime/zero/stage3.py",
+        (
+            (
+                "are_away = False\n            self.parameter_offload.resources.mark_updated()\n",
+                "are_away = False\n",
+            ),
+        ),
+        "tests/unit/v1/zero/test_offload_states.py",
+        "streams",
+    ),
+    Fault(
+        "a unit's own copy of shards that left is not the one that came back",
+        "deepspeed/runtime/zero/stage3.py",
+        (("            yield from pair\n", "            yield pair[0]\n"),),
+        "tests/unit/v1/zero/test_offload_states.py",
+        "streams",
+    ),
+    Fault(
         "the part of an optimizer that stays on the device is scaled and decayed as at first",
         "deepspeed/runtime/zero/partial_offload.py",
         (("for key in self._host.defaults if key in mine", "for key in ()"),),

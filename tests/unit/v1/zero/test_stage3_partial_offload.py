@@ -36,7 +36,8 @@ from unit.v1.zero.stage3_models import (
 )
 
 STEPS = 3
-RATIOS = (1.0, 0.6, 0.3, 0.0)
+# Of 0.01 there is nothing to offload: one of the parts is empty.
+RATIOS = (1.0, 0.6, 0.3, 0.01, 0.0)
 PARAMS = {"offload_param": {"device": "cpu"}}
 
 
@@ -202,7 +203,8 @@ class TestFiles(DistributedTest):
         # Kills: parts in another order than parameters, a count of steps that both parts share.
         for optimizer in ("sgd", "cpu adam"):
             wanted, _ = run(make_engine(1.0, optimizer), range(STEPS))
-            for number, (first, second) in enumerate(((1.0, 0.4), (0.4, 0.7), (0.7, 0.0))):
+            ways = ((1.0, 0.4), (0.4, 0.01), (0.01, 0.7), (0.7, 0.0))
+            for number, (first, second) in enumerate(ways):
                 engine = make_engine(first, optimizer)
                 run(engine, range(1))
                 tag = f"{optimizer}{number}"
