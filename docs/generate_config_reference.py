@@ -51,7 +51,8 @@ base64-encoded JSON. This page lists every key.
 - **Unknown keys** are an error that names the full path and the nearest known key.
 - **Types** are checked: `"8"` is not an integer, `1` is not a boolean. `2e8` is an integer. Sizes
   (type *size*) drop a fraction, since clients compute them (`0.9 * hidden * hidden`).
-- **`"auto"`** is filled in by client libraries. Where it is left over, one error names all places.
+- **`"auto"`** is filled in by client libraries. Where it is left over, one error names all places;
+  a size that is left at it is the default.
 - **Batch sizes**: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps
   x data-parallel world size`. Give any two, or one of the first two; accumulation then is 1.
 - **Dotted keys** at the top level, such as `"zero_optimization.reduce_bucket_size"`, set the

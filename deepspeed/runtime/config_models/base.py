@@ -13,10 +13,12 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUseDefault
 
 from deepspeed.utils.logging import logger
 
+# Filled in by client libraries.
+AUTO = "auto"
 # What upstream's models take for a boolean, in any case; numbers are compared as such.
 _SPELLINGS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
@@ -105,6 +107,9 @@ def _integer(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
+    if value == AUTO:
+        # Clients fill sizes in at some stages and leave them at others (trl's reference models).
+        raise PydanticUseDefault
     value = plain_number(value)
     # Clients compute sizes (0.9 * hidden * hidden); the fraction of an element means nothing.
     if isinstance(value, float) and not math.isnan(value):
@@ -148,6 +153,13 @@ def _text(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integer)]
 Size = Annotated[int, BeforeValidator(_size)]
+
+
+def is_size(field: FieldInfo) -> bool:
+    """Whether a field is a `Size`, which may be left at "auto"."""
+    return any(getattr(item, "func", None) is _size for item in field.metadata)
+
+
 Interval = Annotated[int | None, BeforeValidator(_interval)]
 Float = Annotated[float, BeforeValidator(_number)]
 Bool = Annotated[bool, BeforeValidator(read_boolean)]

@@ -15,15 +15,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deepspeed.runtime.config_models.base import nested_model
+from deepspeed.runtime.config_models.base import AUTO, is_size, nested_model
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.constants import BFLOAT16_OLD
 from deepspeed.utils.logging import logger
 
 Model = TypeVar("Model", bound=BaseModel)
 Block = dict[str, Any]
-
-AUTO = "auto"
 
 # Old path -> new path, where the value is kept.
 RENAMED: dict[str, str] = {
@@ -176,7 +174,7 @@ def findings(model: type[BaseModel], block: Block, path: str = "") -> Iterator[F
         inner = nested_model(field)
         if inner is not None and isinstance(value, dict):
             yield from findings(inner, value, here)
-        elif field.default != AUTO:
+        elif field.default != AUTO and not (value == AUTO and is_size(field)):
             yield from _autos_within(value, here)
 
 

@@ -361,17 +361,39 @@ def test_left_over_autos_are_listed_at_once():
     text = error(
         train_micro_batch_size_per_gpu="auto",
         optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, "auto"]}},
-        zero_optimization={"stage": 2, "reduce_bucket_size": "auto"},
+        zero_optimization={"stage": 2, "round_robin_gradients": "auto"},
         fp16={"enabled": "auto"},
     )
     paths = (
         "train_micro_batch_size_per_gpu",
         "optimizer.params.lr",
         "optimizer.params.betas[1]",
-        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.round_robin_gradients",
         "fp16.enabled",
     )
     assert '"auto"' in text and all(path in text for path in paths)
+
+
+def test_sizes_may_be_left_at_auto():
+    # Kills: reference models of trl below stage 3, whose sizes nobody fills in.
+    zero = config(
+        zero_optimization={
+            "stage": 0,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        }
+    ).tree.zero_optimization
+    default = DeepSpeedZeroConfig()
+    assert (
+        zero.reduce_bucket_size,
+        zero.prefetch_bucket_size,
+        zero.param_persistence_threshold,
+    ) == (
+        default.reduce_bucket_size,
+        default.prefetch_bucket_size,
+        default.param_persistence_threshold,
+    )
 
 
 def test_autos_may_be_read_as_not_given():
