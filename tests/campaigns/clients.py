@@ -15,8 +15,8 @@ from campaigns.support_table import NEWEST
 from campaigns.versions import Environment, Target
 
 LIBRARIES = ("accelerate", "transformers", "lightning", "trl[peft]")
-# Their documented programs, and the tests of the suite that need more than its environment has.
-TESTS = ("tests/unit/clients/test_pages.py", "-n", "0", "-rs")
+# Of the suite, the programs of their pages among them.
+TESTS = ("tests/unit/clients", "-n", "0", "-rs")
 
 
 def _add_environment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +63,14 @@ def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_clients(arguments: argparse.Namespace) -> int:
-    """The scenarios of all clients, and unless some are chosen the programs of their pages."""
+    """The scenarios of all clients, and unless some are chosen the tests of the suite."""
     matrix = ["-m", "unit.clients.matrix", *arguments.client]
     commands = [(matrix, arguments.output)]
     if arguments.row:
         matrix += ["--row", arguments.row]
     elif not arguments.client:
-        pages = RESULTS / "clients-pages.txt"
-        commands.insert(0, (["-m", "pytest", *TESTS], pages))
+        tests = RESULTS / "clients-tests.txt"
+        commands.insert(0, (["-m", "pytest", *TESTS], tests))
     return _in_environment(arguments, "clients", LIBRARIES, commands)
 
 

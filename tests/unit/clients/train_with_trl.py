@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -145,6 +145,11 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
         if kind == "reward":
             return RewardTrainer(model=model, args=RewardConfig(**words), train_dataset=pairs)
         precomputed = kind == "dpo-precomputed"
+        if precomputed:  # from a file: rank 0 keeps what it finds beside it
+            if torch.distributed.get_rank() == 0 and not (out / "pairs").exists():
+                pairs.save_to_disk(out / "pairs")
+            torch.distributed.barrier()
+            pairs = load_from_disk(out / "pairs")
         return DPOTrainer(
             model=model,
             args=DPOConfig(**words, precompute_ref_log_probs=precomputed),
