@@ -776,6 +776,16 @@ def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> t
     return partitioned, partitioned * world_size - unpartitioned_numel
 
 
+def _counts_of_groups(folder: str, model_file: str, groups: int) -> tuple[list[int], bool]:
+    """Over how many ranks each group of parameters is cut: experts over those that hold the same
+    ones; and whether these are neighbours.
+    """
+    saved = _read(get_optim_files(folder)[0])["optimizer_state_dict"]["partition_count"]
+    config = _read(model_file).get("ds_config") or {}
+    counts = saved if isinstance(saved, list) else [saved] * groups
+    return counts, bool(config.get("use_data_before_expert_parallelism", False))
+
+
 def _read_stage3(
     folder: str, model_files: Sequence[str], exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
@@ -792,11 +802,22 @@ def _read_stage3(
         fragments = [model.frozen_param_fragments or {} for model in models]
         state[name] = LazyTensor([fragment[name] for fragment in fragments], shape)
     starts = [0, *accumulate(buffer.numel() for buffer in flat_groups[0])]
+    counts, data_first = _counts_of_groups(folder, model_files[0], len(first.param_shapes))
+    held = _experts_per_rank(name for group in first.param_shapes for name in group)
     offset = 0
-    for group in first.param_shapes:
+    for group, count in zip(first.param_shapes, counts, strict=True):
+        shares = world_size // count  # different experts
         for name, shape in group.items():
-            partitioned, _ = zero3_partitioned_param_info(shape.numel(), world_size)
-            state[name] = GatheredTensor(flat_groups, starts, offset, partitioned, shape)
+            partitioned, _ = zero3_partitioned_param_info(shape.numel(), count)
+            for share in range(shares):
+                ranks = (
+                    range(share * count, (share + 1) * count)
+                    if data_first
+                    else range(share, world_size, shares)
+                )
+                own = [flat_groups[rank] for rank in ranks]
+                of_all = _renumber(name, {prefix: size * share for prefix, size in held.items()})
+                state[of_all] = GatheredTensor(own, starts, offset, partitioned, shape)
             offset += partitioned
     # Buffers may be padded so that ranks communicate in aligned pieces; more than that are elements
     # of another model.

@@ -17,7 +17,6 @@ pipeline stages hold (tied weights) is taken from the first of them.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from deepspeed.checkpoint.experts import (
 )
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
-from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
+from deepspeed.checkpoint.resharding.cut_parameters import Run, cut_runs, cuts_of
 
 # The master weight, among the names of per-element state.
 FP32 = keys.FP32_WEIGHT_KEY
@@ -78,15 +77,6 @@ class SavedFragment(NamedTuple):
     is_state_alone: bool = False
 
 
-class _Run(NamedTuple):
-    """A parameter's elements from `start`, lying at `at` of a tensor that the optimizer updated."""
-
-    name: str
-    start: int
-    at: int
-    numel: int
-
-
 class _OptimizerTensor(NamedTuple):
     """One tensor that the optimizer updated.
 
@@ -102,7 +92,7 @@ class _OptimizerTensor(NamedTuple):
             matrix of one column have as many elements. None: state is told by `sizes` alone.
     """
 
-    runs: Sequence[_Run]
+    runs: Sequence[Run]
     master: torch.Tensor | None
     state: Mapping[str, Any]
     sizes: tuple[int, ...]
@@ -182,9 +172,7 @@ class SavedOptimizer:
         if path is None:
             raise CheckpointError(f"{self.folder} lacks the optimizer states of rank {rank}")
         state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
-        yield from self._cut(
-            state, parameter_shapes(model), rank, int(model[keys.DP_WORLD_SIZE]), path
-        )
+        yield from self._cut(state, model, rank, int(model[keys.DP_WORLD_SIZE]), path)
 
     def _fragments_of(self, part: int) -> Iterator[SavedFragment]:
         model = read_file(lead_model_file(self.folder, part), mmap=True)
@@ -211,7 +199,7 @@ class SavedOptimizer:
                 f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of "
                 f"{count}"
             )
-        data_first = bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
+        data_first = _data_first(model)
         groups = parameter_shapes(model)
         per_rank = experts_per_rank(name for shapes in groups for name in shapes)
         done: dict[tuple[str, int], int] = {}
@@ -219,7 +207,7 @@ class SavedOptimizer:
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
             self._keep_scaler(state)
             if keys.FP32_FLAT_GROUPS in state:
-                yield from self._cut(state, groups, rank, count, path)
+                yield from self._cut(state, model, rank, count, path)
                 continue
             if state.get(keys.PARAM_SLICE_MAPPINGS) is None:
                 raise CheckpointError(
@@ -250,7 +238,7 @@ class SavedOptimizer:
     def _cut(
         self,
         state: Mapping[str, Any],
-        shapes: Sequence[Mapping[str, torch.Size]],
+        model: Mapping[str, Any],
         rank: int,
         count: int,
         path: str,
@@ -265,8 +253,11 @@ class SavedOptimizer:
             for position in range(len(group["params"]))
         ]
         starts = [0, *accumulate(buffer.numel() for buffer in buffers)]
-        runs, end = _cut_runs(shapes, rank, count, starts)
-        if state[keys.PARTITION_COUNT] != count or len(numbers) != len(buffers) or starts[-1] < end:
+        data_first = _data_first(model)
+        counts = state[keys.PARTITION_COUNT]
+        cuts = cuts_of(parameter_shapes(model), counts, rank, count, data_first)
+        runs, end = cut_runs(cuts or [], starts)
+        if cuts is None or len(numbers) != len(buffers) or starts[-1] < end:
             raise CheckpointError(
                 f"{path} is one of {state[keys.PARTITION_COUNT]} shards, with {starts[-1]} "
                 f"elements in {len(buffers)} buffers of {len(numbers)}; the folder has {count}, "
@@ -334,7 +325,7 @@ class SavedOptimizer:
             forms = list(named.values())
             for name, shape in named.items():
                 start = firsts.get(name, 0)
-                runs.append(_Run(renumbered(name, offsets), start, at, shape.numel()))
+                runs.append(Run(renumbered(name, offsets), start, at, shape.numel()))
                 at += shape.numel()
             if keys.FP32_GROUPS_FLAT in state:
                 master = state[keys.FP32_GROUPS_FLAT][index]
@@ -398,6 +389,11 @@ def _by_part(
     return found
 
 
+def _data_first(model: Mapping[str, Any]) -> bool:
+    """Whether ranks with the same experts are neighbours in the run that saved a model file."""
+    return bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in LABELS}
 
@@ -422,7 +418,7 @@ def _shard(
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
         name, first = renumbered(local_name, offsets), firsts.get(local_name, 0)
         before = done.get((name, first), 0)
-        runs.append(_Run(name, first + before, address.start, address.numel))
+        runs.append(Run(name, first + before, address.start, address.numel))
         done[name, first] = before + address.numel
     master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][index]
     padded = master.numel() + state[keys.GROUP_PADDINGS][index]
@@ -452,27 +448,6 @@ def _shard(
         _options(groups[index]) if groups else {},
         index,
     )
-
-
-def _cut_runs(
-    shapes: Sequence[Mapping[str, torch.Size]], rank: int, count: int, starts: Sequence[int]
-) -> tuple[list[list[_Run]], int]:
-    """What lies in each of a stage 3 rank's buffers, which begin at `starts` of all of them; and
-    how many elements the cuts of all parameters have.
-    """
-    runs: list[list[_Run]] = [[] for _ in starts[1:]]
-    at = 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        cut, _ = zero3_partitioned_param_info(shape.numel(), count)
-        first = rank * cut
-        done, own = 0, max(0, min(cut, shape.numel() - first))
-        while done < own and at + done < starts[-1]:
-            index = bisect_right(starts, at + done) - 1
-            numel = min(own - done, starts[index + 1] - at - done)
-            runs[index].append(_Run(name, first + done, at + done - starts[index], numel))
-            done += numel
-        at += cut
-    return runs, at
 
 
 def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:

@@ -155,7 +155,7 @@ def _files_of(
     name: str, files: ModelFiles, layers: Mapping[str, str], model_file: str
 ) -> list[str]:
     prefix, number = expert_prefix(name), expert_number(name)
-    if prefix in files.experts.numbers and number is not None:
+    if prefix in files.experts.numbers and number is not None and not files.is_sharded:
         return [
             file_names.expert_file(
                 files.experts.numbers[prefix],

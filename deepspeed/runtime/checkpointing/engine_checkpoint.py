@@ -72,7 +72,7 @@ class EngineCheckpoint:
         exclude_frozen_parameters: bool,
     ) -> bool:
         """See `DeepSpeedEngine.save_checkpoint`."""
-        self._refuse_sharded_experts("save_checkpoint")
+        self._refuse_frozen_experts()
         self._background_save = self._saver.save(
             self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -82,16 +82,19 @@ class EngineCheckpoint:
         self, load_dir: str, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
-        self._refuse_sharded_experts("load_checkpoint")
         return self._loader.load(self.engine, load_dir, tag, options)
 
-    def _refuse_sharded_experts(self, what: str) -> None:
-        if self._state.parameter_offload is not None and ModelExperts(self._state.module).layers:
-            raise CheckpointError(
-                f"{what} of experts (deepspeed.moe) at ZeRO stage 3 is not supported: their files "
-                "are for whole experts; use zero_optimization.stage 1 or 2, or save what "
-                "engine.destroy() leaves in the model"
-            )
+    def _refuse_frozen_experts(self) -> None:
+        if self._state.parameter_offload is None:
+            return
+        prefixes = tuple(ModelExperts(self._state.module).layers)
+        for name, param in self._state.module.named_parameters():
+            if prefixes and name.startswith(prefixes) and not param.requires_grad:
+                raise CheckpointError(
+                    f"save_checkpoint at ZeRO stage 3: {name} is a frozen expert's, of which no "
+                    "optimizer file has shards; use zero_optimization.stage 1 or 2, or train it "
+                    "with a learning rate of 0"
+                )
 
     # The engine's life
 

@@ -23,6 +23,7 @@ from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
+from deepspeed.runtime.zero.zero_parameter import is_zero_param
 
 
 @runtime_checkable
@@ -179,6 +180,7 @@ class ModelFiles:
 
     Attributes:
         gathered: Whole packed experts by name, on ranks that write them.
+        is_sharded: Weights are in shards, experts too: masters of the optimizer (stage 3).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -186,6 +188,7 @@ class ModelFiles:
         self.gathered: dict[str, torch.Tensor] = {}
         self.experts = ModelExperts(module)
         self.is_layered = isinstance(module, LayeredModule)
+        self.is_sharded = any(map(is_zero_param, module.parameters()))
 
     @property
     def layered(self) -> LayeredModule:
@@ -210,7 +213,7 @@ class ModelFiles:
         """
         if self.is_layered:
             self.layered.put_layers(put, node, exclude_frozen)
-        else:
+        elif not self.is_sharded:
             self.experts.put(put, node, state)
 
     def in_model_file(self, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,7 +221,8 @@ class ModelFiles:
         if self.is_layered:
             return None
         state = self.with_gathered(state)
-        return experts.without_experts(state) if self.experts.layers else state
+        has_files = bool(self.experts.layers) and not self.is_sharded
+        return experts.without_experts(state) if has_files else state
 
     def with_gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state dict with packed experts whole; those that are not in it stay out."""

@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.experts import expert_prefix, renumbered, without_experts
 from deepspeed.checkpoint.files import (
     CheckpointError,
     has_weights_in_shards,
@@ -38,6 +39,7 @@ from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
+from deepspeed.utils.tensor_fragment import logical_shape
 
 Parts = Mapping[nn.Parameter, torch.Tensor]
 """This rank's elements of parameters, each 1-D without padding, in the dtype that is saved."""
@@ -96,20 +98,37 @@ def read_shard_weights(
     files.refuse_layers(folder, model)
     in_shards = has_weights_in_shards(folder)
     state = saved_state(model, in_shards)
+    if files.experts.layers:
+        state = without_experts(state) | _own_experts(files)
     files.check(state, strict)
     named = files.module.named_parameters(remove_duplicate=False)
     params = {name for name, param in named if is_zero_param(param)}
     first = tied_names(model) if in_shards else {}
     targets = {
-        first.get(name, name): param
+        renumbered(first.get(name, name), files.experts.first): param
         for name, param in files.module.named_parameters()
         if param in wanted and name in state
     }
     group = record_of(next(iter(targets.values()))).group if targets else None
-    is_alike = in_shards and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
+    is_alike = (
+        in_shards
+        and not files.experts.layers
+        and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
+    )
     pieces = weight_pieces(folder, targets, dist.get_rank(group=group) if is_alike else None)
     rest = {name: value for name, value in state.items() if name not in params}
     return ShardWeights(rest, _take(targets, pieces, folder))
+
+
+def _own_experts(files: ModelFiles) -> dict[str, torch.Tensor]:
+    """This rank's experts by name, of which other ranks' files may have others: that all of their
+    elements are there is seen when they are taken.
+    """
+    return {
+        name: torch.empty(logical_shape(param), device="meta")
+        for name, param in files.module.named_parameters(remove_duplicate=False)
+        if expert_prefix(name) is not None
+    }
 
 
 def own_fragment(param: torch.Tensor) -> Fragment:

@@ -109,7 +109,6 @@ def shard_model(
                     _move_shard(param, wanted, device, memory)
 
     cut(params)
-    _warn_of_experts(ranks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -152,10 +151,12 @@ def _sizes_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
 
 
 def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
+    if not threshold:
+        return
     fine = fine_grained(model, lambda param: logical_shape(param).numel(), threshold)
     for module in fine:
         set_z3_leaf_module(module, True)
-    if threshold and not fine:
+    if not fine:
         log_dist(
             f"zero_optimization.stage3_module_granularity_threshold: {threshold} has no effect: no "
             "module has so few elements per module in it",
@@ -207,17 +208,6 @@ def _refuse_other_cut(param: nn.Parameter, shared_by: OptimizerInstances) -> Non
             f"{_ranks_of(cut_for)[0]}, but it is shared by {_ranks_of(shared_by)[0]}: give "
             "zero.Init the configuration of deepspeed.initialize, and make experts outside of it"
         )
-
-
-def _warn_of_experts(ranks: ModelRanks) -> None:
-    if not ranks.experts:
-        return
-    log_dist(
-        "ZeRO stage 3 with experts: save_checkpoint is not supported; use stage 1 or 2 for "
-        "checkpoints",
-        ranks=[0],
-        level=logging.WARNING,
-    )
 
 
 def _ranks_of(instances: OptimizerInstances) -> tuple[list[int], list[int]]:

@@ -428,7 +428,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            PARTITION_COUNT: self.num_shards,
+            PARTITION_COUNT: self._partition_counts(),
             OPTIMIZER_STATE_DICT: base,
             FP32_FLAT_GROUPS: list(masters),
         }
@@ -475,11 +475,16 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             return False
         base, buffers = saved[OPTIMIZER_STATE_DICT], saved[FP32_FLAT_GROUPS]
         return (
-            saved[PARTITION_COUNT] == self.num_shards
+            saved[PARTITION_COUNT] == self._partition_counts()
             and all(len(group["params"]) == 1 for group in base["param_groups"])
             and [buffer.numel() for buffer in buffers] == self._shard_numels()
             and is_dealt_alike(self, base)
         )
+
+    def _partition_counts(self) -> int | list[int]:
+        """Over how many ranks parameters are cut; of each group if experts are over fewer."""
+        counts = [group.num_shards for group in self.groups[: len(self.param_groups)]]
+        return counts if set(counts) - {self.num_shards} else self.num_shards
 
     def _shard_numels(self) -> list[int]:
         """Elements of this rank's shard of each parameter group of the optimizer."""
@@ -492,11 +497,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         """See base class."""
-        return {
-            **self._in_files(base, masters),
-            LOSS_SCALER: self._scaler_after(scaler),
-            "overflow": False,
-        }
+        started = {LOSS_SCALER: self._scaler_after(scaler), "overflow": False}
+        return {**self._in_files(base, masters), **started}
 
     def _give_up(self) -> None:
         """Let go of everything but the model, which another engine takes. All ranks call it."""

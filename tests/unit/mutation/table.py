@@ -520,8 +520,8 @@ FAULTS = (
     ),
     Fault(
         "masters of stage 3 are those of another rank",
-        "deepspeed/checkpoint/resharding/saved_optimizer.py",
-        (("        first = rank * cut\n", "        first = (count - 1 - rank) * cut\n"),),
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("first = place * cut\n", "first = (ranks - 1 - place) * cut\n"),),
         "tests/unit/v1/checkpoint/test_stage3.py",
         "TestResume and fp32",
     ),
@@ -749,6 +749,13 @@ FAULTS = (
         (("            if self.readiness.release(index):", "            if False:"),),
         UNEVEN,
         "leave_during",
+    ),
+    Fault(
+        "experts of stage 3 are numbered by each rank in its files",
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("{prefix: held * share for", "{prefix: 0 * share for"),),
+        "tests/unit/v1/checkpoint/test_experts.py",
+        "stage_3 or SavedExperts",
     ),
     Fault(
         "experts of stage 3 are cut for all ranks",

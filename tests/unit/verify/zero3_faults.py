@@ -97,7 +97,7 @@ ZERO3 = (
                 "        if True:\n            # Without",
             ),
         ),
-        "oracle: stage 3",
+        "oracle: stage 3 on the device",
         OFF,
     ),
     Mutation(

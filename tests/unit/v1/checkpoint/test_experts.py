@@ -8,23 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.experts import renumbered
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.utils import groups
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest
 
 from .runs import by_name, differences
+from .runs import whole as whole_weight
 
 WIDTH = 6
 EXPERTS = 4
 # Ranks, and those that share one set of experts.
 DIVIDED = [(2, 1), (2, 2), (4, 2), (4, 4)]
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 10}
 BF16 = {"bf16": {"enabled": True}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-0": {},
@@ -35,12 +41,18 @@ CASES: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 1},
     },
+    "fp32-3": {"zero_optimization": STAGE_3},
     "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
     "fp32-2-data-first": {
         "zero_optimization": {"stage": 2},
         "use_data_before_expert_parallelism": True,
     },
     "fp32-0-data-first": {"use_data_before_expert_parallelism": True},
+    "bf16-3-data-first": {
+        **BF16,
+        "zero_optimization": STAGE_3,
+        "use_data_before_expert_parallelism": True,
+    },
 }
 
 
@@ -111,6 +123,16 @@ def whole(engine: Any) -> dict[str, Any]:
     return {name: value for found in everywhere for name, value in found.items()}
 
 
+def weights_differ(engine: Any, wanted: dict[str, Any]) -> list[str]:
+    """Names of this rank's parameters that are not those of `wanted`."""
+    first = ModelExperts(engine.module).first
+    return [
+        name
+        for name, param in engine.module.named_parameters()
+        if not torch.equal(whole_weight(param), wanted[f"weight.{renumbered(name, first)}"])
+    ]
+
+
 class SavedExperts(DistributedFixture):
     """All cases, divided in all ways, with what they held."""
 
@@ -139,7 +161,8 @@ class TestOtherExpertGroups(DistributedTest):
 
     def test_the_same_by_name(self, SavedExperts: Any, class_tmpdir: Any) -> None:
         for number, case, keys in cases():
-            for world, ep_size in DIVIDED if case == "fp32-2" else DIVIDED[number % 4 :: 4]:
+            every = case in ("fp32-2", "fp32-3")
+            for world, ep_size in DIVIDED if every else DIVIDED[number % 4 :: 4]:
                 for own_world, own_size in DIVIDED:
                     if own_world == dist.get_world_size():
                         name = f"{class_tmpdir}/{case}-{world}-{ep_size}"
@@ -153,6 +176,44 @@ class TestOtherExpertGroups(DistributedTest):
                             own_size,
                         )
                         train(engine, 1)
+
+    def test_stage_3_and_others(self, SavedExperts: Any, class_tmpdir: Any) -> None:
+        # Kills: experts of stage 3 that are looked for in files of their own, or numbered by each
+        # rank, in the stages below it, universal checkpoints and the export.
+        for case, other in (("fp32-3", "fp32-2"), ("fp32-2", "fp32-3"), ("fp32-0", "fp32-3")):
+            name = f"{class_tmpdir}/{case}-2-2"
+            wanted = torch.load(f"{name}.pt", weights_only=False)
+            engine = make(2, 2, **CASES[other])
+            engine.load_checkpoint(name)
+            assert differences(wanted, whole(engine)) == [], (case, other)
+            train(engine, 1)
+            again = make(2, 3, **CASES[other])
+            again.load_checkpoint(name, load_module_only=True)
+            assert weights_differ(again, wanted) == [], (case, other)
+        name = f"{class_tmpdir}/fp32-3-4-2"
+        wanted = torch.load(f"{name}.pt", weights_only=False)
+        exported = get_fp32_state_dict_from_zero_checkpoint(name)
+        names = [key.removeprefix("master.") for key in wanted if key.startswith("master.")]
+        assert all(torch.equal(exported[key], wanted[f"master.{key}"]) for key in names)
+        universal = f"{class_tmpdir}/universal-{dist.get_world_size()}"
+        if dist.get_rank() == 0:
+            arguments = ["--input_folder", f"{name}/global_step2", "--output_folder"]
+            parsed = ds_to_universal.parse_arguments(
+                [*arguments, f"{universal}/all", "--inject_missing_state"]
+            )
+            ds_to_universal.main(parsed)
+        dist.barrier()
+        for case in ("fp32-2", "fp32-3"):
+            engine = make(2, 4, **CASES[case], checkpoint={"load_universal": True})
+            engine.load_checkpoint(universal)
+            assert differences(wanted, whole(engine)) == [], case
+            train(engine, 1)
+        frozen = dict(engine.module.named_parameters())[
+            "some.deepspeed_moe.experts.deepspeed_experts.0.bias"
+        ]
+        frozen.requires_grad_(False)
+        with pytest.raises(CheckpointError, match=r"some\..*\.0\.bias is a frozen expert's"):
+            engine.save_checkpoint(f"{class_tmpdir}/refused")
 
 
 class TestFiles(DistributedTest):

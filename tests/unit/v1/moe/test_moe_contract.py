@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm import intent
 from deepspeed.moe import layer, sharded_moe
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
@@ -81,11 +80,6 @@ class TestFourRanks(DistributedTest):
                 Case(4, 1, True, 3, "fp32"),
             ]
         )
-        engine = CaseRun(Case(2, 1, True, 3, "fp32")).engine
-        for act in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(CheckpointError, match="experts .* stage 3 is not supported"):
-                act("nowhere")
-        engine.destroy()
 
 
 def scale_by_ep_size(patch: pytest.MonkeyPatch) -> None:
