@@ -20,7 +20,7 @@ MAY_WRITE_NAMES = (
     "checkpoint/file_names.py",
     "utils/zero_to_fp32.py",
 )
-# A key of transformers' configurations.
+# Keys of transformers' configurations and of ours.
 OTHER_WORDS = ("layer_types", "layer_specs")
 PARTS_OF_NAMES = (
     "mp_rank_",

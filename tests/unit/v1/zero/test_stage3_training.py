@@ -182,16 +182,6 @@ class TestRefusals(DistributedTest):
         with pytest.raises(DeepSpeedConfigError, match=key.removeprefix("stage3_")):
             engine_of(make_net(), config_of(3, **{key: value}))
 
-    def test_a_second_trainer(self) -> None:
-        # Kills: two optimizers with a copy each of the same shards.
-        from deepspeed import DeepSpeedConfigError
-
-        model = make_net()
-        engine = engine_of(model, config_of(3))
-        with pytest.raises(DeepSpeedConfigError, match="destroy"):
-            engine_of(model, config_of(3))
-        engine.destroy()
-
     def test_an_engine_that_only_evaluates_hands_the_model_on(self) -> None:
         # Kills: hooks of the first engine that gather its old shards.
         import deepspeed
