@@ -478,6 +478,7 @@ class DeepSpeedZeRoOffload:
         for unit in self.persistent_units:
             unit.forget()
             for param in unit.params:
+                record_of(param).persists = False
                 hide(param)
         self.resources.destroy()
 
