@@ -159,7 +159,8 @@ class BackwardOrder:
         use.units, use.gathered = tuple(dict.fromkeys(units)), tuple(dict.fromkeys(gathered))
         forward.places.append(use)
         forward.nodes.append(_next_node())
-        forward.left.update(use.units)
+        for unit in use.units:
+            forward.left[unit] += 1
 
     def watch(self, place: Place, tensors: Iterable[torch.Tensor]) -> None:
         """Notice that backward has come to `place` by the gradient of any of `tensors`, made
@@ -250,16 +251,18 @@ class BackwardOrder:
                 self._close(forward, use)
             else:
                 use.is_open = True
-                self._open.update(use.gathered)
+                for unit in use.gathered:
+                    self._open[unit] += 1
                 for unit in reversed(use.gathered):
                     self.coordinator.use_in_backward(unit)
 
     def _close(self, forward: Forward, use: Use) -> None:
         if use.is_open:
             use.is_open = False
-            self._open.subtract(use.gathered)
-        forward.left.subtract(use.units)
+            for unit in use.gathered:
+                self._open[unit] -= 1
         for unit in use.units:
+            forward.left[unit] -= 1
             if self.on_done is not None and not self._is_used_before(forward, unit):
                 self.on_done(unit)
         self.coordinator.done_in_backward(unit for unit in use.units if not self._open[unit])

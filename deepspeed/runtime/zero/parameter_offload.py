@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -396,9 +396,9 @@ class DeepSpeedZeRoOffload:
         reads = use.has_graph and (frame.has_saved or not isinstance(frame.module, nn.Embedding))
         gathered = (unit for unit in frame.units if reads and (unit in own or not unit.is_fused))
         self.backward_order.leave(use, frame.units, gathered)
-        first = next((tensor for tensor in tensors if tensor.grad_fn is not None), None)
-        if place is not None and first is not None and not (self._frames and _are_fused(frame)):
-            self.backward_order.watch(place, [first])
+        if place is not None and not (self._frames and _are_fused(frame)):
+            made = (tensor for tensor in tensors if tensor.grad_fn is not None)
+            self.backward_order.watch(place, islice(made, 1))
 
     def end_backward(self) -> None:
         """The whole backward is over: what it needed goes."""
