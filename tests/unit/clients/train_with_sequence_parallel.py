@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,15 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import deepspeed
 from deepspeed.utils import groups, safe_get_full_fp32_param
 
-RANKS, SAMPLES, LENGTH, VOCABULARY, LR, EPOCHS = 2, 4, 16, 32, 0.1, 2
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_llama import VOCABULARY, tiny_llama
 
-
-def make_model() -> LlamaForCausalLM:
-    """The same weights each time."""
-    torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            use_cache=False,
-        )
-    )
+RANKS, SAMPLES, LENGTH, LR, EPOCHS = 2, 4, 16, 0.1, 2
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -79,7 +66,7 @@ def start_anew() -> None:
 
 def reference(samples_per_step: int) -> dict[str, torch.Tensor]:
     """Plain torch on whole sequences."""
-    model, data = make_model(), samples()
+    model, data = tiny_llama(), samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for first in range(0, EPOCHS * SAMPLES, samples_per_step):
         optimizer.zero_grad()
@@ -92,7 +79,7 @@ def reference(samples_per_step: int) -> dict[str, torch.Tensor]:
 
 def difference(model: Any, wanted: dict[str, torch.Tensor]) -> float:
     """Of all weights, relative to how far training has moved them."""
-    start = dict(make_model().named_parameters())
+    start = dict(tiny_llama().named_parameters())
     worst = 0.0
     for name, param in model.named_parameters():
         found = safe_get_full_fp32_param(param)
@@ -110,7 +97,7 @@ def with_accelerate(stage: int) -> float:
             zero_stage=stage, gradient_accumulation_steps=1, gradient_clipping=1e6
         ),
     )
-    model = make_model()
+    model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(samples(), batch_size=1)
@@ -159,7 +146,7 @@ def with_trainer(stage: int, out: Path) -> float:
         accelerator_config={"use_configured_state": True},
         remove_unused_columns=False,
     )
-    trainer = Trainer(make_model(), arguments, train_dataset=samples())
+    trainer = Trainer(tiny_llama(), arguments, train_dataset=samples())
     trainer.train()
     return difference(trainer.model_wrapped.module, reference(samples_per_step=SAMPLES))
 

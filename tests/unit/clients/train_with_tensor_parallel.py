@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,14 @@ from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from deepspeed.utils import groups
 
-RANKS, SAMPLES, LENGTH, VOCABULARY, LR, BATCH = 2, 8, 8, 32, 0.1, 2
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_llama import VOCABULARY, tiny_llama
 
-
-def make_model() -> LlamaForCausalLM:
-    """The same weights each time."""
-    torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            use_cache=False,
-        )
-    )
+RANKS, SAMPLES, LENGTH, LR, BATCH = 2, 8, 8, 0.1, 2
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -76,7 +63,7 @@ def configuration(stage: int) -> dict[str, Any]:
 
 def reference() -> dict[str, torch.Tensor]:
     """Plain torch; a step sees the batches of all data-parallel ranks."""
-    model, data = make_model(), samples()
+    model, data = tiny_llama(), samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     step = BATCH * (int(os.environ["WORLD_SIZE"]) // RANKS)
     for first in range(0, SAMPLES, step):
@@ -90,7 +77,7 @@ def reference() -> dict[str, torch.Tensor]:
 
 def largest_error(weights: dict[str, Any], right: dict[str, torch.Tensor]) -> float:
     """Relative to how far a weight moved."""
-    first = dict(make_model().named_parameters())
+    first = dict(tiny_llama().named_parameters())
     return max(
         float((weights[name] - value).norm() / (value - first[name]).norm())
         for name, value in right.items()
@@ -101,7 +88,7 @@ def with_accelerate(stage: int) -> dict[str, Any] | None:
     """A loop of the user's own; the saved weights, on rank 0."""
     start_anew()
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(stage)))
-    model = make_model()
+    model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     loader = DataLoader(samples(), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -132,7 +119,7 @@ def with_trainer(stage: int, out: Path) -> dict[str, Any] | None:
         accelerator_config={"use_configured_state": True},
         deepspeed=configuration(stage),
     )
-    trainer = Trainer(model=make_model(), args=arguments, train_dataset=samples())
+    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=samples())
     trainer.train()
     trainer.save_model(str(out / "saved"))
     is_first = PartialState().is_main_process

@@ -156,22 +156,10 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
             train_dataset=pairs,
         )
     prompts = Dataset.from_list([{"prompt": said(start, 4)} for start in starts])
-    if kind == "rloo":
-        return RLOOTrainer(
-            model=model,
-            args=RLOOConfig(
-                **words,
-                num_generations=2,
-                max_completion_length=6,
-                beta=0.1,
-                model_init_kwargs={"dtype": "float32"},
-            ),
-            reward_funcs=distinct,
-            train_dataset=prompts,
-        )
-    return GRPOTrainer(
+    trainer, settings = (RLOOTrainer, RLOOConfig) if kind == "rloo" else (GRPOTrainer, GRPOConfig)
+    return trainer(
         model=model,
-        args=GRPOConfig(
+        args=settings(
             **words,
             num_generations=2,
             max_completion_length=6,
