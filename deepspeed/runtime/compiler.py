@@ -106,3 +106,28 @@ class CompiledForward:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def compile_in_place(
+    model: nn.Module,
+    by_block: bool,
+    has_hooks: Callable[[nn.Module], bool] | None,
+    **how: Any,
+) -> list[CompiledForward]:
+    """Compile `model`.
+
+    Args:
+        model: The model.
+        by_block: Each of its blocks by itself, and nothing around them, if it has any.
+        has_hooks: Whether a module has hooks that must stay outside of graphs; None: none has.
+        how: Arguments of torch.compile.
+
+    Returns:
+        The forwards that were put in place; empty where modules compile themselves.
+    """
+    roots = (blocks_of(model) if by_block else []) or [model]
+    if has_hooks is not None:
+        return [CompiledForward(part, **how) for part in parts_between_hooks(roots, has_hooks)]
+    for module in roots:
+        module.compile(**how)
+    return []

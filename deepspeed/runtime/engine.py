@@ -28,7 +28,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import configure_f
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
-from deepspeed.runtime.compiler import CompiledForward, blocks_of, parts_between_hooks
+from deepspeed.runtime.compiler import CompiledForward, compile_in_place
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.sequence_curriculum import make_scheduler
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -975,25 +975,17 @@ class DeepSpeedEngine(EngineSettings, EngineFeatures, nn.Module):
             )
         if self._is_compiled:
             return
-        how = {
-            "backend": backend or get_accelerator().get_compile_backend(),
-            **(compile_kwargs or {}),
-        }
-        blocks = blocks_of(self.module) if self._works_during_backward else []
-        if self.parameter_offload is not None:
-            gathers = self.parameter_offload.gathers_for
-            self._compiled = [
-                CompiledForward(part, **how)
-                for part in parts_between_hooks(blocks or [self.module], gathers)
-            ]
-        else:
-            for module in blocks or [self.module]:
-                module.compile(**how)
+        offload = self.parameter_offload
+        self._compiled = compile_in_place(
+            self.module,
+            by_block=self._sequence is not None and self._sequence.works_during_backward,
+            has_hooks=None if offload is None else offload.gathers_for,
+            **{
+                "backend": backend or get_accelerator().get_compile_backend(),
+                **(compile_kwargs or {}),
+            },
+        )
         self._is_compiled = True
-
-    @property
-    def _works_during_backward(self) -> bool:
-        return self._sequence is not None and self._sequence.works_during_backward
 
     @property
     def is_compiled(self) -> bool:

@@ -677,8 +677,8 @@ FAULTS = (
     ),
     Fault(
         "a model of stage 3 is compiled with the gathers of its blocks",
-        ENGINE,
-        (("in parts_between_hooks(blocks or [self.module], gathers)", "in [self.module]"),),
+        "deepspeed/runtime/compiler.py",
+        (("in parts_between_hooks(roots, has_hooks)", "in [model]"),),
         "tests/unit/v1/zero/test_stage3_modes.py",
         "same_gradients",
     ),
