@@ -13,8 +13,11 @@ import os
 import re
 import runpy
 import sys
+import time
 import traceback
 from pathlib import Path
+
+from deepspeed.launcher.plan import free_port
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "clients"
 SHARED = ("accelerate", "transformers.trainer", "transformers.models.llama", "deepspeed")
@@ -27,11 +30,25 @@ def program(page: str) -> str:
     return found[1]
 
 
-def run(folder: Path, port: str) -> int:
-    """Run ``train.py`` of ``folder``, where ``log0`` will hold what rank 0 printed, with a
-    rendezvous of its own at ``port``: at the launcher's, ranks would meet those of the program
-    before. Returns its exit status.
+def port_of(folder: Path) -> str:
+    """A port for the program in ``folder``, the same on all ranks. Rank 0 looks for one just before
+    it is used: until then others may take it.
     """
+    told, made = folder / "port", folder / "port.new"
+    if os.environ["RANK"] == "0":
+        made.write_text(str(free_port()))
+        made.rename(told)
+    while not told.exists():
+        time.sleep(0.01)
+    return told.read_text()
+
+
+def run(folder: Path) -> int:
+    """Run ``train.py`` of ``folder``, where ``log0`` will hold what rank 0 printed, with a
+    rendezvous of its own: at the launcher's, ranks would meet those of the program before. Returns
+    its exit status.
+    """
+    port = port_of(folder)
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -56,15 +73,14 @@ def main() -> None:
     """Run the pages asked for; rank 0 writes the losses that each program printed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("pages", nargs="+", help="PAGE:PORT")
+    parser.add_argument("pages", nargs="+")
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     arguments = parser.parse_args()
     for module in SHARED:
         importlib.import_module(module)
     losses = {}
-    for word in arguments.pages:
-        page, port = word.split(":")
-        if run(arguments.out / page, port):
+    for page in arguments.pages:
+        if run(arguments.out / page):
             sys.exit(f"the program of {page} failed")
         log = (arguments.out / page / f"log{os.environ['RANK']}").read_text()
         losses[page] = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+)", log)]

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from unit.common import get_master_port
-
 from .launching import launch, need
 from .run_pages import DOCS, program
 
@@ -43,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     for page in pages:
         (out / page).mkdir()
         (out / page / "train.py").write_text(program(page))
-    return out, launch("run_pages.py", out, *(f"{page}:{get_master_port()}" for page in pages))
+    return out, launch("run_pages.py", out, *pages)
 
 
 @pytest.mark.parametrize("page", NEEDS)

@@ -103,4 +103,4 @@ def test_a_slice_of_a_matrix_is_refused() -> None:
     matrix.tensor_model_parallel = True  # type: ignore[attr-defined]  # a mark
     ranks = ModelRanks(cast(Any, None), None, 1, tensor_group=object(), has_parts=True)
     with pytest.raises(DeepSpeedConfigError, match="updates weight from the whole of it, and tens"):
-        check_whole_parameters(MuonWithAuxAdam([matrix]), False, {matrix: "weight"}, ranks)
+        check_whole_parameters(MuonWithAuxAdam([matrix]), False, False, {matrix: "weight"}, ranks)
