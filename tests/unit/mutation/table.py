@@ -964,7 +964,7 @@ FAULTS = (
         "a bucket is filled anew while the part of it that goes to the host is on its way",
         "deepspeed/runtime/zero/stage3.py",
         (("read = event if event is not None else read", "read = event"),),
-        "tests/unit/v1/zero/test_stage3_partial_offload.py",
+        "tests/unit/v1/offload/test_stage3_partial_offload.py",
         "silent",
     ),
     Fault(
@@ -976,21 +976,21 @@ FAULTS = (
                 "are_away = False\n",
             ),
         ),
-        "tests/unit/v1/zero/test_offload_states.py",
+        "tests/unit/v1/offload/test_offload_states.py",
         "streams",
     ),
     Fault(
         "a unit's own copy of shards that left is not the one that came back",
         "deepspeed/runtime/zero/stage3.py",
         (("            yield from pair\n", "            yield pair[0]\n"),),
-        "tests/unit/v1/zero/test_offload_states.py",
+        "tests/unit/v1/offload/test_offload_states.py",
         "streams",
     ),
     Fault(
         "the part of an optimizer that stays on the device is scaled and decayed as at first",
         "deepspeed/runtime/zero/partial_offload.py",
         (("for key in self._host.defaults if key in mine", "for key in ()"),),
-        "tests/unit/v1/zero/test_stage3_partial_offload.py",
+        "tests/unit/v1/offload/test_stage3_partial_offload.py",
         "half_precision",
     ),
 )

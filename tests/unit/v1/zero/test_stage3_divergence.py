@@ -151,7 +151,7 @@ class TestReported(DistributedTest):
         for what, act in waits:
             said.clear()
             if is_late:
-                time.sleep(2.5)
+                time.sleep(1.5)
             act()
             found = [text for text in said if f"s for {what}, which not all" in text]
             assert len(found) == (0 if is_late else 1), said

@@ -245,7 +245,7 @@ class TestUneven(DistributedTest):
         wanted = reference(made())
         stage2 = trained(2, made())
         assert distance(stage2, wanted) < 1e-5
-        for zero in SETTINGS:
+        for zero in SETTINGS if dist.get_world_size() == 2 else SETTINGS[::3]:
             with compared() if zero is BOUNDED else nullcontext():
                 found = trained(3, made(), **zero)
             assert distance(found, wanted) < 1e-5, zero
