@@ -4,6 +4,7 @@
 """
 
 from enum import Enum
+from typing import Any
 
 from deepspeed._lazy import lazy_attributes
 
@@ -24,3 +25,9 @@ class ZeroStageEnum(int, Enum):
     gradients = 2
     weights = 3
     max_stage = 3
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As files of other Pythons have it: 3.11.0 to 3.11.3 would write getattr, which loading
+        refuses.
+        """
+        return type(self), (self.value,)
