@@ -9,6 +9,7 @@ A file `NAME.pt` becomes an index, in torch's format, with everything but the te
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import io
 import os
@@ -185,6 +186,15 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """See base class."""
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _member  # how Python 3.11.0 to 3.11.3 write members of an enum
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no class of DCP's metadata")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """The member `name` of an enum, and nothing else that `getattr` could get."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{name} of {kind} is no member of an enum")
+    return kind[name]

@@ -350,6 +350,32 @@ class Evil:
         return (open, (str(self.path), "w"))
 
 
+class Got:
+    """Pickled as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_getattr_in_a_folder_of_dcp_is_for_members_of_enums(tmp_path: Path) -> None:
+    """Kills: a folder that Python 3.11.2 has written, refused; anything else that getattr gets."""
+    formats = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    path = tmp_path / "x.pt"
+    dcp_files.write_dcp(str(path), CONTENT)
+    metadata = tmp_path / "x.dcp" / ".metadata"
+    for got, said in (
+        (Got(formats, "TORCH_PRESERVE_FORMAT"), "holds _MEM_FORMAT_ENCODING, no metadata"),
+        (Got(formats, "__doc__"), "no member of an enum"),
+        (Got(torch.Size, "numel"), "no member of an enum"),
+    ):
+        metadata.write_bytes(pickle.dumps(got))
+        with pytest.raises(CheckpointError, match=said):
+            read_file(str(path))
+
+
 def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:
     """Kills: an unpickler without a list, bytes in the place of a tensor, which DCP would
     unpickle.
