@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import logger
 
 # Some begin with another rule: warmups of variances, preconditioners that come late.
@@ -123,12 +124,17 @@ def _way(
         options["lr"] = _LR
     probe.param_groups = [options]
     probe.state = defaultdict(dict)
-    with torch.random.fork_rng(devices=[]):
-        for step in grads:
-            torch.manual_seed(7)
-            for param, grad in zip(params, step, strict=True):
-                param.grad = grad.clone()
-            # The class's: a schedule has put a counter before the instance's.
-            type(optimizer).step(probe)
+    accelerator = get_accelerator()
+    outer = accelerator.get_rng_state()
+    try:
+        with torch.random.fork_rng(devices=[]):  # the host's
+            for step in grads:
+                torch.manual_seed(7)  # devices too
+                for param, grad in zip(params, step, strict=True):
+                    param.grad = grad.clone()
+                # The class's: a schedule has put a counter before the instance's.
+                type(optimizer).step(probe)
+    finally:
+        accelerator.set_rng_state(outer)
     moved = (params[0].detach() - values[0]).reshape(-1)
     return moved[: math.prod(_SHAPES[0])]
