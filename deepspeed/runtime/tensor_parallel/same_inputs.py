@@ -4,7 +4,8 @@ checked.
 
 [Note: when it is checked] Before forwards with gradients, by one collective of a few numbers. On
 the host before each of them. A device would wait for the answer, so there before the first few, and
-then now and again: samplers and seeds that are wrong are so from the first batch on.
+then now and again: samplers and seeds that are wrong are so from the first batch on. Whether a
+model draws random numbers at all, for which all its modules are asked, is looked up as seldom.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class SameInputs:
         self._device = device
         self._would_wait = not get_accelerator().is_synchronized_device()
         self._num_forwards = 0
+        self._draws = False
         self._hook = None
         if slices is not None:
             self._group = slices.group
@@ -72,13 +74,16 @@ class SameInputs:
         if not (model.training and torch.is_grad_enabled()):
             return
         count, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if self._would_wait and count >= FIRST_FORWARDS and count % EVERY:
+        is_due = count < FIRST_FORWARDS or count % EVERY == 0
+        if self._would_wait and not is_due:
             return
+        if is_due:
+            self._draws = _draws(model)
         inputs = list(tensors_in((args, kwargs)))
         states = (get() for get, _ in _random_states())
         own = torch.stack(
             [
-                torch.tensor(_crc(states) if _draws(model) else 0, device=self._device),
+                torch.tensor(_crc(states) if self._draws else 0, device=self._device),
                 torch.tensor(_crc_of_shapes(inputs), device=self._device),
                 *(_checksum(tensor).to(self._device) for tensor in inputs[:64]),
             ][:66]
