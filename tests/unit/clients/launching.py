@@ -35,7 +35,8 @@ def need(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"not installed: {', '.join(missing)} (requirements/requirements-dev.txt has them)"
+            f"not installed: {', '.join(missing)} (requirements/requirements-dev.txt has "
+            "accelerate and transformers; make campaign NAME=clients installs and tries all)"
         )
 
 
