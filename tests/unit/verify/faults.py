@@ -8,23 +8,17 @@ the right place.
 
 from __future__ import annotations
 
-from unit.mutation.table import (
+from unit.mutation.table.fixes import (
     ABSORB,
     ABSORB_ELSEWHERE,
     ACCELERATOR_IMPORT,
-    BF16,
     DIST_IMPORT,
-    ENGINE,
     EPILOGUE,
     EPILOGUE_REDUCES_FIRST,
-    READINESS,
     RECORD_AND_COMMENT,
-    REDUCE_RULE,
-    SEQUENCE,
-    SINK,
     WAIT,
-    ZERO,
 )
+from unit.mutation.table.places import BF16, ENGINE, READINESS, REDUCE_RULE, SEQUENCE, SINK, ZERO
 from unit.verify.gather_faults import GATHERS
 from unit.verify.mutation_form import Mutation
 from unit.verify.pipe_faults import PIPELINE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unit.mutation.table import Fault
+from unit.mutation.table.fault import Fault
 
 
 @dataclass(frozen=True)

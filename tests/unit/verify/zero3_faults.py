@@ -4,7 +4,7 @@ own.
 
 from __future__ import annotations
 
-from unit.mutation.table import ZERO
+from unit.mutation.table.places import ZERO
 from unit.verify.mutation_form import Mutation
 
 UNIT = "deepspeed/runtime/zero/gather_unit.py"

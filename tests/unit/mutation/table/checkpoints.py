@@ -1,0 +1,71 @@
+"""Faults of saving, loading and exporting."""
+
+from __future__ import annotations
+
+from unit.mutation.table.fault import Fault
+from unit.mutation.table.places import AUTOTP, WHOLE_PARAMETERS
+
+FAULTS = (
+    Fault(
+        "a rank without a folder to save in leaves the others in a gather",
+        "deepspeed/runtime/checkpointing/saving.py",
+        (("        if has_no_path:\n", "        if not is_path:\n"),),
+        "tests/unit/v1/checkpoint/test_options.py",
+        "client_state",
+    ),
+    Fault(
+        "every rank of stage 3 reads the first one's elements of a safetensors file",
+        "deepspeed/runtime/checkpointing/safetensors_loading.py",
+        (("self.files.read(source, own.param_start,", "self.files.read(source, 0,"),),
+        "tests/unit/v1/checkpoint/test_safetensors.py",
+        "owns",
+    ),
+    Fault(
+        "a rank whose disk is full leaves the others in a gather",
+        "deepspeed/runtime/checkpointing/sharded_weights.py",
+        (("        for _ in values:\n            pass", "        if False:\n            pass"),),
+        "tests/unit/v1/checkpoint/test_stage3.py",
+        "cannot_be_written",
+    ),
+    Fault(
+        "masters of stage 3 are those of another rank",
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("first = place * cut\n", "first = (ranks - 1 - place) * cut\n"),),
+        "tests/unit/v1/checkpoint/test_stage3.py",
+        "TestResume and fp32",
+    ),
+    Fault(
+        "whole parameters are sliced as if one tensor-parallel rank had saved slices",
+        "deepspeed/checkpoint/resharding/rank_slices.py",
+        (("        if self._patterns is not None:\n", "        if False:\n"),),
+        AUTOTP,
+    ),
+    Fault(
+        "rows of experts are taken for the first ones",
+        "deepspeed/runtime/checkpointing/optimizer_resharding.py",
+        (("start=first_element(run.param) + run.start", "start=run.start"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "rows of experts are exported in the order of the ranks",
+        "deepspeed/utils/zero_to_fp32.py",
+        (("sorted(pieces, key=lambda found: found[0])", "pieces"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "experts of stage 3 are numbered by each rank in its files",
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("{prefix: held * share for", "{prefix: 0 * share for"),),
+        "tests/unit/v1/checkpoint/test_experts.py",
+        "stage_3 or SavedExperts",
+    ),
+    Fault(
+        "state of whole parameters is taken for a sign that no masters were saved",
+        "deepspeed/runtime/checkpointing/optimizer_resharding.py",
+        ((" and not fragment.is_state_alone", ""),),
+        WHOLE_PARAMETERS,
+        "TestCheckpoints",
+    ),
+)

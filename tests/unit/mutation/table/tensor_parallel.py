@@ -1,0 +1,80 @@
+"""Faults of layers that are cut over ranks."""
+
+from __future__ import annotations
+
+from unit.mutation.table.fault import Fault
+from unit.mutation.table.places import AUTOTP, AUTOTP_RANKS, AUTOTP_STRUCTURE, TENSOR_PARALLEL
+
+FAULTS = (
+    Fault(
+        "a norm of heads is trained by the heads of its rank",
+        TENSOR_PARALLEL + "structure.py",
+        (("                plan.partial.append(name)\n", "                pass\n"),),
+        AUTOTP,
+    ),
+    Fault(
+        "the input of a column-parallel layer has the gradient of its rank's columns",
+        TENSOR_PARALLEL + "layers.py",
+        (("        dist.all_reduce(total, group=ctx.ranks.group)\n", ""),),
+        AUTOTP,
+    ),
+    Fault(
+        "queries, keys and values in one weight are cut as one",
+        TENSOR_PARALLEL + "cutting.py",
+        (("param.data.split(sizes, dim)", "param.data.split(param.shape[dim], dim)"),),
+        AUTOTP,
+    ),
+    Fault(
+        "every rank has the alibi of the first one's heads",
+        TENSOR_PARALLEL + "families.py",
+        (("self.ranks.rank * self.heads : (self.ranks.rank + 1) * self.heads", ": self.heads"),),
+        AUTOTP,
+    ),
+    Fault(
+        "ranks that share layers start from weights of their own",
+        TENSOR_PARALLEL + "cutting.py",
+        (
+            (
+                "broadcast_tensors((*model.parameters(), *model.buffers()), ranks",
+                "broadcast_tensors((), ranks",
+            ),
+        ),
+        AUTOTP,
+    ),
+    Fault(
+        "slices are counted in the norm by the first rank",
+        TENSOR_PARALLEL + "cutting.py",
+        (("    param.tensor_model_parallel = True ", "    param.tensor_model_parallel = False "),),
+        AUTOTP,
+    ),
+    Fault(
+        "gates and ups in one layer of another's name are paired with each other",
+        TENSOR_PARALLEL + "structure.py",
+        (("    _check_widths(by_name, problems)\n", ""),),
+        AUTOTP_STRUCTURE,
+    ),
+    Fault(
+        "what is not known in a block is left whole between layers that are cut",
+        TENSOR_PARALLEL + "structure.py",
+        (("    _explain(plan, model, partition, problems)\n", ""),),
+        AUTOTP_STRUCTURE,
+    ),
+    Fault(
+        "ranks that share layers train on different batches",
+        TENSOR_PARALLEL + "same_inputs.py",
+        (("        if any(found):\n", "        if False:\n"),),
+        AUTOTP_RANKS,
+    ),
+    Fault(
+        "ranks that share layers drop out different activations",
+        TENSOR_PARALLEL + "same_inputs.py",
+        (("            self._share_random_states()\n", ""),),
+        AUTOTP_RANKS,
+    ),
+    Fault(
+        "an input's gradient is read before the ranks have summed it",
+        TENSOR_PARALLEL + "layers.py",
+        (("            work.wait()\n", "            pass\n"),),
+        AUTOTP_RANKS,
+    ),
+)

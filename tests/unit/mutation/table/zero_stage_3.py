@@ -1,0 +1,215 @@
+"""Faults of ZeRO stage 3: units, gathers, offload."""
+
+from __future__ import annotations
+
+from unit.mutation.table.fault import Fault
+from unit.mutation.table.places import BACKWARD_ORDER, UNEVEN
+
+FAULTS = (
+    Fault(
+        "zero.Init cuts a model for a stage that does not gather it",
+        "deepspeed/runtime/zero/init_context.py",
+        (('str(stage) in ("3", "3.0", "auto")', "True"),),
+        "tests/unit/v1/zero/test_clients_ways.py",
+        "TestZeroNames",
+    ),
+    Fault(
+        "a frozen base in bf16 becomes fp32 at stage 3",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (("wanted = None if dtype == torch.float32 else dtype", "wanted = dtype"),),
+        "tests/unit/v1/zero/test_stage3_adapters.py",
+        "base_in_bf16",
+    ),
+    Fault(
+        "an adapter that comes late is trained by nobody, in silence",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("        if late and self.give_up is not None:", "        if False:"),),
+        "tests/unit/v1/zero/test_stage3_adapters.py",
+        "trained_ones",
+    ),
+    Fault(
+        "a frozen layer that comes late keeps each rank's own values",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("            if self._late.may_be_there:", "            if False:"),),
+        "tests/unit/v1/zero/test_stage3_adapters.py",
+        "frozen_ones",
+    ),
+    Fault(
+        "a unit is let go that a failed gather kept from being taken",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (
+            (
+                "frame := Frame(module, self.backward_order.enter()))",
+                "frame := Frame(module, self.backward_order.enter()))\n"
+                "        frame.units += (*self._uses.get(module, ()), *self._external(module))",
+            ),
+            (
+                "            frame.units.append(unit)\n            self.param_",
+                "            self.param_",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
+        "a failed gather counts as whole",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (
+            (
+                "        unit.fetch()  # if it fails",
+                "        self.live_numel += added\n        unit.fetch()  # if it fails",
+            ),
+            (
+                "        self.live_numel += added\n        self._prefetch()",
+                "        self._prefetch()",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
+        "a block that was not entered still reads its parameters",
+        "deepspeed/runtime/zero/gathered_parameters.py",
+        (
+            (
+                "            hide(param)\n        raise",
+                "            record_of(param).readers += 1\n        raise",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_modes.py",
+        "leaves_what",
+    ),
+    Fault(
+        "a unit is gathered in backward only where something was computed with it",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (
+            (
+                "(frame.has_saved or not isinstance(frame.module, nn.Embedding))",
+                "frame.has_saved",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_rows.py",
+        "pass_by",
+    ),
+    Fault(
+        "gradients of a unit leave when the last of them comes",
+        "deepspeed/runtime/zero/stage3.py",
+        (("has_units = bool(self.parameter_offload.units)", "has_units = False"),),
+        UNEVEN,
+        "one_process",
+    ),
+    Fault(
+        "gradients of a unit leave before those of its earlier use",
+        BACKWARD_ORDER,
+        (("        return self._has_forgotten or any(", "        return False and any("),),
+        UNEVEN,
+        "other_ways",
+    ),
+    Fault(
+        "a recomputation runs ahead of what comes before it",
+        BACKWARD_ORDER,
+        (("                self.come_to((forward, index))\n", "                pass\n"),),
+        UNEVEN,
+        "recomputation",
+    ),
+    Fault(
+        "a backward that the engine does not run ends at another place on each rank",
+        BACKWARD_ORDER,
+        (("            engine.queue_callback(lambda: self._end_task(task))\n", ""),),
+        UNEVEN,
+        "other_ways",
+    ),
+    Fault(
+        "gradients of all units leave at the end of backward",
+        "deepspeed/runtime/zero/stage3.py",
+        (("            if self.readiness.release(index):", "            if False:"),),
+        UNEVEN,
+        "leave_during",
+    ),
+    Fault(
+        "experts of stage 3 are cut for all ranks",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (
+            (
+                "families.setdefault(sharers(param)",
+                "families.setdefault(instances",
+            ),
+        ),
+        "tests/unit/v1/moe/test_moe_contract.py",
+        "stage_3",
+    ),
+    Fault(
+        "gradients of experts of stage 3 are cut for all ranks",
+        "deepspeed/runtime/zero/unit_buckets.py",
+        (("cut(numels, unit.num_shards)", "cut(numels, groups[0].num_shards)"),),
+        "tests/unit/v1/moe/test_moe_contract.py",
+        "stage_3",
+    ),
+    Fault(
+        "zero.Init hands out shards of another shape on each rank",
+        "deepspeed/runtime/zero/init_context.py",
+        (("            agree_on_parameters(named", "            print(named"),),
+        "tests/unit/v1/zero/test_stage3_divergence.py",
+        "under_init",
+    ),
+    Fault(
+        "a unit that several modules share stays when others are used",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (("or any(last.name != unit.name for last in self._last_fused):", "and False:"),),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "one_at_a_time",
+    ),
+    Fault(
+        "a module whose unit others share does not wait on its own stream",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (
+            (
+                "                unit.fetch()  # it may be another stream that reads now\n"
+                "            elif",
+                "                pass\n            elif",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "own_stream",
+    ),
+    Fault(
+        "a unit that several modules share goes when one of them is done",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (("        if unit in self._last_fused:\n            return\n", ""),),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "between_steps",
+    ),
+    Fault(
+        "a bucket is filled anew while the part of it that goes to the host is on its way",
+        "deepspeed/runtime/zero/stage3.py",
+        (("read = event if event is not None else read", "read = event"),),
+        "tests/unit/v1/offload/test_stage3_partial_offload.py",
+        "silent",
+    ),
+    Fault(
+        "shards that have come back are gathered before they are there",
+        "deepspeed/runtime/zero/stage3.py",
+        (
+            (
+                "are_away = False\n            self.parameter_offload.resources.mark_updated()\n",
+                "are_away = False\n",
+            ),
+        ),
+        "tests/unit/v1/offload/test_offload_states.py",
+        "streams",
+    ),
+    Fault(
+        "a unit's own copy of shards that left is not the one that came back",
+        "deepspeed/runtime/zero/stage3.py",
+        (("            yield from pair\n", "            yield pair[0]\n"),),
+        "tests/unit/v1/offload/test_offload_states.py",
+        "streams",
+    ),
+    Fault(
+        "the part of an optimizer that stays on the device is scaled and decayed as at first",
+        "deepspeed/runtime/zero/partial_offload.py",
+        (("for key in self._host.defaults if key in mine", "for key in ()"),),
+        "tests/unit/v1/offload/test_stage3_partial_offload.py",
+        "half_precision",
+    ),
+)
