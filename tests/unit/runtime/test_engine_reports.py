@@ -7,10 +7,10 @@ import io
 from typing import Any
 
 import torch
-from unit.common import DistributedTest
 
 import deepspeed
 from deepspeed import comm as dist
+from unit.common import DistributedTest
 
 
 def printed(steps: int, **keys: Any) -> str:

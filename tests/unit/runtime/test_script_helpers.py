@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unit.common import DistributedTest
 
 import deepspeed
 from deepspeed import comm as dist
@@ -26,6 +25,7 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero import offload_states
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.torch import register_grad_hook, required_torch_version
+from unit.common import DistributedTest
 
 NAN, INF = float("nan"), float("inf")
 

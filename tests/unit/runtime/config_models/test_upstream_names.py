@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from unit.common import DistributedTest
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from unit.common import DistributedTest
 
 CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("deepspeed.runtime.constants", "deepspeed.runtime.config"): {
