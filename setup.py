@@ -104,8 +104,8 @@ setup(
     cmdclass={"build_py": BuildPyWithVersion},
     entry_points={
         "console_scripts": [
-            "deepspeed = deepspeed.launcher.runner:main",
-            "ds = deepspeed.launcher.runner:main",
+            "deepspeed = deepspeed.launcher.command:main",
+            "ds = deepspeed.launcher.command:main",
             "ds_checkpoint = deepspeed.checkpoint.cli:main",
             "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_report = deepspeed.env_report:cli_main",

@@ -22,7 +22,12 @@ from deepspeed.launcher.elastic import Elastic, rendezvous_settings
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
-from deepspeed.launcher.signals import Interrupted, SecondInterrupt, deferred_signals
+from deepspeed.launcher.signals import (
+    AgentWatch,
+    Interrupted,
+    ending_signals,
+    raising_signals,
+)
 from deepspeed.utils.logging import logger
 
 PORT_ATTEMPTS = 5
@@ -45,14 +50,18 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot
             meet.
     """
-    with deferred_signals():
-        # startup: the agent is needed here only, and programs import this package for a constant
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
+    # startup: the agent is needed here only, and programs import this package for a constant
+    import torch.distributed.launcher.api  # noqa: F401 with all that the agent needs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    def interruption(number: int) -> BaseException:
+        # As the agent's own handler, which it installs with its processes.
+        return SignalException(f"signal {number}", signal.Signals(number))
 
     try:
-        with SecondInterrupt(lambda: kill_ranks(logs.history)):
+        with AgentWatch(lambda: kill_ranks(logs.history)), raising_signals(interruption):
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
         return {
@@ -65,8 +74,6 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         ) from error
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from error
-    except KeyboardInterrupt as error:
-        raise Interrupted(signal.SIGINT) from error
     return {}
 
 
@@ -133,8 +140,13 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
         if plan.elastic
         else _rendezvous_of_one(endpoint)
     )
+    settings: dict[str, Any] = {**rendezvous}
+    if hasattr(LaunchConfig, "signals_to_handle"):
+        # What `nohup` has told this process to ignore stays ignored; older torch takes no wishes.
+        names = [*(number.name for number in ending_signals()), signal.SIGQUIT.name]
+        settings["signals_to_handle"] = ",".join(names)
     config = LaunchConfig(
-        nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **rendezvous
+        nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **settings
     )
     _quiet_agent_logs()
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines

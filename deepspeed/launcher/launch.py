@@ -8,6 +8,11 @@ choice of devices (`resources`). Called by: `deepspeed.launcher.runner.main` in 
 as `python -m deepspeed.launcher.launch`.
 """
 
+from deepspeed.launcher.signals import die_at_once
+
+if __name__ == "__main__":
+    die_at_once()
+
 import argparse
 import base64
 import contextlib
@@ -48,7 +53,13 @@ from deepspeed.launcher.plan import (
     usable_port,
 )
 from deepspeed.launcher.process_tree import children_ended, terminate_process_tree
-from deepspeed.launcher.signals import Interrupted, deferred_signals, raise_on_signals
+from deepspeed.launcher.signals import (
+    Interrupted,
+    dying_at_once,
+    forget_noted,
+    noting_signals,
+    raising_signals,
+)
 from deepspeed.utils.logging import get_log_level_from_string, logger
 
 __all__ = ["LaunchPlan", "decode_world_info", "main", "parse_args", "run", "terminate_process_tree"]
@@ -87,7 +98,7 @@ def run(
         RuntimeError: the port that the plan names is in use.
         ConnectionError: the job's other launchers cannot be reached.
     """
-    with pid_file(plan.save_pid), children_ended() as success:
+    with noting_signals(), pid_file(plan.save_pid), children_ended() as success:
         code = (
             _run_member(plan, plan.place, start, on_lost) if plan.place else _run_alone(plan, start)
         )
@@ -125,8 +136,6 @@ class _Stopper:
     ) -> None:
         with self._lock:
             self._running = False
-        # torch's agent has put its own handlers in their place.
-        raise_on_signals()
 
     def stop(self, signum: int | None) -> None:
         """Interrupt the main thread; None is for a job that is lost."""
@@ -143,13 +152,16 @@ def _run_member(
     """
     port = usable_port(plan.master_port) if place.first_rank == 0 else 0
     stopper = _Stopper()
-    raise_on_signals()
+    client = CoordinatorClient(
+        CoordinatorAddress.decode(place.coordinator), place.member, port, stopper.stop
+    )
     try:
-        with CoordinatorClient(
-            CoordinatorAddress.decode(place.coordinator), place.member, port, stopper.stop
-        ) as client:
+        with contextlib.ExitStack() as stack:
+            with raising_signals():
+                stack.enter_context(client)
             client.report_end(_run_between(plan, start, client, stopper))
-            verdict = client.wait()
+            with raising_signals():
+                verdict = client.wait()
     except Interrupted as error:
         # Before all had come, or after this launcher's part was done: its connection says the rest.
         return 128 + error.signum
@@ -166,20 +178,19 @@ def _run_between(
     """Run the processes between the job's go and its stop; return what is to be said of their
     end.
     """
-    master = client.join()
+    with raising_signals():
+        master = client.join()
     if master is None:
         return None
     address, port = master
     # Settings of the user come after and win.
     environment = {**client.interface_environment(), **plan.environment}
     plan = replace(plan, master_addr=address, master_port=port, environment=environment)
-    outcome = Outcome()
-    try:
-        with stopper:
-            outcome = _run_ranks(plan, start, lambda: client.stopped_at)
-    except Interrupted:
+    with stopper:
+        outcome = _run_ranks(plan, start, lambda: client.stopped_at)
+    if client.stopped_at is not None:
         # A stop that arrived when the processes had just ended by themselves.
-        return outcome.failure
+        forget_noted()
     number = outcome.interrupted_by
     if number is not None and client.stopped_at is None:
         return Failure(
@@ -364,20 +375,14 @@ def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) ->
         raise
 
 
-def exit_code(launch: Callable[[], int], needs_torch: bool = True) -> int:
+def exit_code(launch: Callable[[], int]) -> int:
     """Return the launch's exit code; a mistake of the user is one line on stderr and code 2."""
     try:
-        if needs_torch:
-            with deferred_signals():
-                # startup: the search for devices imports it, and a Ctrl-C in there would be lost
-                import torch  # noqa: F401
-        return launch()
+        with dying_at_once():
+            return launch()
     except (ValueError, RuntimeError, ConnectionError) as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")
         return 2
-    except (KeyboardInterrupt, Interrupted) as error:
-        # Before the processes are there; afterwards `run` answers for it.
-        return 128 + (error.signum if isinstance(error, Interrupted) else int(signal.SIGINT))
 
 
 def _tell(coordinator: str, member: int, failure: Failure) -> None:

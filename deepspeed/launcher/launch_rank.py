@@ -7,6 +7,11 @@ open descriptors, so that the user's script can be an MPI process. Does not own:
 is one of these per process.
 """
 
+from deepspeed.launcher.signals import die_at_once
+
+if __name__ == "__main__":
+    die_at_once()
+
 import argparse
 import contextlib
 import os
@@ -31,7 +36,7 @@ from deepspeed.launcher.launch import (
 )
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, place_of_rank
-from deepspeed.launcher.signals import Interrupted
+from deepspeed.launcher.signals import Interrupted, raising_signals
 from deepspeed.utils.logging import get_log_level_from_string, logger
 
 TERMINATE_SECONDS = 30.0
@@ -52,11 +57,12 @@ def run_directly(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Ex
             close_fds=False,
             start_new_session=True,
         )
-    try:
-        code = process.wait()
-    except Interrupted as error:
-        _end(process, error.signum)
-        raise
+    with raising_signals():
+        try:
+            code = process.wait()
+        except Interrupted as error:
+            _end(process, error.signum)
+            raise
     return {0: Exit(process.pid, code)} if code else {}
 
 
@@ -142,10 +148,7 @@ def main() -> None:
     launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
     rank = int(os.environ.get(args.rank_variable, "0"))
     sys.exit(
-        exit_code(
-            lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))),
-            needs_torch=False,
-        )
+        exit_code(lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))))
     )
 
 

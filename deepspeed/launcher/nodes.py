@@ -33,7 +33,7 @@ from deepspeed.launcher.launch import pid_file, run, write_verdict
 from deepspeed.launcher.multinode_runner import MultiNodeRunner, make_runner, ssh_command
 from deepspeed.launcher.plan import LaunchPlan, place_of_node
 from deepspeed.launcher.process_tree import children_ended
-from deepspeed.launcher.signals import ENDING_SIGNALS, MIN_APART_SECONDS
+from deepspeed.launcher.signals import MIN_APART_SECONDS, ending_signals
 from deepspeed.utils.logging import logger
 
 ENGINE_END_SECONDS = 5.0
@@ -184,7 +184,7 @@ def _signals_stop(coordinator: Coordinator) -> Iterator[None]:
         coordinator.stop(number)
         first.append(now)
 
-    previous = {number: signal.signal(number, handle) for number in ENDING_SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in ending_signals()}
     try:
         yield
     finally:

@@ -7,6 +7,11 @@ release cannot do. Does not own: the hostfile and filter language (`resources`),
 interpreter starts up first.
 """
 
+from deepspeed.launcher.signals import die_at_once
+
+if __name__ == "__main__":
+    die_at_once()
+
 import argparse
 import base64
 import json

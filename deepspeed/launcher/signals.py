@@ -1,84 +1,160 @@
-"""Signals to a launcher: ending its wait by an exception, and the user's second Ctrl-C, which ends
-a graceful shutdown.
+"""Signals that ask a launcher to end: none is lost, whatever the launcher is doing.
 
-Owns: noticing them. Does not own: what is done about the first one while processes run, which
-torch's agent turns into a signal to all of them and up to half a minute of patience; asked again it
-would start that half minute anew. Called by: `agent`, `launch`, `launch_rank`.
+Owns: what such a signal does at each moment, and noticing the user's second Ctrl-C. Does not own:
+what is done about the first one while processes run, which torch's agent turns into a signal to all
+of them and up to half a minute of patience; asked again it would start that half minute anew.
+Called by: the launcher's entry points, `agent`, `launch`, `launch_rank`, `nodes`.
+
+An exception that a handler raises is lost where Python runs code that nobody called: callbacks of
+weak references (the import system has one per module), `__del__`, native parts of modules that
+clear errors while they load. So a handler raises only where this process waits, and there the
+signal is repeated until the wait has ended:
+
+- until there is something to clean up, a signal kills the process (`dying_at_once`);
+- while a launch is set up and cleaned up, signals are noted (`noting_signals`);
+- while it waits, they raise (`raising_signals`), first of all what has been noted;
+- while torch's agent runs, `AgentWatch` repeats the one that did not reach it.
 """
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
+from typing import Any
 
 MIN_APART_SECONDS = 0.3
 """Signals closer together are one: `timeout` and some terminals deliver theirs twice."""
+REPEAT_SECONDS = 0.5
+"""How long the agent may go on after a signal before it is sent again."""
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_AGENT_LOOP = "_invoke_run"
+"""The function of torch's agent that starts processes and waits for them; an interruption leaves it
+at once, and the graceful end is outside it."""
+
+_noted: list[int] = []
+"""Signals that came while they were noted, and that nothing has raised yet; one list, as a process
+has one set of handlers."""
 
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+class Interrupted(BaseException):
+    """This process got a signal that asks it to end.
 
-
-class Interrupted(Exception):
-    """This process got a signal that asks it to end."""
+    No `Exception`, like KeyboardInterrupt: code that goes on after any error must not go on after
+    this.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"signal {signum}")
         self.signum = int(signum)
 
 
-def raise_on_signals() -> None:
-    """Let signals that ask this process to end raise `Interrupted` on the main thread."""
-    for number in ENDING_SIGNALS:
-        signal.signal(number, _raise)
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end: all but those it was told to ignore, as
+    `nohup` does.
+    """
+    return [number for number in _ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
+def die_at_once() -> None:
+    """Let Ctrl-C kill this process without a word, as SIGTERM and SIGHUP do.
+
+    The first thing a program of the launcher does: while modules load, Python's own handler may
+    raise where nobody hears.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Let signals that ask this process to end raise `Interrupted` behind the block instead of
-    within it.
-
-    For imports of torch: numpy's native part, among others, swallows an exception that a handler
-    raises while it loads, and the launch would go on as if nobody had pressed Ctrl-C.
-    """
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda received, frame: came.append(received))
-        for number in ENDING_SIGNALS
-    }
+def dying_at_once() -> Iterator[None]:
+    """`die_at_once` for the block."""
+    before = signal.getsignal(signal.SIGINT)
+    die_at_once()
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise Interrupted(came[0])
+        signal.signal(signal.SIGINT, before)
 
 
-class SecondInterrupt:
-    """Calls `action`, on a thread, when SIGINT arrives after another signal; a context manager for
-    the main thread.
+@contextlib.contextmanager
+def noting_signals() -> Iterator[None]:
+    """Within the block, keep signals for the next `raising_signals`."""
+    with _handled_by(lambda number, frame: _noted.append(number)):
+        yield
 
-    Works through the wakeup descriptor, into which Python writes each signal's number whatever
-    handlers do with it; torch's agent replaces handlers while it runs.
+
+@contextlib.contextmanager
+def raising_signals(error: Callable[[int], BaseException] = Interrupted) -> Iterator[None]:
+    """Within the block, let signals raise on the main thread.
+
+    Args:
+        error: makes what is raised from the signal's number.
+
+    Raises:
+        BaseException: what `error` makes, at once for a signal that has been noted.
     """
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
+    raises = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if raises:
+            raise error(number)
+        # Handlers are being put in place or taken back, which must not stop half-way.
+        _noted.append(number)
+
+    with _handled_by(handle):
+        raises = True
+        try:
+            if _noted:
+                raise error(_noted.pop(0))
+            yield
+        finally:
+            raises = False
+
+
+def forget_noted() -> None:
+    """Drop what has been noted: it asked for an end that has come."""
+    _noted.clear()
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    # Also puts back what torch's agent replaces.
+    before = {number: signal.signal(number, handler) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+class AgentWatch:
+    """Sees to it that a signal reaches torch's agent, and that a second Ctrl-C is heard; a context
+    manager for the main thread, around the agent's run.
+
+    Works on a thread through the wakeup descriptor, into which Python writes each signal's number
+    whatever handlers do with it; the agent replaces handlers while it runs.
+
+    Args:
+        on_second: called on the thread when SIGINT arrives after another signal.
+    """
+
+    def __init__(self, on_second: Callable[[], None]) -> None:
+        self._on_second = on_second
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(
-            target=self._watch, name="deepspeed-second-interrupt", daemon=True
+            target=self._watch, name="deepspeed-agent-watch", daemon=True
         )
         self._previous = -1
 
-    def __enter__(self) -> "SecondInterrupt":
+    def __enter__(self) -> "AgentWatch":
         self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread.start()
         return self
@@ -96,10 +172,42 @@ class SecondInterrupt:
         os.close(self._reader)
 
     def _watch(self) -> None:
-        first: float | None = None
-        while numbers := os.read(self._reader, 16):
+        first: tuple[int, float] | None = None
+        repeated = 0
+        while True:
+            ready, _, _ = select.select(
+                [self._reader], [], [], None if first is None else REPEAT_SECONDS
+            )
+            if not ready:
+                if first is not None and _is_in_agent_loop():
+                    repeated += 1
+                    signal.pthread_kill(_main_thread_id(), first[0])
+                continue
+            numbers = os.read(self._reader, 16)
+            if not numbers:
+                return
             now = time.monotonic()
-            if first is not None and signal.SIGINT in numbers and now - first >= MIN_APART_SECONDS:
-                self._action()
-            if first is None and {signal.SIGINT, signal.SIGTERM}.intersection(numbers):
-                first = now
+            for number in numbers:
+                if first is None and number in _ENDING_SIGNALS:
+                    first = (number, now)
+                elif first is not None and repeated and number == first[0]:
+                    repeated -= 1
+                elif (
+                    first is not None
+                    and number == signal.SIGINT
+                    and now - first[1] >= MIN_APART_SECONDS
+                ):
+                    self._on_second()
+
+
+def _main_thread_id() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _is_in_agent_loop() -> bool:
+    frame = sys._current_frames().get(_main_thread_id())
+    while frame is not None:
+        if frame.f_code.co_name == _AGENT_LOOP:
+            return True
+        frame = frame.f_back
+    return False

@@ -88,8 +88,8 @@ def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfi
     (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     commands = wheel.read(f"{info}/entry_points.txt").decode()
     for line in (
-        "deepspeed = deepspeed.launcher.runner:main",
-        "ds = deepspeed.launcher.runner:main",
+        "deepspeed = deepspeed.launcher.command:main",
+        "ds = deepspeed.launcher.command:main",
         "ds_checkpoint = deepspeed.checkpoint.cli:main",
         "ds_report = deepspeed.env_report:cli_main",
         "ds_verify = deepspeed.verify.oracle.cli:command",

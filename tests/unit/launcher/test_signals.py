@@ -1,0 +1,150 @@
+"""A signal is lost nowhere between the launcher's first line and its ranks, not even where Python
+swallows the exception that a handler raises.
+
+No delays that have to be lucky: the launcher sends the signal to itself, at a named moment of its
+start and from within the callback of a weak reference, as the import system has one per module.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, leftovers
+
+from deepspeed.launcher.signals import Interrupted, ending_signals, noting_signals, raising_signals
+
+PLANTED = """
+import os, signal, sys, weakref
+class Holder:
+    pass
+def plant(event, text, count, number, is_swallowed):
+    def send(*_):
+        os.kill(os.getpid(), number)
+        for _ in range(10):
+            pass
+    def hook(seen, args):
+        nonlocal count
+        if seen == event and text in str(args):
+            count -= 1
+            if count == 0 and is_swallowed:
+                holder = Holder()
+                kept.append(weakref.ref(holder, send))
+            elif count == 0:
+                send()
+    sys.addaudithook(hook)
+kept = []
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+if "deepspeed.launcher.runner" in sys.orig_argv:
+    for moment in eval(os.environ["MOMENTS"]):
+        plant(*moment)
+"""
+"""A sitecustomize."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The `count`-th audit event of that name whose arguments have `text` in them.
+
+    Attributes:
+        is_swallowed: whether what the handler raises is lost.
+    """
+
+    event: str
+    text: str
+    count: int = 1
+    number: int = signal.SIGINT
+    is_swallowed: bool = True
+
+
+AGENT = "torch.distributed.elastic.agent"
+STARTS: dict[str, tuple[tuple[Moment, ...], int]] = {
+    # Kills: Python's own handler while modules load.
+    "this package loads": ((Moment("import", "'deepspeed.launcher.launch'"),), -signal.SIGINT),
+    "torch loads": ((Moment("import", "'torch._C'"),), -signal.SIGINT),
+    # Kills: a handler that raises while the launch is set up, what was noted then not looked at.
+    "the reaper starts": ((Moment("subprocess.Popen", "reaper.py"),), 128 + signal.SIGINT),
+    "the agent loads": ((Moment("import", AGENT, number=signal.SIGTERM),), 128 + signal.SIGTERM),
+    # Kills: a watch that does not repeat the signal. The first one is what `nohup` ignores; kills:
+    # handlers in place of that.
+    "a rank starts": (
+        (
+            Moment("subprocess.Popen", "worker_exec.py", 1, signal.SIGHUP, False),
+            Moment("subprocess.Popen", "worker_exec.py", 2),
+        ),
+        128 + signal.SIGINT,
+    ),
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    (tmp_path / "rank.py").write_text("import time\ntime.sleep(600)\n")
+
+    def play(moments: tuple[Moment, ...]) -> tuple[int, list[str]]:
+        word = uuid.uuid4().hex
+        places = [(at.event, at.text, at.count, int(at.number), at.is_swallowed) for at in moments]
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus=2", "rank.py"],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{tmp_path}:{ROOT}",
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
+                "MOMENTS": str(places),
+                MARK: word,
+            },
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            launcher.wait(60)
+        except subprocess.TimeoutExpired:
+            pass
+        left = leftovers(word, LEFT_SECONDS if launcher.returncode is not None else 0.0)
+        for pid, _ in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return launcher.wait(), [line for _, line in left]
+
+    with ThreadPoolExecutor(2) as threads:
+        ends = dict(
+            zip(STARTS, threads.map(play, (moments for moments, _ in STARTS.values())), strict=True)
+        )
+    assert ends == {name: (code, []) for name, (_, code) in STARTS.items()}
+
+
+def test_what_is_noted_is_raised_once() -> None:
+    # Kills: notes that are lost, and notes that end a second wait too.
+    with noting_signals():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted) as stopped, raising_signals():
+            pytest.fail("the wait began")
+        assert stopped.value.signum == signal.SIGTERM
+        with raising_signals():
+            pass
+        with pytest.raises(Interrupted), raising_signals():
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in ending_signals()
+        with raising_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in ending_signals()
