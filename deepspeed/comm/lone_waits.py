@@ -34,6 +34,9 @@ _MAX_ON_DEVICE = 64
 # After a report is posted in the store: what the other ranks post about the same moment.
 _SETTLE_S = 0.5
 _PREFIX = "deepspeed_lone/"
+# Of a report, which is written once: a gather that has yet to connect is ten calls below the
+# program's own line.
+_MAX_FRAMES = 20
 
 
 class _Wait(NamedTuple):
@@ -112,7 +115,7 @@ class LoneWaits:
             f"rank {own} has waited {time.monotonic() - wait.since:.0f} s for {wait.what()}, which "
             "not all ranks have joined. Its program is at"
         ]
-        lines += describe(capture(frame=frame), "    ") if frame is not None else []
+        lines += describe(capture(_MAX_FRAMES, frame), "    ") if frame is not None else []
         for rank in range(process_groups.get_world_size()):
             key = f"{_PREFIX}{rank}"
             if rank != own and store.check([key]):
