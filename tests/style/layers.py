@@ -112,9 +112,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "Parts of the engine",
         (
-            "runtime.engine_features",
-            "runtime.engine_settings",
-            "runtime.engine_timing",
+            "runtime.engine_parts",
             "runtime.model_setup",
             "runtime.optimizer_factory",
             "runtime.step_observers",

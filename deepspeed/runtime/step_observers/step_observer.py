@@ -1,7 +1,7 @@
 """`StepObserver`, the interface through which monitors and profilers attach to the engine.
 
-The engine says when a phase begins and ends (`engine_timing.EngineTimers`); it does not know who
-listens. An observer must not communicate: ranks may have different ones.
+The engine says when a phase begins and ends (`engine_parts.timing.EngineTimers`); it does not know
+who listens. An observer must not communicate: ranks may have different ones.
 """
 
 from __future__ import annotations

@@ -1,22 +1,16 @@
 """Upstream's configuration getters of the engine that are about features: stage 3, offload, number
 formats, and what this release refuses when it is switched on.
 
-Each is a thin delegate to the configuration's tree, for scripts that ask; `engine_settings` has
-those that training itself is about.
+Each is a thin delegate to the configuration's tree, for scripts that ask; `settings` has those
+ that training itself is about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset
-
-from deepspeed.comm.parallel_map import ParallelMap
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.data_pipeline.curriculum_scheduler import CUSTOM, CurriculumScheduler
-from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
-from deepspeed.runtime.data_pipeline.sequence_curriculum import ARGUMENT, SEQLEN
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
@@ -38,21 +32,9 @@ def _dumped(read: Callable[[DeepSpeedConfig], Any]) -> Callable[[EngineFeatures]
 
 
 class EngineFeatures:
-    """Mixin of `DeepSpeedEngine`: upstream's getters of features.
-
-    Attributes:
-        parallel_map: Which ranks share what.
-        curriculum_scheduler_legacy: How difficult the data of a step may be; None without
-            `curriculum_learning`.
-        global_steps: Optimizer steps so far.
-        training_dataloader: Batches of `training_data`; None without.
-    """
+    """Mixin of `DeepSpeedEngine`: upstream's getters of features."""
 
     _config: DeepSpeedConfig
-    parallel_map: ParallelMap
-    curriculum_scheduler_legacy: CurriculumScheduler | None
-    global_steps: int
-    training_dataloader: Any
 
     # ZeRO
 
@@ -200,24 +182,6 @@ class EngineFeatures:
     def get_pld_theta(self) -> None:
         """Share of layers kept now; None: progressive layer drop is refused."""
 
-    # Ranks
-
-    def get_data_parallel_rank(self) -> int:
-        """This process's place among the data-parallel ranks."""
-        return self.parallel_map.data.rank
-
-    def get_model_parallel_rank(self) -> int:
-        """The same among the model-parallel ranks."""
-        return self.parallel_map.model.rank
-
-    def get_tensor_parallel_rank(self) -> int:
-        """The same among the tensor-parallel ranks."""
-        return self.parallel_map.tensor.rank
-
-    def get_sequence_parallel_group(self) -> Any:
-        """The ranks that share sequences."""
-        return self.parallel_map.sequence.group
-
     # Data
 
     curriculum_enabled_legacy = setting(lambda config: config.tree.curriculum_learning.enabled)
@@ -228,107 +192,7 @@ class EngineFeatures:
         )
     )
 
-    def _arguments_of_curriculum(self) -> dict[str, Any]:
-        """Go to the difficulty of the step at hand; what the model is given for it."""
-        scheduler = self.curriculum_scheduler_legacy
-        if scheduler is None:
-            return {}
-        difficulty = scheduler.update_difficulty(self.global_steps + 1)
-        is_length = self._config.tree.curriculum_learning.curriculum_type == SEQLEN
-        return {ARGUMENT: difficulty} if is_length else {}
-
-    def set_custom_curriculum_learning_schedule(
-        self, schedule_func_dict: Mapping[str, Callable[[int], int]]
-    ) -> None:
-        """Give custom schedules their functions of the step, which counts from 1.
-
-        Args:
-            schedule_func_dict: Functions under the `curriculum_type` of `curriculum_learning`, or
-                the names of metrics that `training_dataloader` chooses samples by.
-
-        Raises:
-            DeepSpeedConfigError: If there is no custom schedule of a name.
-        """
-        custom = {
-            name: scheduler
-            for name, scheduler in self._schedulers().items()
-            if scheduler.get_state()["schedule_type"] == CUSTOM
-        }
-        unknown = sorted(schedule_func_dict.keys() - custom.keys())
-        if unknown:
-            raise DeepSpeedConfigError(
-                f"set_custom_curriculum_learning_schedule: {unknown[0]!r} has no schedule_type "
-                f'"custom"; those that have are {sorted(custom)}'
-            )
-        for name, function in schedule_func_dict.items():
-            custom[name].set_custom_get_difficulty(function)
-
-    def _schedulers(self) -> dict[str, CurriculumScheduler]:
-        """All schedules by the name of what is difficult."""
-        found: dict[str, CurriculumScheduler] = {}
-        sampler = getattr(self.training_dataloader, "data_sampler", None)
-        if isinstance(sampler, DeepSpeedDataSampler):
-            found |= {name: metric.scheduler for name, metric in sampler.metrics.items()}
-        if self.curriculum_scheduler_legacy is not None:
-            found[self._config.tree.curriculum_learning.curriculum_type] = (
-                self.curriculum_scheduler_legacy
-            )
-        return found
-
-    def set_data_post_process_func(
-        self, post_process_func: Callable[[Any, dict[str, Any]], Any]
-    ) -> None:
-        """Pass every batch of `training_dataloader` through a function, with the state of the
-        sampler (`current_difficulties`, `curriculum_step`): to cut sequences, say.
-
-        Raises:
-            DeepSpeedConfigError: If `data_efficiency.data_sampling` does not order that loader.
-        """
-        loader = self.training_dataloader
-        if not isinstance(getattr(loader, "data_sampler", None), DeepSpeedDataSampler):
-            raise DeepSpeedConfigError(
-                "set_data_post_process_func needs deepspeed.initialize(training_data=...) and "
-                "data_efficiency.data_sampling.enabled: true, whose sampler has a state; otherwise "
-                "process batches where they are read"
-            )
-        loader.post_process_func = post_process_func
-
-    @property
-    def _chooses_samples(self) -> bool:
-        block = self._config.tree.data_efficiency
-        return block.enabled and block.data_sampling.enabled
-
-    def _sampler_of(self, dataset: Any, micro_batch: int) -> DeepSpeedDataSampler | None:
-        """What `data_efficiency.data_sampling` orders a dataset by, if it is on."""
-        block = self._config.tree.data_efficiency
-        if not self._chooses_samples:
-            return None
-        if not self.is_map_style_dataset(dataset):
-            raise DeepSpeedConfigError(
-                "data_efficiency.data_sampling.enabled: true chooses samples by their number, "
-                f"which a {type(dataset).__name__} does not have; use a dataset with __getitem__ "
-                "and __len__, or false"
-            )
-        return DeepSpeedDataSampler(
-            block.model_dump(),
-            len(dataset),
-            micro_batch,
-            self.parallel_map.data.rank,
-            self.parallel_map.data.size,
-            gradient_accumulation_steps=self._config.gradient_accumulation_steps,
-        )
-
     @property
     def sparse_tensor_module_names(self) -> set[str]:
         """Names of modules with sparse gradients: none, `sparse_gradients` is refused."""
         return set()
-
-    @staticmethod
-    def is_map_style_dataset(obj: Any) -> bool:
-        """Whether a dataset is read by index."""
-        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-
-    @staticmethod
-    def is_iterable_style_dataset(obj: Any) -> bool:
-        """Whether a dataset is only iterated."""
-        return isinstance(obj, IterableDataset)

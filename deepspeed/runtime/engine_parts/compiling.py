@@ -1,0 +1,68 @@
+"""Compiling the model of an engine in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.compiler import CompiledForward, compile_in_place
+from deepspeed.runtime.engine_parts.sequence import EngineSequence
+
+
+class EngineCompiling(EngineSequence):
+    """Mixin of `DeepSpeedEngine`: `compile` and whether it was called.
+
+    Attributes:
+        module: The model.
+    """
+
+    module: nn.Module
+    _is_compiled: bool
+    _compiled: list[CompiledForward]
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model in place with torch.compile.
+
+        Where gradients are reduced, or moved to their place, while backward goes on, its repeated
+        blocks (`runtime.compiler.blocks_of`) are compiled one by one, and what is around them is
+        not: the backward of one graph gives all its gradients at its end, too late for either. A
+        model without such blocks is compiled as a whole. At ZeRO stage 3 it is the forwards of
+        blocks, so that gathering stays outside of graphs.
+
+        Args:
+            backend: torch.compile backend; None is the accelerator's.
+            compile_kwargs: Further arguments of torch.compile.
+            schedule: DeepCompile schedules are not supported.
+            compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError(
+                "compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both "
+                "out"
+            )
+        if self._is_compiled:
+            return
+        offload = self.parameter_offload
+        self._compiled = compile_in_place(
+            self.module,
+            by_block=self._sequence is not None and self._sequence.works_during_backward,
+            has_hooks=None if offload is None else offload.gathers_for,
+            **{
+                "backend": backend or get_accelerator().get_compile_backend(),
+                **(compile_kwargs or {}),
+            },
+        )
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile()` was called."""
+        return self._is_compiled

@@ -1,0 +1,48 @@
+"""What an engine can let go of the device's memory between steps, and take back."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine_parts.sequence import EngineSequence
+from deepspeed.runtime.zero.movable_states import MovableStates
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+
+class EngineDeviceMemory(EngineSequence):
+    """Mixin of `DeepSpeedEngine`: state that moves to the host, gathered parameters that go."""
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move the optimizer's state (all, or the kinds in `include`) to the host until
+        `reload_states`: see `runtime.zero.movable_states.MovableStates.offload_states`.
+        """
+        sequence = self._movable("offload_states")
+        sequence.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved."""
+        self._movable("reload_states").reload_states(non_blocking)
+
+    def _movable(self, what: str) -> MovableStates:
+        sequence = self._require_optimizer(what)
+        if not isinstance(sequence, MovableStates):
+            raise RuntimeError(
+                f"engine.{what}() with {type(sequence).__name__} is not supported; use ZeRO stage "
+                '2 or 3, or stage 1 without "data_types": {"grad_accum_dtype": "fp32"}'
+            )
+        return sequence
+
+    def empty_partition_cache(self) -> None:
+        """Let gathered parameters of stage 3 go, and the memory that the device keeps for them:
+        between steps, after evaluating or generating, say.
+        """
+        if self.parameter_offload is not None:
+            self.parameter_offload.param_coordinator.release_all()
+        get_accelerator().empty_cache()
