@@ -3,13 +3,13 @@ the model's parameters.
 
 Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters,
 moments and gradients of its own. How gradients get there is the business of the optimizers that
-derive from `MasterWeightOptimizer`.
+derive from `MasterWeightOptimizer`; how they are read is in `readable_masters`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,10 +20,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
-from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.readable_masters import ReadableMasters
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
-from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
@@ -35,7 +34,6 @@ from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
-    from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 
 # Every shard holds a multiple of this many elements; part of the checkpoint layout.
 SHARD_ALIGNMENT = 2
@@ -58,13 +56,6 @@ class ParamLink(NamedTuple):
         return type(None), ()
 
 
-def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
-    """Reads the owned gradient at the time of the call: its buffer is made late and may be
-    replaced.
-    """
-    return lambda: group.grad[start : start + numel]
-
-
 def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]] | None) -> FragmentTable:
     """The layout in memory of a group whose layout in files is `file_table`: the same if it is one
     section (None), so that nothing is exchanged when state is saved or loaded.
@@ -81,7 +72,7 @@ def _positions(
     return [registration.get(param, len(registration) + i) for i, param in enumerate(params)]
 
 
-class MasterWeightOptimizer(StepSequence):
+class MasterWeightOptimizer(ReadableMasters):
     """fp32 master weights in flat groups around a torch optimizer.
 
     Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params`
@@ -110,10 +101,6 @@ class MasterWeightOptimizer(StepSequence):
         num_shards: How many ranks share the dense masters.
         shard_rank: This rank's place among them.
     """
-
-    # Sum of micro-batches in a dtype of its own, if there is one.
-    accumulator: LocalAccumulator | None
-    communication_data_type: torch.dtype | None
 
     def __init__(
         self,
@@ -405,119 +392,6 @@ class MasterWeightOptimizer(StepSequence):
                 for group in self.groups
             ]
         return self._made_publishers
-
-    # Reading
-
-    def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of buffers, for reports; see `deepspeed.utils.memory_names`."""
-        for index, group in enumerate(self.groups):
-            names = [self.param_names.get(param, "?") for param in group.params]
-            yield from group.named_memory(index, names)
-            grads = ((name, param.grad) for name, param in zip(names, group.params, strict=True))
-            yield from ((f"gradient of {name}", grad) for name, grad in grads if grad is not None)
-
-    def gradient_pieces(self) -> list[GradientPiece]:
-        """See base class: the fragments of all parameters."""
-        pieces = []
-        for group in self.groups:
-            for index, param in enumerate(group.params):
-                for fragment in group.table.of_param(index):
-                    read = (
-                        _reader(group, fragment.shard_start, fragment.numel)
-                        if fragment.shard == group.shard_rank
-                        else None
-                    )
-                    pieces.append(
-                        GradientPiece(
-                            param, fragment.param_start, fragment.numel, read, self._sums_in(param)
-                        )
-                    )
-        return pieces
-
-    def _sums_in(self, param: nn.Parameter) -> torch.dtype:
-        """The narrowest dtype that a sum of this parameter's gradients passes through."""
-        local = param.dtype if self.accumulator is None else self.accumulator.flats[0].dtype
-        return max(
-            (local, self._travels_in(param, local)), key=lambda dtype: torch.finfo(dtype).eps
-        )
-
-    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
-        """The dtype of this parameter's gradient during reduction; `local` is that of its sum on
-        this rank.
-        """
-        return self.communication_data_type or local
-
-    @property
-    @abstractmethod
-    def has_reduced_gradients(self) -> bool:
-        """Whether a reduced gradient is there to be read."""
-
-    @property
-    def read_factor(self) -> float:
-        """By what the accumulated gradient is multiplied to be the one that the optimizer will see
-        (before clipping).
-        """
-        return self.reduce_rule.step_factor / (self._step_divisor * self.loss_scale)
-
-    def gather_full(
-        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Whole tensors of several parameters from their owners, with one collective per process
-        group that shares them.
-
-        All ranks that hold the parameters must call it alike.
-
-        Args:
-            links: Group and index of each parameter.
-            shards: For each group, this rank's shard of the wanted quantity (master, moment or
-                gradient).
-
-        Returns:
-            fp32 tensors in the parameters' shapes, on the model's device.
-        """
-        by_group: dict[dist.Group, list[int]] = {}
-        for position, (group, _) in enumerate(links):
-            by_group.setdefault(self.groups[group].process_group, []).append(position)
-        values: dict[int, torch.Tensor] = {}
-        for process_group, positions in by_group.items():
-            pieces = self._gather_from(
-                [links[position] for position in positions], shards, process_group
-            )
-            values.update(zip(positions, pieces, strict=True))
-        return [values[position] for position in range(len(links))]
-
-    def _gather_from(
-        self,
-        links: Sequence[tuple[int, int]],
-        shards: Sequence[torch.Tensor],
-        process_group: dist.Group,
-    ) -> list[torch.Tensor]:
-        numels = [self.groups[group].table.numels[index] for group, index in links]
-        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
-        start = 0
-        for (group, index), numel in zip(links, numels, strict=True):
-            owned = self.groups[group].owned(index)
-            if owned is not None:
-                whole = flat[start : start + numel]
-                whole[owned.in_param].copy_(shards[group][owned.in_shard])
-            start += numel
-        # Every element is non-zero on its owner at most, so the sum is exact.
-        if process_group is not None:
-            dist.all_reduce(flat, group=process_group)
-        shapes = [logical_shape(self.groups[group].params[index]) for group, index in links]
-        return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
-
-    @property
-    def owner_steps(self) -> OwnerSteps | None:
-        """The wrapped optimizer, if it keeps state of whole parameters with their owners."""
-        return self.optimizer if isinstance(self.optimizer, OwnerSteps) else None
-
-    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Model-precision value of `param` <- `value`, the same on all ranks; its master is set
-        already.
-        """
-        with torch.no_grad():
-            param.copy_(value)
 
     # State
 

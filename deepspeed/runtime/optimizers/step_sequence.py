@@ -2,8 +2,8 @@
 
 Finish gradients -> norm -> skip if it is not finite, or unscale, clip and update -> tell the loss
 scaler -> clear. Stages differ in who owns which shard, where gradients are reduced to and when;
-that is in their own files. Master weights over sharded groups, which most of them have, are in
-`master_weights`.
+that is in their own files. What clients ask and set of any optimizer is in `client_methods`; master
+weights over sharded groups, which most of them have, are in `master_weights`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import MASTER_KEYS
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.client_methods import ClientMethods
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import (
     GradientScaling,
     StepOutcome,
-    UnreadNorms,
     takes_scaling,
 )
 from deepspeed.runtime.streams import LateNumber, runs_ahead
 from deepspeed.utils.logging import log_dist
 
 
-class StepSequence(DeepSpeedOptimizer, ABC):
+class StepSequence(ClientMethods, ABC):
     """The order of an optimizer step, the same for every stage and precision.
 
     Args:
@@ -336,142 +335,6 @@ class StepSequence(DeepSpeedOptimizer, ABC):
         second backward at the boundary, and a division per average would count twice.
         """
         return 1.0
-
-    # Client API
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped because the gradient was not finite. Reading it may
-        wait for the device.
-        """
-        self.learn_outcome()
-        return self._overflow
-
-    @overflow.setter
-    def overflow(self, value: bool) -> None:
-        self.learn_outcome()
-        self._overflow = value
-
-    @property
-    def loss_scaler(self) -> LossScalerBase:
-        """State machine of the loss scale, after the last step."""
-        self.learn_outcome()
-        return self._scaler
-
-    @loss_scaler.setter
-    def loss_scaler(self, value: LossScalerBase) -> None:
-        self.learn_outcome()
-        self._scaler = value
-
-    @property
-    def global_grad_norm(self) -> float | torch.Tensor | None:
-        """Norm of the gradient of the last step that was not skipped, unscaled and before clipping;
-        None before the first step, 0 if all so far were skipped.
-
-        A number if it clips, or decides on skipping the step; reading it may then wait for the
-        device. Otherwise a 0-d tensor.
-        """
-        if self._outcome is None:
-            return None
-        self.learn_outcome()
-        if self._applied is None:
-            return 0.0
-        if self.check_grad_overflow or self.clip_grad > 0:
-            return self._applied.host_norm / self._applied.scale
-        return self._applied.norm / self._applied.scale
-
-    @property
-    def group_grad_norms(self) -> list[float] | None:
-        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits
-        for the device.
-
-        Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the
-        norm over the `i`-th groups of all that have one, the same on every rank.
-        """
-        if self._group_squares is None:
-            return None
-        norms: list[float] = (self._group_squares.sqrt() * self._group_norm_factor).tolist()
-        return norms
-
-    @property
-    def unread_norms(self) -> UnreadNorms | None:
-        """The norms of the last step, skipped or not, which asking for waits for nothing; None
-        before the first step.
-        """
-        outcome = self._outcome
-        if outcome is None:
-            return None
-        squares, factor = self._group_squares, self._group_norm_factor
-        return UnreadNorms(outcome.norm, outcome.scale, outcome.skips, squares, factor)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups; learning rates set here take effect."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's default hyper-parameters."""
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by."""
-        # Known already: a scale that moves has moved at the end of the step.
-        return self._scaler.loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """Upstream's other name of `loss_scale`."""
-        return self.loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts."""
-        return bool(self._scaler.dynamic)
-
-    def needs_scaler(self) -> bool:
-        """Whether a loss must be scaled before backward."""
-        return self.dynamic_loss_scale or self.loss_scale != 1.0
-
-    def scale_if_loss(self, value: Any) -> Any:
-        """`value` times the loss scale if it is a loss (a floating tensor with a graph)."""
-        is_loss = (
-            isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
-        )
-        return value * self.loss_scale if is_loss and self.needs_scaler() else value
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the
-        accumulation steps.
-        """
-        self.scale_if_loss(loss.float()).backward(**kwargs)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last before a step."""
-        return self.tracker.is_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it from outside."""
-        self.tracker.set_boundary(is_boundary)
-
-    @property
-    def public_optimizer(self) -> Any:
-        """What `deepspeed.initialize` returns as the optimizer: this one."""
-        return self
 
     # State in checkpoints. The answers here are those of an optimizer that updates the model's own
     # parameters, each whole on every rank that has it.
