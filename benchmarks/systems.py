@@ -209,7 +209,7 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
 
 def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
     """Configuration of `zero0` to `zero3`, `zero1-fp32acc` and their `-offload`, `-overlap`,
-    `-sharded`, `-muon` and `-muon-gram` forms.
+    `-sharded`, `-muon` and `-muon-standard` forms.
 
     Args:
         work: What is trained.
@@ -227,8 +227,8 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
     params: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.01}
     if torch_adam or "torch" in options:
         params["torch_adam"] = True
-    if "gram" in options:
-        params["ns_method"] = "gram"
+    if "standard" in options:
+        params["ns_method"] = "standard"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulation,

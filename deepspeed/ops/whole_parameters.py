@@ -40,18 +40,21 @@ class WholeParameters(ABC):
 
     @abstractmethod
     def through_owners(
-        self, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        self,
+        argument: Callable[[slice | EllipsisType], torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
+        use: Callable[[Part, torch.Tensor], None],
+    ) -> None:
         """`function` of each whole parameter, computed once, by the rank it is dealt to.
         Collective.
 
         Args:
-            shard: Like the tensor that is updated; any dtype. It is not written to.
+            argument: What of the functions' arguments lies where a part does, in the shape of the
+                tensor's part; of any dtype, on the tensor's device. It is called once for each
+                part, and for a slice of nothing.
             function: From a tensor of a parameter's shape to one of the same shape and dtype.
-
-        Returns:
-            What of the results lies where `shard` does, in its shape and dtype; zero where no
-            parameter lies.
+            use: Called once with each part and what of the results lies there, as `argument` gave
+                it, in any order and before all arguments are asked for.
         """
 
     @abstractmethod
@@ -72,10 +75,14 @@ class OneParameter(WholeParameters):
         self.parts = [Part(0, ...)]
 
     def through_owners(
-        self, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        self,
+        argument: Callable[[slice | EllipsisType], torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
+        use: Callable[[Part, torch.Tensor], None],
+    ) -> None:
         """See base class."""
-        return function(shard)
+        for part in self.parts:
+            use(part, function(argument(part.at)))
 
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
         """See base class."""

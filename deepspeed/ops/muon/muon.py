@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import EllipsisType
 from typing import Any
 
 import torch
 
 from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
-from deepspeed.ops.whole_parameters import WholeParameterOptimizer
+from deepspeed.ops.whole_parameters import Part, WholeParameterOptimizer
 from deepspeed.utils.tensor_fragment import logical_shape
 
 MARK = "use_muon"  # of parameters, and the key of parameter groups
@@ -104,8 +105,8 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
         eps: Of AdamW.
         muon_lr: Learning rate of Muon's groups; None is `lr`.
         adam_lr: Learning rate of AdamW's groups; None is `lr`.
-        ns_method: How matrices are made orthogonal: "standard", or "gram", which does the same
-            with smaller products where a matrix is far from square.
+        ns_method: How matrices are made orthogonal: "gram", or "standard", the order of products
+            of `torch.optim.Muon`, which are larger where a matrix is far from square.
 
     Raises:
         ValueError: Of `with_marks`, or for an unknown `ns_method`.
@@ -121,7 +122,7 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
         eps: float = 1e-8,
         muon_lr: float | None = None,
         adam_lr: float | None = None,
-        ns_method: str = "standard",
+        ns_method: str = "gram",
     ) -> None:
         if ns_method not in NS_METHODS:
             raise ValueError(f"ns_method: {ns_method!r} is unknown; use one of {NS_METHODS}")
@@ -180,15 +181,20 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
         assert grad is not None, "a tensor without a gradient is left out"
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
-        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        direction = grad.lerp(momentum, group["momentum"]).to(torch.bfloat16)
+        momentum, beta = state["momentum_buffer"], group["momentum"]
+        ns_method, decay = group["ns_method"], 1 - group["lr"] * group["weight_decay"]
         whole = self.parameters_in(tensor)
-        ns_method = group["ns_method"]
-        update = whole.through_owners(direction, lambda matrix: orthogonalize(matrix, ns_method))
-        tensor.mul_(1 - group["lr"] * group["weight_decay"])
-        for param, at in whole.parts:
-            rate = group["lr"] * _scale(whole.shapes[param])
-            tensor[at].add_(update[at], alpha=-rate)
+
+        # Part by part, which on the host are in its caches from one operation to the next.
+        def direction(at: slice | EllipsisType) -> torch.Tensor:
+            ahead = grad[at].lerp(momentum[at].lerp_(grad[at], 1 - beta), beta)
+            return ahead.to(torch.bfloat16)
+
+        def update(part: Part, found: torch.Tensor) -> None:
+            rate = group["lr"] * _scale(whole.shapes[part.param])
+            tensor[part.at].mul_(decay).add_(found, alpha=-rate)
+
+        whole.through_owners(direction, lambda matrix: orthogonalize(matrix, ns_method), update)
 
     def _step_adamw(self, number: int, group: dict[str, Any]) -> None:
         if not group["params"]:

@@ -5,21 +5,22 @@ A group's shards are moved to a layout in which every parameter lies whole on on
 each rank computes its own, and the results go back the same way. A rank sends and receives at most
 about as many elements as its shard has, whatever the number of ranks, and nothing of what it owns
 already: where shards are cut from long rows of parameters (stages 1 and 2 with large buckets) that
-is most of it.
+is most of it, which is not even copied, and is computed while the rest travels.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from types import EllipsisType
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.ops.whole_parameters import Part, WholeParameters
-from deepspeed.runtime.sharding.exchange import LayoutExchange
+from deepspeed.runtime.sharding.exchange import Layout, LayoutExchange
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -127,6 +128,35 @@ class DealtTable:
         ]
 
 
+class _OfSome:
+    """A layout of which one rank's shard has only some parameters, one behind the other."""
+
+    def __init__(self, layout: Layout, params: Collection[ParamIndex], shard: ShardRank) -> None:
+        self._layout = layout
+        self._parts: list[Fragment] = []
+        self.shard_numel = 0
+        for part in layout.of_shard(shard):
+            if part.param in params:
+                self._parts.append(part._replace(shard_start=self.shard_numel))
+                self.shard_numel += part.numel
+
+    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
+        """As the layout's; places in other shards are those there."""
+        return self._layout.of_range(param, start, end)
+
+    def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
+        """What the rank has of these parameters."""
+        return self._parts
+
+
+class _Ways(NamedTuple):
+    """To the owners, back, and the longest message of either, on which ranks agree."""
+
+    there: LayoutExchange
+    back: LayoutExchange
+    longest: NumEl
+
+
 class DealtParameters(WholeParameters):
     """The parameters of one group; see module.
 
@@ -167,28 +197,73 @@ class DealtParameters(WholeParameters):
         owners = deal([work(shape) for shape in self.shapes], group.num_shards, homes)
         return DealtTable(group.table.numels, owners, group.num_shards)
 
-    @cached_property
-    def _exchanges(self) -> tuple[LayoutExchange, LayoutExchange, NumEl]:
-        """To the owners, back, and the longest message of either, on which ranks agree once."""
+    def _ways(self, shards: Layout, dealt: Layout) -> _Ways:
         group = self._group
-        there = LayoutExchange(group, group.table, self.table, self._device)
-        back = LayoutExchange(group, self.table, group.table, self._device)
+        there = LayoutExchange(group, shards, dealt, self._device)
+        back = LayoutExchange(group, dealt, shards, self._device)
         longest = torch.tensor(
             max(there.longest, back.longest), dtype=torch.int64, device=self._device
         )
         if group.num_shards > 1:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group.process_group)
-        return there, back, int(longest.item())
+        return _Ways(there, back, int(longest.item()))
+
+    @cached_property
+    def _all_ways(self) -> _Ways:
+        return self._ways(self._group.table, self.table)
+
+    @cached_property
+    def _cut(self) -> set[ParamIndex]:
+        """The parameters that do not lie whole in their owner's shard."""
+        table = self._group.table
+        return {
+            param
+            for param, numel in enumerate(table.numels)
+            for end in (1, numel)
+            for part in table.of_range(param, end - 1, end if numel else 0)
+            if part.shard != self.table.owners[param]
+        }
+
+    @cached_property
+    def _cut_ways(self) -> tuple[_Ways, _OfSome, _OfSome]:
+        """Between shards and owners, of parameters that are cut alone."""
+        group = self._group
+        shards = _OfSome(group.table, self._cut, group.shard_rank)
+        dealt = _OfSome(self.table, self._cut, group.shard_rank)
+        return self._ways(shards, dealt), shards, dealt
 
     @torch.no_grad()
     def through_owners(
-        self, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        self,
+        argument: Callable[[slice | EllipsisType], torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
+        use: Callable[[Part, torch.Tensor], None],
+    ) -> None:
         """See base class."""
-        dealt = self.to_owners(shard, self._device)
-        for _, whole in self.wholes(dealt):
-            whole.copy_(function(whole))
-        return self.from_owners(dealt, shard.device)
+        ways, shards, dealt = self._cut_ways
+        cut = [part for part in self.parts if part.param in self._cut]
+        whole = [part for part in self.parts if part.param not in self._cut]
+        half = len(whole) // 2
+
+        def compute(part: Part) -> None:
+            own = argument(part.at)
+            found = function(own.to(self._device).view(self.shapes[part.param]))
+            use(part, found.reshape(-1).to(own.device))
+
+        message = torch.cat([argument(slice(0, 0)), *(argument(part.at) for part in cut)])
+        arriving = ways.there.start(message, ways.longest, self._device)
+        for part in whole[:half]:
+            compute(part)
+        arrived = arriving()
+        for fragment in dealt.of_shard(self._group.shard_rank):
+            matrix = arrived[fragment.in_shard].view(self.shapes[fragment.param])
+            matrix.copy_(function(matrix))
+        returning = ways.back.start(arrived, ways.longest, message.device)
+        for part in whole[half:]:
+            compute(part)
+        results = returning()
+        for part, fragment in zip(cut, shards.of_shard(self._group.shard_rank), strict=True):
+            use(part, results[fragment.in_shard])
 
     @property
     def owned(self) -> list[ParamIndex]:
@@ -219,14 +294,14 @@ class DealtParameters(WholeParameters):
             shard: Like the tensor that is updated; any dtype.
             device: Where the result is wanted.
         """
-        there, _, longest = self._exchanges
-        return there.move(shard, longest, device)
+        ways = self._all_ways
+        return ways.there.move(shard, ways.longest, device)
 
     @torch.no_grad()
     def from_owners(self, dealt: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The reverse of `to_owners`; zero where no parameter lies. Collective."""
-        _, back, longest = self._exchanges
-        return back.move(dealt, longest, device)
+        ways = self._all_ways
+        return ways.back.move(dealt, ways.longest, device)
 
     def wholes(self, dealt: torch.Tensor) -> Iterator[tuple[ParamIndex, torch.Tensor]]:
         """The parameters in what `to_owners` returned, each a view in its shape."""

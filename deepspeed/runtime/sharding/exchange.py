@@ -13,7 +13,8 @@ there are follows from the longest message, on which ranks agree before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -116,6 +117,21 @@ def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
     return rounds
 
 
+class _Arriving(NamedTuple):
+    """A round under way: where its elements go, what is sent, where they arrive, and when."""
+
+    runs: Sequence[Run]
+    message: torch.Tensor
+    arrived: torch.Tensor
+    work: dist.Handle
+
+    def wait(self) -> torch.Tensor:
+        """What has arrived."""
+        if self.work is not None:
+            self.work.wait()
+        return self.arrived
+
+
 class LayoutExchange:
     """Moves this rank's shard of one group from layout `source` to layout `target`.
 
@@ -168,39 +184,57 @@ class LayoutExchange:
             longest: Elements of the longest message of all ranks.
             device: Where the result is wanted.
         """
+        return self.start(shard, longest, device)()
+
+    @torch.no_grad()
+    def start(
+        self, shard: torch.Tensor, longest: NumEl, device: torch.device
+    ) -> Callable[[], torch.Tensor]:
+        """`move` in two parts: what is returned finishes it, and the first round travels meanwhile.
+        Until then nobody writes to `shard`.
+        """
         limit = max(1, ROUND_NUMEL // self._group.num_shards)
         count = -(-longest // limit)
-        make = torch.zeros if self._has_padding else torch.empty
-        moved = make(self._target_numel, dtype=shard.dtype, device=device)
-        for source, target, numel in self._kept:
-            moved[target : target + numel].copy_(shard[source : source + numel])
-        for sent, received in zip(
+        rounds = zip(
             in_rounds(self._sent, limit, count),
             in_rounds(self._received, limit, count),
             strict=True,
-        ):
-            start = 0
-            arrived = self._round(shard, sent, received).to(device)
-            for run in received:
-                moved[run.start : run.start + run.numel].copy_(arrived[start : start + run.numel])
-                start += run.numel
-        return moved
+        )
+        begun = [self._begin(shard, *both) for both in islice(rounds, 1)]
 
-    def _round(
+        @torch.no_grad()
+        def finish() -> torch.Tensor:
+            make = torch.zeros if self._has_padding else torch.empty
+            moved = make(self._target_numel, dtype=shard.dtype, device=device)
+            for source, target, numel in self._kept:
+                moved[target : target + numel].copy_(shard[source : source + numel])
+            for arriving in chain(begun, (self._begin(shard, *both) for both in rounds)):
+                start = 0
+                arrived = arriving.wait().to(device)
+                for run in arriving.runs:
+                    there = moved[run.start : run.start + run.numel]
+                    there.copy_(arrived[start : start + run.numel])
+                    start += run.numel
+            return moved
+
+        return finish
+
+    def _begin(
         self, shard: torch.Tensor, sent: Sequence[Run], received: Sequence[Run]
-    ) -> torch.Tensor:
-        """What arrives in one round."""
+    ) -> _Arriving:
+        """One round, which travels from now on."""
         group = self._group
         pieces = [shard[run.start : run.start + run.numel] for run in sent]
         message = torch.cat([shard[:0], *pieces]).to(self._device)
         arrived = message.new_empty(sum(run.numel for run in received))
         # As bytes: not every backend sends every dtype that an optimizer may keep.
         size = shard.element_size()
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             arrived.view(torch.uint8),
             message.view(torch.uint8),
             [numel * size for numel in self._numel_by_peer(received)],
             [numel * size for numel in self._numel_by_peer(sent)],
             group=group.process_group,
+            async_op=True,
         )
-        return arrived
+        return _Arriving(received, message, arrived, work)

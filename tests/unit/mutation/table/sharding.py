@@ -11,12 +11,19 @@ FAULTS = (
         "deepspeed/runtime/sharding/dealt_parameters.py",
         (
             (
-                "        dealt = self.to_owners(shard, self._device)\n",
-                "        dealt = shard.new_zeros(self.table.shard_numel)\n"
-                "        dealt[: shard.numel()] = shard[: dealt.numel()]\n",
+                "        arrived = arriving()\n",
+                "        arrived = arriving()\n"
+                "        arrived[: message.numel()] = message[: arrived.numel()]\n",
             ),
         ),
         "tests/unit/v1/zero/test_whole_parameters.py",
+        "TestAsOneProcess",
+    ),
+    Fault(
+        "a matrix that starts with its owner is taken for whole",
+        "deepspeed/runtime/sharding/dealt_parameters.py",
+        (("for end in (1, numel)", "for end in (1,)"),),
+        WHOLE_PARAMETERS,
         "TestAsOneProcess",
     ),
     Fault(

@@ -21,6 +21,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.muon.newton_schulz import orthogonalize
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding import dealt_parameters
 from deepspeed.runtime.sharding.dealt_parameters import DealtTable, deal
@@ -93,11 +94,18 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
+def orthogonalize_gram(matrix: torch.Tensor) -> torch.Tensor:
+    """As tests/unit/ops/test_muon.py holds it to the polynomial."""
+    return orthogonalize(matrix, "gram")
+
+
 class PlainMuon:
     """Muon and AdamW of one process, a parameter at a time."""
 
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self.values = values
+    def __init__(
+        self, values: dict[str, torch.Tensor], made: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.values, self.made = values, made
         self.momentum = {name: torch.zeros_like(value) for name, value in values.items()}
         rest = [nn.Parameter(value) for name, value in values.items() if not by_muon(name, value)]
         self.rest = torch.optim.AdamW(rest, lr=MUON["adam_lr"], weight_decay=MUON["weight_decay"])
@@ -115,7 +123,7 @@ class PlainMuon:
             if value.dim() == 4:
                 value, direction = value.flatten(1), direction.flatten(1)
             scale = math.sqrt(max(1, value.shape[-2] / value.shape[-1]))
-            value.add_(orthogonal(direction), alpha=-lr * scale)
+            value.add_(self.made(direction), alpha=-lr * scale)
         self.rest.step()
 
 
@@ -172,7 +180,8 @@ CLIENTS = ("Adafactor", "MixedRule")
 
 
 def config_of(kind: str, stage: int, dtype: str = "fp32", **zero: Any) -> dict[str, Any]:
-    params = MUON if kind == "Muon" else LAMB
+    params = {"Muon": {**MUON, "ns_method": "standard"}, "Muon, gram": MUON}.get(kind, LAMB)
+    name = kind.partition(",")[0]
     optimizer = {
         "zero_allow_untested_optimizer": kind == "MixedRule",
         "zero_force_ds_cpu_optimizer": False,
@@ -180,7 +189,7 @@ def config_of(kind: str, stage: int, dtype: str = "fp32", **zero: Any) -> dict[s
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 0.0,  # a factor that differs in its last bit
-        **(optimizer if kind in CLIENTS else {"optimizer": {"type": kind, "params": params}}),
+        **(optimizer if kind in CLIENTS else {"optimizer": {"type": name, "params": params}}),
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, **zero},
     }
@@ -223,7 +232,8 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
     engine = engine_of(config, kind=kind)
     what = (kind, stage, dtype, clip, zero)
     values = read(engine, safe_get_full_fp32_params)
-    plain: Any = PlainMuon(values) if kind == "Muon" else PlainOptimizer(kind, values)
+    made = {"Muon": orthogonal, "Muon, gram": orthogonalize_gram}.get(kind)
+    plain: Any = PlainMuon(values, made) if made else PlainOptimizer(kind, values)
     for step in range(STEPS):
         wanted = one_process_gradients(
             values, step, torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -270,6 +280,9 @@ class TestAsOneProcess(DistributedTest):
             check_as_one_process(kind, stage, "bf16", offload_optimizer={"device": "cpu"})
         world = dist.get_world_size()  # every instance has all shards
         check_as_one_process("Muon", 2, "fp32", num_optimizer_instances=world)
+        # Kills: another order of products by default; matrices that lie whole with their owner left
+        # out, or taken for whole when a part of them lies elsewhere.
+        check_as_one_process("Muon, gram", 2, "fp32", reduce_bucket_size=10**6)
         # Kills: shards stepped as vectors, masters that do not come back, an owner's state that is
         # another's, a group's options given to others.
         for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "bf16")):
