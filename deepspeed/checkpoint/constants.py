@@ -36,6 +36,10 @@ AUTOEP_EXPERT_KEY_PREFIX = "expert_key_prefix"
 AUTOEP_NUM_EXPERTS = "num_experts"
 AUTOEP_NUM_LOCAL_EXPERTS = "num_local_experts"
 AUTOEP_EP_SIZE = "ep_size"
+# Not upstream's, in model files of stage 3 and beside optimizer state that numbers its parameters
+# (with PARAM_SHAPES per group, in the order of the numbers): by layer prefix how many ranks its
+# experts are spread over.
+EXPERT_GROUP_SIZES = "expert_group_sizes"
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 # Not upstream's: version of the manifest that stands beside the file, so that a lost manifest is
@@ -63,6 +67,7 @@ MODEL_STATE_KEYS = frozenset(
         CHECKPOINT_PARALLEL_DIMS,
         NUM_EXPERTS,
         AUTOEP_LAYERS_KEY,
+        EXPERT_GROUP_SIZES,
         DS_CONFIG,
         DS_VERSION,
         MANIFEST_VERSION,
@@ -100,9 +105,6 @@ SCALER_KEYS = (
     "scale_window",
     "cur_hysteresis",
 )
-# Not upstream's, beside optimizer state that numbers its parameters: PARAM_SHAPES per group, in the
-# order of the numbers, and by layer prefix how many ranks its experts are spread over.
-EXPERT_GROUP_SIZES = "expert_group_sizes"
 DATA_BEFORE_EXPERTS = "use_data_before_expert_parallelism"
 
 # Files

@@ -334,12 +334,11 @@ def _is_unsharded_state(key: str) -> bool:
 def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
     """All but the optimizer's files; of model files all but the optimizer's state and shards."""
     if has_weights_in_shards(state.folder):
-        weights = {
-            name: state.weight(name)
-            for name in state.model[keys.MODULE]
-            if state.weight(name) is not None
+        content = {
+            **state.model,
+            keys.MODULE: state.buffers_and_extra(),
+            keys.FROZEN_PARAM_FRAGMENTS: None,
         }
-        content = {**state.model, keys.MODULE: weights, keys.FROZEN_PARAM_FRAGMENTS: None}
         content[keys.MANIFEST_VERSION] = MANIFEST_VERSION
         output.write(content, file_names.model_file(0))
     for name in sorted(os.listdir(state.folder)):

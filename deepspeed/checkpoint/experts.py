@@ -54,6 +54,11 @@ def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     return {prefix: len(numbers) for prefix, numbers in found.items()}
 
 
+def of_first_expert(name: str) -> str:
+    """The same parameter or buffer of its layer's first expert; dense names as they are."""
+    return renumbered(name, {expert_prefix(name) or "": -(expert_number(name) or 0)})
+
+
 def expert_rank(rank: int, ranks: int, group_size: int, data_first: bool) -> int:
     """Which share of a layer's experts a rank holds.
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.experts import expert_prefix
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
@@ -177,10 +178,16 @@ def spread_experts(
 
 
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
-    """Give all ranks that hold a parameter or buffer the value of the first of them."""
+    """Give all ranks that hold a parameter or buffer the value of the first of them. Who holds an
+    expert's buffers its parameters say.
+    """
     families: dict[Any, list[torch.Tensor]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        families.setdefault(ranks.holders(tensor), []).append(tensor)
+    of_experts: dict[str | None, dist.Group] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        holders, layer = ranks.holders(tensor), expert_prefix(name)
+        if layer is not None:
+            holders = of_experts.setdefault(layer, holders)
+        families.setdefault(holders, []).append(tensor)
     for group, tensors in families.items():
         broadcast_tensors(tensors, group)
 

@@ -387,9 +387,7 @@ def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str,
         len(files),
         {name: shape for group in model["param_shapes"] for name, shape in group.items()},
     )
-    data_first = bool(
-        (model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False)
-    )
+    data_first = _comes_data_first(model)
     per_rank = _experts_per_rank(shapes)
     packed = {name: _expert_ranks_of(name, model) for name in shapes}
     rows: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -760,6 +758,8 @@ def parse_optim_states(
     stage = states[0].get("zero_stage", 1)  # BF16_Optimizer divides like stage 1 and doesn't say so
     count = states[0]["partition_count"]
     world_size = max(count) if isinstance(count, list) else count
+    if isinstance(count, list) and len(files) % world_size == 0:
+        world_size = len(files)  # experts alone are trained, which fewer ranks share
     if world_size != len(files):
         raise ValueError(
             f"expected {world_size} of '*_optim_states.pt' under '{ds_checkpoint_dir}' but found "
@@ -781,9 +781,71 @@ def _counts_of_groups(folder: str, model_file: str, groups: int) -> tuple[list[i
     ones; and whether these are neighbours.
     """
     saved = _read(get_optim_files(folder)[0])["optimizer_state_dict"]["partition_count"]
-    config = _read(model_file).get("ds_config") or {}
     counts = saved if isinstance(saved, list) else [saved] * groups
-    return counts, bool(config.get("use_data_before_expert_parallelism", False))
+    return counts, _comes_data_first(_read(model_file))
+
+
+def _comes_data_first(model: Mapping[str, Any]) -> bool:
+    """Whether ranks with the same experts are neighbours in the run that saved a model file."""
+    return bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False))
+
+
+class _HeldExperts:
+    """Which of the experts stand in the files of one rank of ZeRO-3, by the names there.
+
+    Args:
+        model: Content of its model file.
+        rank: Which rank it is of
+        ranks: all that have files.
+    """
+
+    def __init__(self, model: Mapping[str, Any], rank: int, ranks: int) -> None:
+        self._model, self._rank, self._ranks = model, rank, ranks
+        self._held = _experts_per_rank(model["module"] or {})
+
+    def share_and_place(self, name: str) -> tuple[int, int]:
+        """Which share of its layer's experts the rank holds, and which of those that hold it the
+        rank is.
+        """
+        match = _EXPERT_NAME.match(name)
+        sizes = self._model.get("expert_group_sizes") or {}
+        shares = _expert_ranks_of(name, self._model) if match is None else sizes.get(match[1], 1)
+        if _comes_data_first(self._model):
+            return divmod(self._rank, self._ranks // shares)
+        return self._rank % shares, self._rank // shares
+
+    def of_all(self, name: str) -> str:
+        """The name with its expert numbered over all ranks."""
+        share, _ = self.share_and_place(name)
+        return _renumber(name, {prefix: number * share for prefix, number in self._held.items()})
+
+
+def _frozen_of_stage3(model_files: Sequence[str]) -> dict[str, LazyTensor]:
+    """What was not trained, of the model files of all ranks in order: each has an equal part of
+    every parameter, and of experts a part of those that it holds, or of their rows.
+    """
+    shapes: dict[str, torch.Size] = {}
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for rank, path in enumerate(model_files):
+        model = _read(path)
+        held = _HeldExperts(model, rank, len(model_files))
+        for local, saved_shape in (model.get("frozen_param_shapes") or {}).items():
+            name, rows = held.of_all(local), _expert_ranks_of(local, model)
+            share, place = held.share_and_place(local)
+            shapes[name] = torch.Size(saved_shape)
+            shard = model["frozen_param_fragments"][local].reshape(-1)
+            numel = shapes[name].numel() // rows
+            first = min(place * shard.numel(), numel)
+            start = first + (share * numel if rows > 1 else 0)
+            pieces.setdefault(name, []).append((start, shard[: numel - first]))
+    return {
+        name: LazyTensor([piece for _, piece in sorted(pieces[name], key=_first)], shape)
+        for name, shape in shapes.items()
+    }
+
+
+def _first(piece: tuple[int, torch.Tensor]) -> int:
+    return piece[0]
 
 
 def _read_stage3(
@@ -797,13 +859,16 @@ def _read_stage3(
             f"{len(models)} files"
         )
     first = models[0]
-    state = {name: LazyTensor([value], value.shape) for name, value in first.buffers.items()}
-    for name, shape in (first.frozen_param_shapes or {}).items() if not exclude_frozen else ():
-        fragments = [model.frozen_param_fragments or {} for model in models]
-        state[name] = LazyTensor([fragment[name] for fragment in fragments], shape)
+    state: dict[str, LazyTensor] = {}
+    for rank, path in enumerate(model_files):
+        experts = _HeldExperts(_read(path), rank, world_size)
+        for name, value in models[rank].buffers.items():
+            state.setdefault(experts.of_all(name), LazyTensor([value], value.shape))
+    if not exclude_frozen:
+        state |= _frozen_of_stage3(model_files)
     starts = [0, *accumulate(buffer.numel() for buffer in flat_groups[0])]
     counts, data_first = _counts_of_groups(folder, model_files[0], len(first.param_shapes))
-    held = _experts_per_rank(name for group in first.param_shapes for name in group)
+    held = _experts_per_rank(_read(model_files[0])["module"] or {})
     offset = 0
     for group, count in zip(first.param_shapes, counts, strict=True):
         shares = world_size // count  # different experts
@@ -825,9 +890,12 @@ def _read_stage3(
         raise ValueError(
             f"{folder}: the shards have {starts[-1]} elements per rank, the parameters {offset}"
         )
-    for name, source in first.shared_params:
-        if source in state:
-            state[name] = state[source]
+    for local, local_source in first.shared_params:
+        for share in range(world_size if _EXPERT_NAME.match(local) else 1):
+            offsets = {prefix: number * share for prefix, number in held.items()}
+            source = _renumber(local_source, offsets)
+            if source in state:
+                state[_renumber(local, offsets)] = state[source]
     return state
 
 

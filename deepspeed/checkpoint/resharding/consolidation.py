@@ -30,7 +30,11 @@ from deepspeed.checkpoint.resharding.saved_optimizer import (
     SavedOptimizer,
     parameter_shapes,
 )
-from deepspeed.checkpoint.resharding.saved_weights import FrozenShards, SavedWeights
+from deepspeed.checkpoint.resharding.saved_weights import (
+    FrozenShards,
+    SavedWeights,
+    WeightPiece,
+)
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
 
@@ -140,6 +144,13 @@ class ConsolidatedCheckpoint:
     def weight(self, name: str) -> Any:
         return self._ranks[0].weights.get(name)
 
+    def buffers_and_extra(self) -> dict[str, Any]:
+        """What files of weights have of stage 3, where parameters are in shards: buffers, and what
+        modules keep that is no tensor.
+        """
+        weights = self._ranks[0].weights
+        return {**weights.values, **weights.extra}
+
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""
         of_shards = [
@@ -198,11 +209,11 @@ class _TensorParallelRank:
         untrained = {
             name: weights[name]
             for name in weights
-            if name not in self.fragments and name not in self.weights.buffers
+            if name not in self.fragments and not self.weights.is_buffer(name)
         }
         self.frozen = dict(self.weights.frozen)
         self.frozen |= {
-            name: FrozenShards(value.shape, [value])
+            name: FrozenShards(value.shape, [WeightPiece(name, 0, value.reshape(-1))])
             for name, value in untrained.items()
             if value.data_ptr() not in trained
         }
@@ -239,7 +250,7 @@ class _TensorParallelRank:
             CheckpointError: Elements are missing or there twice.
         """
         if name not in self.fragments:
-            return _widened(self.frozen[name].whole(name))
+            return _widened(self.frozen[name].whole())
         fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
         if slot == FP32 and FP32 not in fragments[0].values:
             return _widened(self.weights.values[name])

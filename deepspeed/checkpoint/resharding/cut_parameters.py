@@ -6,11 +6,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.experts import experts_per_rank, renumbered
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.experts import (
+    PackedExperts,
+    expert_prefix,
+    experts_per_rank,
+    renumbered,
+)
 from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
 
 
@@ -60,17 +66,62 @@ def cuts_of(
     per_rank = experts_per_rank(name for shapes in groups for name in shapes)
     cuts = []
     for shapes, count in zip(groups, counts, strict=True):
-        share, place = divmod(rank, count) if data_first else _by_turns(rank, ranks // count)
+        share, place = share_and_place(rank, ranks, ranks // count, data_first)
         offsets = {prefix: held * share for prefix, held in per_rank.items()}
         named = {renumbered(name, offsets): shape for name, shape in shapes.items()}
         cuts.append(GroupCut(named, count, place))
     return cuts
 
 
-def _by_turns(rank: int, shares: int) -> tuple[int, int]:
-    """Share and place where neighbouring ranks have different shares."""
+def share_and_place(rank: int, ranks: int, shares: int, data_first: bool) -> tuple[int, int]:
+    """Which share of the experts of a layer a rank holds (0 of what all hold alike), and which of
+    the ranks that hold it this is.
+
+    Args:
+        rank, ranks, data_first: See `experts.expert_rank`.
+        shares: Over how many ranks the experts are spread; 1: all hold them alike.
+    """
+    if data_first:
+        return divmod(rank, ranks // shares)
     place, share = divmod(rank, shares)
     return share, place
+
+
+class HeldExperts:
+    """Which of the experts stand in the files of one rank of stage 3, by the names there.
+
+    Args:
+        model: Content of its model file.
+        rank: The rank.
+
+    Attributes:
+        packed: Which parameters have a row for each expert.
+    """
+
+    def __init__(self, model: Mapping[str, Any], rank: int) -> None:
+        self.packed = PackedExperts(model)
+        self._rank, self._ranks = rank, int(model[keys.DP_WORLD_SIZE])
+        self._sizes = model.get(keys.EXPERT_GROUP_SIZES) or {}
+        self._held = experts_per_rank(model[keys.MODULE])
+        self._data_first = comes_data_first(model)
+
+    def share_and_place(self, name: str) -> tuple[int, int]:
+        """See `share_and_place`, for the layer of a parameter."""
+        prefix = expert_prefix(name)
+        shares = self.packed.num_ranks(name) if prefix is None else self._sizes.get(prefix, 1)
+        return share_and_place(self._rank, self._ranks, shares, self._data_first)
+
+    def of_all(self, name: str) -> str:
+        """The name with its expert numbered over all ranks."""
+        prefix = expert_prefix(name)
+        if prefix is None:
+            return name
+        return renumbered(name, {prefix: self._held[prefix] * self.share_and_place(name)[0]})
+
+
+def comes_data_first(model: Mapping[str, Any]) -> bool:
+    """Whether ranks with the same experts are neighbours in the run that saved a model file."""
+    return bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
 
 
 def cut_runs(cuts: Sequence[GroupCut], starts: Sequence[int]) -> tuple[list[list[Run]], int]:

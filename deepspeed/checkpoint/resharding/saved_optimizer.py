@@ -34,7 +34,12 @@ from deepspeed.checkpoint.experts import (
 )
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
-from deepspeed.checkpoint.resharding.cut_parameters import Run, cut_runs, cuts_of
+from deepspeed.checkpoint.resharding.cut_parameters import (
+    Run,
+    comes_data_first,
+    cut_runs,
+    cuts_of,
+)
 
 # The master weight, among the names of per-element state.
 FP32 = keys.FP32_WEIGHT_KEY
@@ -199,7 +204,7 @@ class SavedOptimizer:
                 f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of "
                 f"{count}"
             )
-        data_first = _data_first(model)
+        data_first = comes_data_first(model)
         groups = parameter_shapes(model)
         per_rank = experts_per_rank(name for shapes in groups for name in shapes)
         done: dict[tuple[str, int], int] = {}
@@ -253,7 +258,7 @@ class SavedOptimizer:
             for position in range(len(group["params"]))
         ]
         starts = [0, *accumulate(buffer.numel() for buffer in buffers)]
-        data_first = _data_first(model)
+        data_first = comes_data_first(model)
         counts = state[keys.PARTITION_COUNT]
         cuts = cuts_of(parameter_shapes(model), counts, rank, count, data_first)
         runs, end = cut_runs(cuts or [], starts)
@@ -387,11 +392,6 @@ def _by_part(
         if file is not None:
             found.setdefault(file.model_parallel_rank, {})[file.rank] = os.path.join(folder, name)
     return found
-
-
-def _data_first(model: Mapping[str, Any]) -> bool:
-    """Whether ranks with the same experts are neighbours in the run that saved a model file."""
-    return bool((model.get(keys.DS_CONFIG) or {}).get(keys.DATA_BEFORE_EXPERTS, False))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,15 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import has_weights_in_shards, lead_model_file, read_file
+from deepspeed.checkpoint.experts import of_first_expert
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    has_weights_in_shards,
+    lead_model_file,
+    read_file,
+)
 from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cut_parameters import HeldExperts
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
     SavedOptimizer,
@@ -30,24 +37,25 @@ class WeightPiece(NamedTuple):
 
 
 class FrozenShards(NamedTuple):
-    """A parameter that was not trained: its shape, and what each rank of stage 3 has of it; below
-    stage 3 the whole.
-    """
+    """A parameter that was not trained: its shape, and its elements in order, without padding."""
 
     shape: torch.Size
-    shards: Sequence[torch.Tensor]
+    pieces: Sequence[WeightPiece]
 
-    def pieces(self, name: str, first_rank: int = 0) -> Iterator[WeightPiece]:
-        """Its elements in order, without padding; the first shard is that of `first_rank`."""
-        for rank, shard in enumerate(self.shards, first_rank):
-            at = min(rank * shard.numel(), self.shape.numel())
-            count = min(shard.numel(), self.shape.numel() - at)
-            yield WeightPiece(name, at, shard.reshape(-1)[:count])
+    def whole(self) -> torch.Tensor:
+        """The parameter; a view of the file where it is in one.
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The parameter; a view of the file where it is in one."""
-        pieces = [piece.values for piece in self.pieces(name)]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
+        Raises:
+            CheckpointError: Not all of its elements are there.
+        """
+        values = [piece.values for piece in self.pieces]
+        whole = values[0] if len(values) == 1 else torch.cat(values)
+        if whole.numel() != self.shape.numel():
+            raise CheckpointError(
+                f"{self.pieces[0].name}, which was not trained, has {whole.numel()} elements in "
+                f"its files, its shape {tuple(self.shape)} has {self.shape.numel()}"
+            )
+        return whole.view(self.shape)
 
 
 class SavedWeights:
@@ -97,25 +105,31 @@ class SavedWeights:
         """What is saved whole by that name; None if nothing is."""
         return self.values.get(name, self.extra.get(name))
 
+    def is_buffer(self, name: str) -> bool:
+        """Whether a name is a buffer's; of experts model files name those of one rank."""
+        return name in self.buffers or of_first_expert(name) in self.buffers
+
     def _add(self, state: Mapping[str, Any], prefix: str = "") -> None:
         for name, value in state.items():
             kept = self.values if isinstance(value, torch.Tensor) else self.extra
             kept.setdefault(prefix + name, value)
 
     def _add_shards(self, folder: str, part: int, model: Mapping[str, Any]) -> None:
-        self._add(
-            {
-                name: value
-                for name, value in model[keys.MODULE].items()
-                if name in self.buffers or not isinstance(value, torch.Tensor)
-            }
-        )
-        if model.get(keys.FROZEN_PARAM_SHAPES):
-            paths = (
-                os.path.join(folder, file_names.stage3_model_file(rank, part))
-                for rank in range(int(model[keys.DP_WORLD_SIZE]))
+        models = {0: model}
+        if model.get(keys.FROZEN_PARAM_SHAPES) or model.get(keys.EXPERT_GROUP_SIZES):
+            for rank in range(1, int(model[keys.DP_WORLD_SIZE])):
+                path = os.path.join(folder, file_names.stage3_model_file(rank, part))
+                models[rank] = read_file(path, mmap=True)
+        for rank, own in models.items():
+            held = HeldExperts(own, rank)
+            self._add(
+                {
+                    held.of_all(name): value
+                    for name, value in own[keys.MODULE].items()
+                    if self.is_buffer(name) or not isinstance(value, torch.Tensor)
+                }
             )
-            self.frozen |= _frozen_shards([read_file(path, mmap=True) for path in paths])
+        self.frozen |= _frozen_shards(models)
 
 
 def weight_pieces(
@@ -144,10 +158,10 @@ def weight_pieces(
     else:
         path = os.path.join(folder, file_names.stage3_model_file(rank, 0))
         model = read_file(path, mmap=True)
-        frozen, shapes = _frozen_shards([model]), parameter_shapes(model)
+        frozen, shapes = _frozen_shards({rank: model}), parameter_shapes(model)
     for name, shards in frozen.items():
         if name in names:
-            yield from shards.pieces(name, rank or 0)
+            yield from shards.pieces
     if has_weights_in_shards(folder) and any(name in names for group in shapes for name in group):
         found = optimizer.fragments() if rank is None else optimizer.fragments_of_rank(rank)
         for fragment in found:
@@ -155,13 +169,32 @@ def weight_pieces(
                 yield WeightPiece(fragment.name, fragment.start, fragment.values[FP32])
 
 
-def _frozen_shards(models: Sequence[Mapping[str, Any]]) -> dict[str, FrozenShards]:
-    """Parameters that were not trained, by name, of the model files of consecutive ranks."""
+def _frozen_shards(models: Mapping[int, Mapping[str, Any]]) -> dict[str, FrozenShards]:
+    """Parameters that were not trained, by name, of the model files of some ranks of stage 3, by
+    rank. Of experts a rank has a shard of those that it holds, numbered by itself, or of their
+    rows.
+    """
+    shapes: dict[str, torch.Size] = {}
+    pieces: dict[str, list[WeightPiece]] = {}
+    for rank, model in models.items():
+        held = HeldExperts(model, rank)
+        for local, saved_shape in (model.get(keys.FROZEN_PARAM_SHAPES) or {}).items():
+            shape, name, rows = (
+                torch.Size(saved_shape),
+                held.of_all(local),
+                held.packed.num_ranks(local),
+            )
+            share, place = held.share_and_place(local)
+            shard = model[keys.FROZEN_PARAM_FRAGMENTS][local].reshape(-1)
+            numel = shape.numel() // rows
+            first = min(place * shard.numel(), numel)
+            start = first + (share * numel if rows > 1 else 0)
+            shapes[name] = shape
+            piece = WeightPiece(name, start, shard[: numel - first])
+            pieces.setdefault(name, []).append(piece)
     return {
-        name: FrozenShards(
-            torch.Size(shape), [model[keys.FROZEN_PARAM_FRAGMENTS][name] for model in models]
-        )
-        for name, shape in (models[0].get(keys.FROZEN_PARAM_SHAPES) or {}).items()
+        name: FrozenShards(shape, sorted(pieces[name], key=lambda piece: piece.start))
+        for name, shape in shapes.items()
     }
 
 

@@ -22,10 +22,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
-from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.saving import Saver
 from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.checkpointing.whole_experts import state_of_all
 from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils.logging import logger
 
@@ -72,7 +73,6 @@ class EngineCheckpoint:
         exclude_frozen_parameters: bool,
     ) -> bool:
         """See `DeepSpeedEngine.save_checkpoint`."""
-        self._refuse_frozen_experts()
         self._background_save = self._saver.save(
             self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -83,18 +83,6 @@ class EngineCheckpoint:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
         return self._loader.load(self.engine, load_dir, tag, options)
-
-    def _refuse_frozen_experts(self) -> None:
-        if self._state.parameter_offload is None:
-            return
-        prefixes = tuple(ModelExperts(self._state.module).layers)
-        for name, param in self._state.module.named_parameters():
-            if prefixes and name.startswith(prefixes) and not param.requires_grad:
-                raise CheckpointError(
-                    f"save_checkpoint at ZeRO stage 3: {name} is a frozen expert's, of which no "
-                    "optimizer file has shards; use zero_optimization.stage 1 or 2, or train it "
-                    "with a learning rate of 0"
-                )
 
     # The engine's life
 
@@ -207,15 +195,19 @@ class EngineCheckpoint:
     def _whole_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """The weights on rank 0, in storage of their own, None elsewhere: what the engine, which a
         client may have derived from, gives as its weights. Slices of a model that was cut, and
-        experts that are spread, are gathered tensor by tensor, into host memory.
+        experts, of which each rank has some, are gathered tensor by tensor, into host memory.
         """
         is_first, slices = dist.get_rank() == 0, slices_of(self._state.module)
         files = ModelFiles(self._state.module)
         files.collect(is_writer=is_first)
-        if slices is None and not is_first:
+        if slices is None and not is_first and not files.experts.layers:
             return None
         with own_rows_only():
             own = self._state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if files.experts.layers:
+            own = state_of_all(files.experts, own, keep=is_first)
+        if slices is None and not is_first:
+            return None
         if slices is None:
             state: dict[str, Any] = clone_tensors_for_torch_save(files.with_gathered(own))
             return state

@@ -108,6 +108,14 @@ class ModelExperts:
         """How many experts each layer has, over all ranks."""
         return [layer.num_experts for layer in self.layers.values()]
 
+    def are_elsewhere(self, name: str) -> bool:
+        """Whether a name, numbered over all ranks, is of an expert of this model's; where it is not
+        this rank's, others have it.
+        """
+        prefix, number = experts.expert_prefix(name), experts.expert_number(name)
+        layer = None if prefix is None else self.layers.get(prefix)
+        return layer is not None and number is not None and number < layer.num_experts
+
     def packed_description(self) -> list[dict[str, Any]]:
         """What a model file says of the packed experts; readers are `checkpoint.experts`'."""
         return [

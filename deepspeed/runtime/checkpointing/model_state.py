@@ -70,6 +70,8 @@ def model_state(
         content[keys.UNIVERSAL_CHECKPOINT_INFO] = slices.info
     if files.experts.layers:
         content[keys.NUM_EXPERTS] = files.experts.counts
+        if files.is_sharded:
+            content[keys.EXPERT_GROUP_SIZES] = files.experts.group_sizes
     if files.experts.packed:
         content[keys.AUTOEP_LAYERS_KEY] = files.experts.packed_description()
     return content

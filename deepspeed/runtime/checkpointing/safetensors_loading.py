@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.safetensors_files import SafetensorsFolder
 from deepspeed.comm.initialization import ensure_distributed
+from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.sharded_loading import own_fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
@@ -54,7 +56,8 @@ def load_sharded_safetensors(
         path: A file, or a folder with files and their index as Hugging Face's `save_pretrained`
             writes them.
         strict: Names must be the same; False leaves what is missing as it is.
-        rename: Name in the files -> name in the model.
+        rename: Name in the files -> name in the model, where experts of `deepspeed.moe` are
+            numbered over all ranks.
 
     Returns:
         Names that differ, and how much this rank has read.
@@ -91,8 +94,10 @@ class _Loading:
         sources = {(rename(name) if rename else name): name for name in self.files.tensors}
         if len(sources) != len(self.files.tensors):
             raise CheckpointError("rename gives several tensors of the files one name")
+        experts = ModelExperts(model)
+        # Files number all experts, a model those of its own rank.
         state = {
-            name: value
+            renumbered(name, experts.first): value
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor)
         }
@@ -104,7 +109,11 @@ class _Loading:
         self.missing = [
             name for name, tensor in state.items() if name not in sources and not self._has(tensor)
         ]
-        self.unexpected = [source for name, source in sources.items() if name not in state]
+        self.unexpected = [
+            source
+            for name, source in sources.items()
+            if name not in state and not experts.are_elsewhere(name)
+        ]
         if strict and (self.missing or self.unexpected):
             raise CheckpointError(
                 f"the files are of another model: {_told(self.missing)} missing from them, "

@@ -25,8 +25,10 @@ from deepspeed.checkpoint.files import (
     lead_model_file,
     read_file,
 )
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_weights import (
+    SavedWeights,
     WeightPiece,
     saved_state,
     tied_names,
@@ -99,7 +101,7 @@ def read_shard_weights(
     in_shards = has_weights_in_shards(folder)
     state = saved_state(model, in_shards)
     if files.experts.layers:
-        state = without_experts(state) | _own_experts(files)
+        state = without_experts(state) | _own_experts(files, folder, model)
     files.check(state, strict)
     named = files.module.named_parameters(remove_duplicate=False)
     params = {name for name, param in named if is_zero_param(param)}
@@ -120,15 +122,23 @@ def read_shard_weights(
     return ShardWeights(rest, _take(targets, pieces, folder))
 
 
-def _own_experts(files: ModelFiles) -> dict[str, torch.Tensor]:
+def _own_experts(files: ModelFiles, folder: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's experts by name, of which other ranks' files may have others: that all of their
-    elements are there is seen when they are taken.
+    elements are there is seen when they are taken. What is not of parameters comes with its value.
     """
-    return {
-        name: torch.empty(logical_shape(param), device="meta")
-        for name, param in files.module.named_parameters(remove_duplicate=False)
-        if expert_prefix(name) is not None
-    }
+    found: dict[str, Any] = {}
+    weights = None
+    for name, own in files.module.state_dict(keep_vars=True).items():
+        if expert_prefix(name) is None:
+            continue
+        if is_zero_param(own):
+            found[name] = torch.empty(logical_shape(own), device="meta")
+            continue
+        weights = weights or SavedWeights(folder, 0, ParallelDegrees.of_file(model))
+        value = weights.get(renumbered(name, files.experts.first))
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def own_fragment(param: torch.Tensor) -> Fragment:

@@ -16,9 +16,16 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.checkpoint.streamed_file import StreamedFile
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.checkpointing.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.whole_experts import (
+    in_order,
+    names_of_all,
+    state_of_all,
+    values_of_all,
+)
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.zero_parameter import is_zero_param
+from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
@@ -55,12 +62,13 @@ def consolidated(
     offload: DeepSpeedZeRoOffload, exclude_frozen_parameters: bool
 ) -> dict[str, Any] | None:
     """The whole state dict in host memory on rank 0, None elsewhere. All ranks call it."""
-    is_first = dist.get_rank() == 0
-    whole: dict[nn.Parameter, torch.Tensor] = {}
-    for param, value in whole_parameters(offload, exclude_frozen_parameters):
+    is_first, experts = dist.get_rank() == 0, ModelExperts(offload.module)
+    rest = _rest(offload.module, experts, keep=is_first)
+    whole: dict[Exported, torch.Tensor] = {}
+    for key, value in _exported(offload, experts, exclude_frozen_parameters):
         if is_first:
-            whole[param] = value.to("cpu", copy=True)
-    return _state_with(offload.module, whole) if is_first else None
+            whole[key] = value.to("cpu", copy=True)
+    return _state_with(offload.module, experts, whole, rest) if is_first else None
 
 
 def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_parameters: bool) -> None:
@@ -71,24 +79,27 @@ def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_paramete
     Raises:
         OSError: On rank 0, when all parameters have been gathered: others do not wait for it.
     """
+    experts = ModelExperts(offload.module)
+    rest = _rest(offload.module, experts, keep=dist.get_rank() == 0)
     if dist.get_rank() > 0:
-        for _ in whole_parameters(offload, exclude_frozen_parameters):
+        for _ in _exported(offload, experts, exclude_frozen_parameters):
             pass
         return
     # Memory that nobody touches takes no room.
     places = {
-        param: torch.empty(logical_shape(param), dtype=param.dtype)
+        (param, number): torch.empty(logical_shape(param), dtype=param.dtype)
         for unit in (*offload.units, *offload.persistent_units)
         for param in unit.params
         if param.requires_grad or not exclude_frozen_parameters
+        for number, _ in enumerate(names_of_all(experts, str(record_of(param).name)))
     }
     values: Iterable[tuple[torch.Tensor, torch.Tensor]] = (
-        (places[param], value)
-        for param, value in whole_parameters(offload, exclude_frozen_parameters)
+        (places[key], value)
+        for key, value in _exported(offload, experts, exclude_frozen_parameters)
     )
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with StreamedFile(path, _state_with(offload.module, places)) as file:
+        with StreamedFile(path, _state_with(offload.module, experts, places, rest)) as file:
             of_params = {id(place) for place in places.values()}
             for tensor in file.tensors:
                 if id(tensor) not in of_params:
@@ -101,13 +112,45 @@ def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_paramete
             pass  # the other ranks are gathering
 
 
-def _state_with(module: nn.Module, whole: Mapping[nn.Parameter, torch.Tensor]) -> dict[str, Any]:
-    """The state dict with these values of parameters, without others, and the rest on the host."""
+Exported = tuple[nn.Parameter, int]
+"""A parameter of this rank, and which of the entries of the whole state dict that it stands for:
+of an expert there is one for each rank of its group, of what all ranks hold alike there is one.
+"""
+
+
+def _exported(
+    offload: DeepSpeedZeRoOffload, experts: ModelExperts, exclude_frozen_parameters: bool
+) -> Iterator[tuple[Exported, torch.Tensor]]:
+    """`whole_parameters` of the whole model, experts that other ranks hold too. All ranks go
+    through all of them; what is there on the first one counts.
+    """
+    for param, value in whole_parameters(offload, exclude_frozen_parameters):
+        values = values_of_all(experts, str(record_of(param).name), value)
+        yield from (((param, number), whole) for number, (_, whole) in enumerate(values))
+
+
+def _rest(module: nn.Module, experts: ModelExperts, keep: bool) -> dict[str, Any]:
+    """What of the whole state dict is not of parameters in shards, on the host; empty on ranks that
+    don't `keep` it. All ranks call it.
+    """
     state = module.state_dict(keep_vars=True)
     rest = {name: value for name, value in state.items() if not is_zero_param(value)}
-    rest = clone_tensors_for_torch_save(rest)
-    return {
-        name: rest[name] if name in rest else whole[value]
-        for name, value in state.items()
-        if name in rest or value in whole
-    }
+    kept: dict[str, Any] = clone_tensors_for_torch_save(state_of_all(experts, rest, keep))
+    return kept
+
+
+def _state_with(
+    module: nn.Module,
+    experts: ModelExperts,
+    whole: Mapping[Exported, torch.Tensor],
+    rest: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The state dict with these values of parameters, without others, and the rest."""
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        for number, of_all in enumerate(names_of_all(experts, name)):
+            if of_all in rest:
+                found[of_all] = rest[of_all]
+            elif (value, number) in whole:
+                found[of_all] = whole[value, number]
+    return {name: found[name] for name in in_order(found)}

@@ -120,7 +120,8 @@ def sliced_values(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[str, 
     for name, tensor in own.items():
         value = slices.weight(names[name]) if name in names else None
         if value is None:
-            value = of_layers.get(id(tensor), slices.parameters.weight(names.get(name, name)))
+            saved = names.get(name) or renumbered(name, files.experts.first)
+            value = of_layers.get(id(tensor), slices.parameters.weight(saved))
         if value is not None:
             yield name, tensor, value
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from unit.mutation.table.fault import Fault
 
+STAGE_3_EXPERTS = "tests/unit/v1/checkpoint/test_stage3_experts.py"
+
 FAULTS = (
     Fault(
         "a rank without tokens for its experts stays away from exchange and reduction",
@@ -11,5 +13,33 @@ FAULTS = (
         (("outputs = rows + nothing.to(rows.dtype)", "outputs = rows"),),
         "tests/unit/v1/moe/test_auto_ep.py",
         "equals",
+    ),
+    Fault(
+        "a frozen expert of stage 3 is put together of all ranks' shards",
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("if prefix is None else self._sizes.get(prefix, 1)", "if prefix is None else 1"),),
+        STAGE_3_EXPERTS,
+        "by_name",
+    ),
+    Fault(
+        "a frozen expert of stage 3 is exported of all ranks' shards",
+        "deepspeed/utils/zero_to_fp32.py",
+        (("if match is None else sizes.get(match[1], 1)", "if match is None else 1"),),
+        STAGE_3_EXPERTS,
+        "by_name",
+    ),
+    Fault(
+        "the experts of other ranks are saved under the numbers of neighbours",
+        "deepspeed/runtime/checkpointing/whole_experts.py",
+        (("{prefix: share * held}", "{prefix: share}"),),
+        STAGE_3_EXPERTS,
+        "export",
+    ),
+    Fault(
+        "experts start with the buffers of the first rank's",
+        "deepspeed/runtime/model_setup.py",
+        (("holders = of_experts.setdefault(layer, holders)", "pass"),),
+        STAGE_3_EXPERTS,
+        "export",
     ),
 )

@@ -1,0 +1,232 @@
+"""Experts of ZeRO stage 3 in files: those that are not trained, and all of them for export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import load_sharded_safetensors
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from unit.common import DistributedFixture, DistributedTest
+
+from .runs import differences
+from .test_experts import whole
+
+WIDTH, EXPERTS = 5, 4
+STAGE_3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 6,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+DATA_FIRST = "use_data_before_expert_parallelism"
+# What of the model is not trained, by the beginning of names.
+FROZEN: dict[str, tuple[str, ...]] = {
+    "experts": ("first", "some.deepspeed_moe.experts", "more.deepspeed_moe.experts"),
+    # Only some of an expert's parameters; of `more`, experts alone are trained.
+    "parts": tuple(f"some.deepspeed_moe.experts.deepspeed_experts.{e}.out" for e in range(EXPERTS)),
+    "dense": ("first", "some.deepspeed_moe.gate", "more.deepspeed_moe.gate"),
+}
+
+
+class Tied(nn.Module):
+    """An expert with a weight of two names, and a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.again = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.again.weight = self.into.weight
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.again(torch.tanh(self.into(x)))) + self.seen[0])
+
+
+class Net(nn.Module):
+    """Two layers with experts, on different numbers of ranks."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.some = MoE(WIDTH, Tied(), EXPERTS, ep_size, drop_tokens=False)
+        expert = nn.Linear(WIDTH, WIDTH)
+        self.more = MoE(WIDTH, expert, EXPERTS, min(2, ep_size), drop_tokens=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.some, self.more):
+            x = x + layer(torch.tanh(self.first(x)))[0]
+        return x.float().pow(2).mean()
+
+
+def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
+    """An engine whose experts start with other weights, and buffers, on each rank."""
+    torch.manual_seed(10 * seed + dist.get_rank())
+    model = Net(ep_size)
+    for index, expert in enumerate(model.some.deepspeed_moe.experts.deepspeed_experts):
+        place = dist.get_rank() // (dist.get_world_size() // ep_size)
+        place = place if keys.get(DATA_FIRST) else dist.get_rank() % ep_size
+        expert.seen.fill_(10.0 * seed + EXPERTS // ep_size * place + index)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(FROZEN[frozen]))
+    configuration = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": STAGE_3,
+        **keys,
+    }
+    return deepspeed.initialize(model=model, config=configuration)[0]
+
+
+def train(engine: Any, steps: int) -> None:
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(100 * engine.global_steps + dist.get_rank())
+        engine.backward(engine(torch.randn(8, WIDTH, generator=generator)))
+        engine.step()
+
+
+def weights(held: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters by name, of what `whole` returns."""
+    return {
+        name.removeprefix("weight."): value
+        for name, value in held.items()
+        if name.startswith("weight.")
+    }
+
+
+class SavedFrozen(DistributedFixture):
+    """Saved by two ranks that share all experts, with what they held."""
+
+    world_size = 2
+
+    def run(self, class_tmpdir: Any) -> None:
+        save(f"{class_tmpdir}/experts-2", make(2, 1, "experts"))
+
+
+def save(folder: str, engine: Any) -> dict[str, Any]:
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    held = whole(engine)
+    if dist.get_rank() == 0:
+        torch.save(held, f"{folder}.pt")
+    dist.barrier()
+    return held
+
+
+class TestFrozen(DistributedTest):
+    """Kills: a frozen expert put together of all ranks' shards, or numbered by each rank; the ranks
+    that share it taken for neighbours, or not.
+    """
+
+    world_size = 4
+    exec_timeout = 120
+
+    def test_by_name(self, SavedFrozen: Any, class_tmpdir: Any) -> None:
+        for frozen in FROZEN:
+            self.check(frozen, str(class_tmpdir), data_first=frozen == "parts")
+        self.universal(str(class_tmpdir))
+
+    def check(self, frozen: str, tmpdir: str, data_first: bool) -> None:
+        order = {DATA_FIRST: data_first}
+        deepspeed.utils.groups.reset()
+        folder = f"{tmpdir}/{frozen}-4-{data_first}"
+        held = save(folder, make(2, 1, frozen, **order))
+        exported = get_fp32_state_dict_from_zero_checkpoint(folder)
+        wanted = weights(held)
+        assert differences(wanted, {name: exported[name] for name in wanted}) == [], frozen
+        tied = [name for name in exported if ".again." in name]
+        assert len(tied) == EXPERTS
+        assert all(torch.equal(exported[n], exported[n.replace("again", "into")]) for n in tied)
+        ways: list[tuple[str, int, dict[str, Any]]] = [(folder, 4, STAGE_3)]
+        if frozen == "experts":
+            ways += [(folder, 2, {"stage": 2}), (f"{tmpdir}/experts-2", 4, STAGE_3)]
+        for name, ep_size, stage in ways:
+            found = make(ep_size, 2, frozen, zero_optimization=stage, **order)
+            found.load_checkpoint(name)
+            expected = torch.load(f"{name}.pt", weights_only=False)
+            assert differences(expected, whole(found)) == [], (frozen, name, ep_size, stage)
+            self.check_buffers(found, 1, ep_size, data_first)
+            train(found, 1)
+
+    def check_buffers(self, engine: Any, seed: int, ep_size: int, data_first: bool) -> None:
+        numbers = engine.module.some.global_expert_ids
+        own = engine.module.some.deepspeed_moe.experts.deepspeed_experts
+        assert [expert.seen[0].item() for expert in own] == [10.0 * seed + n for n in numbers]
+
+    def universal(self, tmpdir: str) -> None:
+        deepspeed.utils.groups.reset()
+        folder = f"{tmpdir}/experts-4-False"
+        universal = f"{folder}-universal"
+        if dist.get_rank() == 0:
+            arguments = ["--input_folder", f"{folder}/global_step1", "--output_folder"]
+            ds_to_universal.main(
+                ds_to_universal.parse_arguments(
+                    [*arguments, f"{universal}/all", "--inject_missing_state"]
+                )
+            )
+        dist.barrier()
+        found = make(4, 3, "experts", checkpoint={"load_universal": True})
+        found.load_checkpoint(universal)
+        held = torch.load(f"{folder}.pt", weights_only=False)
+        assert differences(held, whole(found)) == []
+        self.check_buffers(found, 1, 4, False)
+
+
+class TestWhole(DistributedTest):
+    """Kills: the first rank's experts alone, or under the numbers that each rank has for them."""
+
+    world_size = 4
+
+    def test_export(self, tmpdir: Any) -> None:
+        for ep_size, stage, data_first in ((4, STAGE_3, False), (2, STAGE_3, True), (2, {}, True)):
+            deepspeed.utils.groups.reset()
+            order = {DATA_FIRST: data_first}
+            engine = make(ep_size, 1, "dense", zero_optimization=stage, **order)
+            train(engine, 1)
+            wanted = weights(whole(engine))
+            engine.save_16bit_model(str(tmpdir), f"{ep_size}.bin")
+            found = engine._zero3_consolidated_16bit_state_dict() if stage else None
+            assert (found is not None) == (bool(stage) and dist.get_rank() == 0)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                saved = torch.load(tmpdir.join(f"{ep_size}.bin"))
+                plain = Net(1)
+                assert list(saved) == list(plain.state_dict())
+                plain.load_state_dict(saved)
+                assert found is None or differences(saved, found) == []
+                assert differences(wanted, {name: saved[name] for name in wanted}) == []
+                own = plain.some.deepspeed_moe.experts.deepspeed_experts
+                assert [expert.seen[0].item() for expert in own] == [10, 11, 12, 13]
+                tied = [
+                    f"some.deepspeed_moe.experts.deepspeed_experts.3.{n}.weight"
+                    for n in ("into", "again")
+                ]
+                assert saved[tied[0]].data_ptr() == saved[tied[1]].data_ptr()
+                save_file(
+                    {n: v for n, v in saved.items() if ".again." not in n},
+                    str(tmpdir.join(f"{ep_size}.safetensors")),
+                )
+            dist.barrier()
+            if stage:
+                again = make(ep_size, 2, "dense", zero_optimization=stage, **order)
+                train(again, 1)
+                load_sharded_safetensors(again.module, tmpdir.join(f"{ep_size}.safetensors"))
+                assert differences(wanted, weights(whole(again))) == []
+                self.check_masters(again, wanted)
+
+    def check_masters(self, engine: Any, wanted: dict[str, Any]) -> None:
+        held = whole(engine)
+        masters = [name for name in held if name.startswith("master.")]
+        assert masters and all(
+            torch.equal(held[name], wanted[name.removeprefix("master.")]) for name in masters
+        )
