@@ -56,9 +56,9 @@ from deepspeed.launcher.process_tree import children_ended, terminate_process_tr
 from deepspeed.launcher.signals import (
     Interrupted,
     dying_at_once,
-    forget_noted,
     noting_signals,
     raising_signals,
+    take_noted,
 )
 from deepspeed.utils.logging import get_log_level_from_string, logger
 
@@ -190,7 +190,7 @@ def _run_between(
         outcome = _run_ranks(plan, start, lambda: client.stopped_at)
     if client.stopped_at is not None:
         # A stop that arrived when the processes had just ended by themselves.
-        forget_noted()
+        take_noted()
     number = outcome.interrupted_by
     if number is not None and client.stopped_at is None:
         return Failure(

@@ -33,7 +33,12 @@ from deepspeed.launcher.launch import pid_file, run, write_verdict
 from deepspeed.launcher.multinode_runner import MultiNodeRunner, make_runner, ssh_command
 from deepspeed.launcher.plan import LaunchPlan, place_of_node
 from deepspeed.launcher.process_tree import children_ended
-from deepspeed.launcher.signals import MIN_APART_SECONDS, ending_signals
+from deepspeed.launcher.signals import (
+    MIN_APART_SECONDS,
+    ending_signals,
+    noting_signals,
+    take_noted,
+)
 from deepspeed.utils.logging import logger
 
 ENGINE_END_SECONDS = 5.0
@@ -82,6 +87,7 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     )
     coordinator.start()
     with (
+        noting_signals(),
         pid_file(os.getpid() if args.save_pid else None),
         children_ended() as success,
         contextlib.closing(coordinator),
@@ -185,6 +191,8 @@ def _signals_stop(coordinator: Coordinator) -> Iterator[None]:
         first.append(now)
 
     previous = {number: signal.signal(number, handle) for number in ending_signals()}
+    for noted in take_noted():
+        coordinator.stop(noted)
     try:
         yield
     finally:

@@ -118,9 +118,11 @@ def raising_signals(error: Callable[[int], BaseException] = Interrupted) -> Iter
             raises = False
 
 
-def forget_noted() -> None:
-    """Drop what has been noted: it asked for an end that has come."""
+def take_noted() -> list[int]:
+    """Return the signals that have been noted and that nothing has raised, for the last time."""
+    taken = _noted.copy()
     _noted.clear()
+    return taken
 
 
 @contextlib.contextmanager

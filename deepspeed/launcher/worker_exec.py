@@ -19,6 +19,9 @@ def main() -> None:
     """Read the plan, prepare this process, and exec the rank's command; exits with 127 if that
     cannot be run.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # As `signals.die_at_once`: a Ctrl-C kills this process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     plan_path, local_rank = sys.argv[1], int(sys.argv[2])
     with open(plan_path, encoding="utf-8") as stream:
         plan = json.load(stream)

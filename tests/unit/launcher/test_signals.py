@@ -13,11 +13,20 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, leftovers
 
-from deepspeed.launcher.signals import Interrupted, ending_signals, noting_signals, raising_signals
+from deepspeed.launcher import nodes
+from deepspeed.launcher.signals import (
+    Interrupted,
+    ending_signals,
+    noting_signals,
+    raising_signals,
+    take_noted,
+)
 
 PLANTED = """
 import os, signal, sys, weakref
@@ -107,7 +116,7 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            launcher.wait(60)
+            launcher.wait(120)
         except subprocess.TimeoutExpired:
             pass
         left = leftovers(word, LEFT_SECONDS if launcher.returncode is not None else 0.0)
@@ -136,6 +145,17 @@ def test_what_is_noted_is_raised_once() -> None:
             pass
         with pytest.raises(Interrupted), raising_signals():
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_job_over_nodes_hears_what_was_noted() -> None:
+    # Kills: a Ctrl-C between the reaper's start and the engine's that nobody looks at again.
+    stops: list[int] = []
+    coordinator: Any = SimpleNamespace(stop=stops.append)
+    with noting_signals():
+        signal.raise_signal(signal.SIGINT)
+        with nodes._signals_stop(coordinator):
+            assert stops == [signal.SIGINT]
+    assert take_noted() == []
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
