@@ -74,7 +74,7 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
                 f"verify.poison ({VARIABLE}=poison): parameters are let go at ZeRO stage 3 only; "
                 "leave it out"
             )
-        engine.parameter_offload.resources.whole.is_poisoned = True
+        engine.parameter_offload.resources.poison_what_goes()
     engines.add(engine)
     for watcher in watchers:
         watcher(engine)

@@ -46,7 +46,7 @@ from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.gather_settings import GatherSettings
-from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer, poison
 from deepspeed.runtime.zero.secondary_shards import SecondaryShards
 from deepspeed.runtime.zero.zero_parameter import (
     ShardRecord,
@@ -54,6 +54,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     hide,
     record_of,
     show,
+    was_written,
 )
 
 # Messages of gathers, one tag for each unit: ranks that part wait for each other instead of taking
@@ -123,6 +124,15 @@ class GatherResources:
             self._last_load = stream.record_event()
             self.context.reduction_stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
 
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether memory of parameters is overwritten by NaN when it is let go."""
+        return self.whole.is_poisoned
+
+    def poison_what_goes(self) -> None:
+        """Do so from now on: whole parameters, rows of gathers, copies of shards."""
+        self.whole.is_poisoned = self.rows.is_poisoned = True
+
     def before_write(self) -> None:
         """The host is about to write to shards, where they are there: wait until nothing loads them
         any more. Where they are on the device, what writes to them is on the current stream.
@@ -154,6 +164,15 @@ class GatherResources:
         self.context.destroy()
         self.rows.clear()
         self.whole.clear()
+
+
+def _refuse_lost(names: Sequence[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names[:4])} changed while whole (ZeRO stage 3), and the change is lost: "
+            "change parameters inside `with deepspeed.zero.GatheredParameters(param, "
+            "modifier_rank=0)`, which may stand in a forward too"
+        )
 
 
 class GatherUnit:
@@ -304,25 +323,29 @@ class GatherUnit:
             rows = shared.rows.take(self.table.padded_numel, self.shard.dtype, self.device, self)
             filled = rows.tensor[: self.table.padded_numel]
             filled[own].copy_(shard, non_blocking=self._is_locked)
-        with shared.context.on_reduction_stream():
-            self._pending = gather_from_owners(
-                filled,
-                group,
-                shared.by_broadcast,
-                async_op=True,
-                tag=_FIRST_TAG + self.index,
-            )
-            if shared.context.reduction_stream is not None:
-                # The gather stream waits, not the host; what comes later on it comes after.
-                self._pending.wait()
-                self._keep(filled)
-                self._gathered = get_accelerator().Event()
-                self._gathered.record(shared.context.reduction_stream)
-                shared.last_gather = self._gathered
+        try:
+            with shared.context.on_reduction_stream():
+                self._issue(filled, group)
+        except BaseException:
+            # Not to be used again: what was issued before it failed may still write there.
+            shared.rows.drop(rows)
+            raise
         self._rows = rows
         for record in self.records:
             if record.status is ZeroParamStatus.NOT_AVAILABLE:
                 record.status = ZeroParamStatus.INFLIGHT
+
+    def _issue(self, rows: torch.Tensor, group: dist.Group) -> None:
+        shared, tag = self.resources, _FIRST_TAG + self.index
+        pending = gather_from_owners(rows, group, shared.by_broadcast, async_op=True, tag=tag)
+        if shared.context.reduction_stream is not None:
+            # The gather stream waits, not the host; what comes later on it comes after.
+            pending.wait()
+            self._keep(rows)
+            self._gathered = get_accelerator().Event()
+            self._gathered.record(shared.context.reduction_stream)
+            shared.last_gather = self._gathered
+        self._pending = pending
 
     def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
         """Over which ranks to gather, what of the rows this one has, where it lies, and after how
@@ -341,8 +364,13 @@ class GatherUnit:
 
     def forget_secondary(self) -> None:
         """The next gather is from all ranks: a copy of the shards is older than they may be."""
-        if self._secondary is not None:
-            self._secondary.forget()
+        if self._secondary is None:
+            return
+        self._secondary.forget()
+        if self.resources.is_poisoned:
+            # On the stream that reads copies and makes them.
+            with self.resources.context.on_reduction_stream():
+                self._secondary.poison()
 
     def before_write(self) -> None:
         """The host is about to write to the shard of one of the parameters."""
@@ -383,7 +411,7 @@ class GatherUnit:
                 lone_waits.watch.issued(lambda: self.label, self._gathered.query)
         else:
             with lone_waits.watch.waiting(lambda: self.label):
-                self._pending.wait()
+                self._wait(self._pending)
             self._keep(rows.tensor[: self.table.padded_numel])
         memory = self._take_memory()
         views = memory.views.get(self)
@@ -418,14 +446,32 @@ class GatherUnit:
     def release(self) -> None:
         """Nobody needs the parameters whole any more: give the memory back. Idempotent, and nothing
         for what persists.
+
+        Raises:
+            RuntimeError: Something has written to them, which is lost now.
         """
         self._abandon()
         if self._memory is None or self.persists:
             return
+        written = []
         for param, record in zip(self.params, self.records, strict=True):
             if not record.readers:
+                if was_written(param):
+                    written.append(record.label)
                 hide(param)
         self.forget()
+        _refuse_lost(written)
+
+    def refuse_lost_writes(self) -> None:
+        """The values of what persists are about to be replaced.
+
+        Raises:
+            RuntimeError: Something has written to them, which would be lost.
+        """
+        if self.is_whole:
+            shown = zip(self.params, self.records, strict=True)
+            # Moving the model to another device and back gives them other memory.
+            _refuse_lost([r.label for param, r in shown if r.seen[0] != param._version])
 
     def put_away(self) -> None:
         """The shards leave the device: keep nothing there that was made of them."""
@@ -433,6 +479,8 @@ class GatherUnit:
             self._secondary.drop()
         if self.persists:
             self.forget()
+            if self._own_memory is not None and self.resources.is_poisoned:
+                poison(self._own_memory.tensor)
             self._own_memory = None
             for param in self.params:
                 hide(param)
@@ -449,10 +497,30 @@ class GatherUnit:
         if self._rows is None or self._pending is None:
             return
         # The host waits where there are no streams; on others who fills the rows next waits.
-        self._pending.wait()
+        self._wait(self._pending)
         stream = self.resources.context.reduction_stream
         self.resources.rows.give_back(self._rows, () if stream is None else (stream,))
+        self._has_no_gather()
+
+    def _has_no_gather(self) -> None:
         self._rows, self._pending = None, None
         for record in self.records:
             if record.status is ZeroParamStatus.INFLIGHT:
                 record.status = ZeroParamStatus.NOT_AVAILABLE
+
+    def _wait(self, pending: PendingShards) -> None:
+        try:
+            pending.wait()
+        except BaseException:
+            if self._rows is not None:
+                self.resources.rows.drop(self._rows)  # others may still write there
+            self._has_no_gather()
+            raise
+
+    def show_again(self, param: nn.Parameter) -> None:
+        """Who had `param` in memory of its own has let go of it: it is seen in that of the unit, if
+        the unit is whole.
+        """
+        if self.is_whole:
+            shown = zip(self.params, self.whole_params, strict=True)
+            show(param, next(whole for other, whole in shown if other is param))

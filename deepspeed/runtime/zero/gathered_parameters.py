@@ -33,6 +33,7 @@ from deepspeed.runtime.zero.zero_parameter import (
     hide,
     install_reads,
     is_zero_param,
+    note_value,
     only_group,
     ordinary_copies,
     record_of,
@@ -122,17 +123,20 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
         _tell_units(chosen)
     for param in chosen:
         record = record_of(param)
+        if record.status is ZeroParamStatus.AVAILABLE:
+            note_value(param)  # it was written to the shards, or refused, or is to be forgotten
         if record.num_lent and record.unit is not None and record.unit.coordinator is not None:
             record.num_lent -= 1
             record.unit.coordinator.leave([record.unit])
         elif record.readers:
             record.readers -= 1
             if record.readers == 0:
-                if record.unit is not None and record.unit.resources.whole.is_poisoned:
+                if record.unit is not None and record.unit.resources.is_poisoned:
                     poison(param.data)
                 hide(param)
                 if record.unit is not None:
                     record.unit.num_read_apart -= 1
+                    record.unit.show_again(param)
 
 
 def _keep(param: nn.Parameter) -> None:

@@ -115,6 +115,13 @@ class MemoryPool:
         sizes = self._free.setdefault(kind, {})
         sizes.setdefault(buffer.tensor.numel(), {})[buffer] = None
 
+    def drop(self, buffer: PoolBuffer) -> None:
+        """Let go of a buffer that was taken: nobody gets it again."""
+        self.by_pointer = {
+            at: other for at, other in self.by_pointer.items() if other is not buffer
+        }
+        self._last_of = {who: other for who, other in self._last_of.items() if other is not buffer}
+
     @property
     def num_bytes(self) -> int:
         """Of all buffers."""

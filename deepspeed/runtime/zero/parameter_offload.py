@@ -111,7 +111,8 @@ class DeepSpeedZeRoOffload:
         self.instances = instances
         self._settings = settings
         self._cut = cut
-        self._on_edit: Callable[[nn.Parameter], None] | None = None
+        # An optimizer hears of edits too, and tells us.
+        self._on_edit: Callable[[nn.Parameter], None] | None = self.shard_changed
         self.give_up: Callable[[], None] | None = None
         self.was_taken = False
         # What autograd hands back of a saved parameter is a plain tensor, whole; functions of
@@ -426,7 +427,8 @@ class DeepSpeedZeRoOffload:
         """Shards are about to change, or to leave.
 
         Raises:
-            RuntimeError: Somebody has parameters whole, which would keep their old values.
+            RuntimeError: Somebody has parameters whole, which would keep their old values, or has
+                written to what persists.
         """
         held = [unit.name for unit in self.units if unit.holds > 0 or unit.num_read_apart]
         if held:
@@ -435,6 +437,8 @@ class DeepSpeedZeRoOffload:
                 "GatheredParameters or by all_gather(), and would keep their old values: leave it "
                 f"before {before}"
             )
+        for unit in self.persistent_units:
+            unit.refuse_lost_writes()
 
     def before_update(self) -> None:
         """Shards are about to change."""

@@ -179,8 +179,8 @@ class PartitionedParameterCoordinator:
     def _release(self, unit: GatherUnit) -> None:
         self._idle.pop(unit, None)
         self._ahead.pop(unit, None)
-        unit.release()
         self.live_numel -= unit.numel
+        unit.release()
 
     def _release_idle(self) -> None:
         for unit in [*self._idle, *self._ahead]:

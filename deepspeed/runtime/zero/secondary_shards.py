@@ -18,6 +18,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.zero.memory_pool import poison
 
 
 class SecondaryShards:
@@ -70,6 +71,11 @@ class SecondaryShards:
     def forget(self) -> None:
         """The copy, or one that is about to be made, is not right any more."""
         self._is_wanted = self._is_right = False
+
+    def poison(self) -> None:
+        """Whoever reads a copy that was forgotten gets NaN; by the current stream."""
+        if self._memory is not None:
+            poison(self._memory)
 
     def drop(self) -> None:
         """The same, and let go of its memory, which is that of the stream that gathers."""

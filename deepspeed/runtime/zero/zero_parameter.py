@@ -124,6 +124,7 @@ class ShardRecord:
         on_edit: Called when a script has changed the shard.
         on_read: Called when a module's attribute is read while it is sharded.
         is_read_by_iteration: Whether going over a module's parameters reads them.
+        seen: What tells later whether it was written to since it became whole.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class ShardRecord:
         self.on_read: Callable[[nn.Parameter], None] | None = None
         self.is_read_by_iteration = False
         self.active_modules: set[Any] = set()
+        self.seen: tuple[int, int] = (0, 0)
 
     @property
     def label(self) -> str:
@@ -416,6 +418,19 @@ def show(param: nn.Parameter, whole: torch.Tensor) -> None:
     param.__class__ = ZeroParameter
     param.data = whole
     record_of(param).status = ZeroParamStatus.AVAILABLE
+    note_value(param)
+
+
+def note_value(param: nn.Parameter) -> None:
+    """What a whole parameter shows now is what its shards say, or is let go on purpose."""
+    record_of(param).seen = (param._version, param.data_ptr())
+
+
+def was_written(param: nn.Parameter) -> bool:
+    """Whether something has written to a whole parameter, or given it other memory, since
+    `note_value`. What was written through `.data` does not show.
+    """
+    return record_of(param).seen != (param._version, param.data_ptr())
 
 
 def hide(param: nn.Parameter) -> None:

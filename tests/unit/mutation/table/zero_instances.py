@@ -110,8 +110,8 @@ FAULTS = (
         "deepspeed/runtime/zero/gather_unit.py",
         (
             (
-                "                self._pending.wait()\n                self._keep(filled)\n",
-                "                self._keep(filled)\n                self._pending.wait()\n",
+                "            pending.wait()\n            self._keep(rows)\n",
+                "            self._keep(rows)\n            pending.wait()\n",
             ),
         ),
         HYBRID,

@@ -92,6 +92,8 @@ class TestTraining(DistributedTest):
             config["verify"] = {"collectives": True, "ledger": True, "poison": True}
             engine = engine_of(model, config)
             train(engine, 4)
+            for unit in engine.parameter_offload.units if keys is NEAR else ():
+                assert unit._secondary._memory.isnan().all()  # forgotten by the update
             engine.destroy()
             check_as_one_process(model)
 

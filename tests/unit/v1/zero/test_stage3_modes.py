@@ -153,6 +153,13 @@ class TestPoison(DistributedTest):
             kept["script"] = model.embed.weight.data
             assert not kept["script"].isnan().any()
         assert all(tensor.isnan().all() for tensor in kept.values()), kept
+        rows = engine.parameter_offload.resources.rows.by_pointer.values()
+        assert rows and all(buffer.tensor.isnan().all() for buffer in rows)
+        kept["small"] = model.blocks[0].norm.weight.data  # persists
+        assert not kept["small"].isnan().any()
+        engine.offload_states()
+        assert kept["small"].isnan().all()
+        engine.reload_states()
         train(engine, 2, first=2)
         engine.destroy()
         check_as_one_process(model)

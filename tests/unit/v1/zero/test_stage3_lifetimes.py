@@ -1,0 +1,191 @@
+"""How long what is whole at stage 3 is right: edits inside forwards, blocks that begin in one pass
+and end in another, gathers that fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import GatheredParameters, gather_unit
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import (
+    SHARDED,
+    check_as_one_process,
+    config_of,
+    engine_of,
+    loss_of,
+    make_net,
+    tokens_of,
+    train,
+)
+
+WIDTH = 5
+BOUNDED: dict[str, Any] = {**SHARDED, "stage3_max_reuse_distance": 0}
+
+
+class Edited(nn.Module):
+    """Layers, of which a forward changes the last one when it has run the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.edit: Callable[[Edited], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(self.norm(x)).tanh()
+            if index == 1 and self.edit is not None:
+                self.edit(self)
+        return x
+
+
+def make_edited(edit: Callable[[Edited], None] | None = None) -> Edited:
+    torch.manual_seed(0)
+    model = Edited()
+    model.edit = edit
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def of_rank_0(model: Edited) -> None:
+    weight = dict(model.named_parameters())["layers.3.weight"]  # an attribute would gather it
+    with GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.mul_(1.5)
+
+
+def in_place(name: str) -> Callable[[Edited], None]:
+    def edit(model: Edited) -> None:
+        module, _, own = name.rpartition(".")
+        with torch.no_grad():
+            getattr(model.get_submodule(module), own).mul_(0.5)
+
+    return edit
+
+
+def other_memory(model: Edited) -> None:
+    weight = model.layers[3].weight
+    weight.data = weight.data * 0.5
+
+
+def evaluating(model: nn.Module, **zero: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, **zero}}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+class TestEdits(DistributedTest):
+    """Parameters that change while a forward runs."""
+
+    world_size = 2
+
+    def test_an_edit_is_seen_without_an_optimizer(self) -> None:
+        # Kills: what was gathered ahead of the edit, which only an optimizer hears of.
+        for zero in (SHARDED, BOUNDED):
+            model, plain = make_edited(of_rank_0), make_edited()
+            plain.edit = lambda net: net.layers[3].weight.data.mul_(1.5)
+            engine = evaluating(model, **zero)
+            for turn in range(4):
+                with torch.set_grad_enabled(turn == 3):
+                    assert torch.equal(engine(batch()), plain(batch())), (zero, turn)
+            engine.destroy()
+            assert torch.equal(model.layers[3].weight, plain.layers[3].weight)
+
+    def test_an_edit_that_would_be_lost_raises(self) -> None:
+        # Kills: weights that are clamped, renormed or averaged in a forward, and are what they were
+        # when they are gathered the next time.
+        small = {"stage3_param_persistence_threshold": WIDTH, "stage3_unit_fusion_size": 0}
+        for make in (evaluating, lambda model, **zero: engine_of(model, config_of(3, 1, **zero))):
+            for edit in (in_place("layers.3.weight"), other_memory):
+                engine = make(make_edited(edit), **BOUNDED)
+                with pytest.raises(RuntimeError, match=r"layers\.3\.weight changed while whole"):
+                    engine(batch())
+                engine.module.edit = None
+                engine(batch())
+                assert not any(unit.is_whole for unit in engine.parameter_offload.units)
+                engine.destroy()
+        model = make_edited(in_place("norm.weight"))
+        engine = engine_of(model, config_of(3, 1, **small))
+        with torch.no_grad():
+            engine(batch())
+        model.edit = None
+        engine.backward(engine(batch()).square().mean())
+        with pytest.raises(RuntimeError, match=r"norm\.weight changed while whole"):
+            engine.step()
+        engine.destroy()
+
+
+class TestBlocks(DistributedTest):
+    """`GatheredParameters` that begins in one pass and ends in another."""
+
+    world_size = 2
+
+    def test_a_block_around_a_forward(self) -> None:
+        # Kills: parameters that are hidden when the block ends, though their unit has stayed whole
+        # for the backward that recomputes with them.
+        for recompute in (False, True):
+            model = make_net(recompute=recompute)
+            engine = engine_of(model, config_of(3, **SHARDED))
+            for index in range(8):
+                with GatheredParameters([model.blocks[1].up.weight, model.embed.weight]):
+                    loss = loss_of(engine, tokens_of(index, dist.get_rank()))
+                engine.backward(loss)
+                engine.step()
+            engine.destroy()
+            check_as_one_process(model)
+
+
+class TestFailedGather(DistributedTest):
+    """A gather that raises, on all ranks."""
+
+    world_size = 2
+
+    def test_its_memory_is_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: rows that nobody gives back, or that are given to the next gather while what was
+        # issued before the failure still writes there; a unit that is on its way for ever.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **BOUNDED))
+        train(engine, 1)
+        rows, fails = engine.parameter_offload.resources.rows, [""]
+        original = gather_unit.gather_from_owners
+        held: list[torch.Tensor] = []
+
+        def gather(filled: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            pending = original(filled, *args, **kwargs)
+            if fails[0]:
+                held.append(filled)
+                pending.wait()  # or the next gather takes what was sent for this one
+            if fails[0] == "start":
+                raise OSError("planted")
+            if fails[0] == "wait":
+                monkeypatch.setattr(pending, "wait", _raise)
+            return pending
+
+        monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
+        before = rows.num_bytes
+        for step in range(1, 4):
+            for fails[0] in ("start", "wait"):
+                for _ in range(3):
+                    with pytest.raises(OSError, match="planted"):
+                        loss_of(engine, tokens_of(0, 0))
+            fails[0] = ""
+            train(engine, 1, first=step)
+            used = {buffer.tensor.data_ptr() for buffer in rows.by_pointer.values()}
+            assert not used & {tensor.data_ptr() for tensor in held}
+        assert rows.num_bytes < 2 * before  # other sizes than before, perhaps
+        engine.destroy()
+        check_as_one_process(model)
+
+
+def _raise() -> None:
+    raise OSError("planted")
