@@ -7,6 +7,13 @@ backward takes. That memory can therefore be used for other units in between. Pa
 read elsewhere in a running forward or backward are gathered by `sharding.parameter_reads`.
 
 When backward does so is `backward_order`'s.
+
+[Note: frozen modules]
+Backward reads the parameters of a frozen module where what it was given has a gradient, which may
+be so on some ranks only: if others pass by all that is trained before it. Ranks cannot ask each
+other, so it is gathered where any of them may need it: when something that is trained has come
+before it. Every rank enters the same modules with units, and what is small and stays whole has no
+hooks, so that counts from where the module that it is in begins to run modules with units.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from deepspeed.runtime.zero.units import (
     UnitPlan,
     choose_persistent,
     fuse,
+    is_below,
     is_called,
     plan_units,
 )
@@ -59,12 +67,14 @@ class Frame:
     Attributes:
         module: Whose.
         use: Its place in the whole forward; None if no backward will come.
+        carries: Whether gradients may flow through it on some rank; see [Note: frozen modules].
         units: What it needs whole.
         has_saved: Whether autograd has saved something of them.
     """
 
     module: nn.Module
     use: Use | None
+    carries: bool
     units: list[GatherUnit] = field(default_factory=list)
     has_saved: bool = False
 
@@ -124,6 +134,7 @@ class DeepSpeedZeRoOffload:
         self.units: list[GatherUnit] = []
         self.persistent_units: list[GatherUnit] = []
         self._frames: list[Frame] = []
+        self._carries = False  # see [Note: frozen modules]
         self._saving: Any = None
         self.backward_order = BackwardOrder()
         self._plan(param_names)
@@ -146,9 +157,29 @@ class DeepSpeedZeRoOffload:
         )
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
         self._params = {plan.module: plan.params for plan in plans}
+        self._beside_small = set(self._modules_beside_small(plans))
         self.backward_order.coordinator = self.param_coordinator
         self.resources.mark_updated()
         self.gather_persistent()
+
+    def _modules_beside_small(self, plans: Sequence[UnitPlan]) -> Iterator[nn.Module]:
+        """Modules with units that run beside something that is trained and has no hooks: those in
+        the innermost module around it that has any. See [Note: frozen modules].
+        """
+        hooked = [plan for plan in plans if self._uses[plan.module]]
+        around = {
+            plan.name
+            for plan in plans
+            if not self._uses[plan.module] and any(param.requires_grad for param in plan.params)
+        }
+        while around:
+            inside = {
+                name: [plan for plan in hooked if is_below(plan.name, name)] for name in around
+            }
+            yield from (plan.module for found in inside.values() for plan in found)
+            around = {
+                name.rpartition(".")[0] for name, found in inside.items() if name and not found
+            }
 
     def _has(self, param: nn.Parameter) -> bool:
         """Whether a parameter is in one of the units."""
@@ -284,15 +315,27 @@ class DeepSpeedZeRoOffload:
                 self.param_coordinator.begin_pass()
                 self._start_saving()
             self.backward_order.begin(recomputes)
+            self._carries = recomputes  # nobody recomputes what has no gradients
         place = self.backward_order.here
-        self._frames.append(frame := Frame(module, self.backward_order.enter()))
-        for unit in (*self._uses.get(module, ()), *self._external(module)):
+        external = self._external(module)
+        frame = self._frame_of(module, external)
+        self._frames.append(frame)
+        for unit in (*self._uses.get(module, ()), *external):
             # One by one: if a gather fails, `_after_forward` leaves what was entered.
             frame.units.append(unit)
             self.param_coordinator.enter([unit])
         if place is not None and not _are_fused(frame):
             inputs = (tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None)
             self.backward_order.watch(place, inputs)
+
+    def _frame_of(self, module: nn.Module, external: Sequence[GatherUnit]) -> Frame:
+        params = chain(self._params.get(module, ()), *(unit.params for unit in external))
+        self._carries = (
+            self._carries
+            or module in self._beside_small
+            or any(param.requires_grad for param in params)
+        )
+        return Frame(module, self.backward_order.enter(), self._carries)
 
     @staticmethod
     def _external(module: nn.Module) -> list[GatherUnit]:
@@ -343,6 +386,7 @@ class DeepSpeedZeRoOffload:
             return
         if self._frames:
             self._frames[-1].units.append(unit)
+            self._frames[-1].carries = self._carries = self._carries or param.requires_grad
             self.param_coordinator.enter([unit])
         elif in_backward():
             self.param_coordinator.use_in_backward(unit)
@@ -389,8 +433,7 @@ class DeepSpeedZeRoOffload:
         and for what the module shares with others and only took an attribute of.
         """
         place, tensors = self.backward_order.here, _tensors(outputs)
-        is_trained = any(param.requires_grad for param in self._params.get(frame.module, ()))
-        if not is_trained and not any(tensor.requires_grad for tensor in tensors):
+        if not frame.carries and not any(tensor.requires_grad for tensor in tensors):
             self.backward_order.leave(use, (), ())
             return
         own = self._uses.get(frame.module, ())

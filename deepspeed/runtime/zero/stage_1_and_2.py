@@ -358,10 +358,11 @@ class DeepSpeedZeroOptimizer(MovableStates):
             # A module whose gradients are static is so from its first backward on.
             self._static_sums.remove()
             self._static_sums = None
-        if not self.ignore_unused_parameters:
-            self._refuse_unused()
+        unused = [] if self.ignore_unused_parameters else self._unused_names()
         for index in self.readiness.remaining():
             self._send_incomplete(index)
+        if not self.ignore_unused_parameters:
+            self._refuse_unused(unused)
         if self._hook_handles:
             self._send_late_gradients()
         self._clear_accumulator()
@@ -391,20 +392,40 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self._reducing = False
         self.readiness.reset()
 
-    def _refuse_unused(self) -> None:
-        # A gradient that was sent from its hook is gone by now, but its firing was counted.
+    def _unused_names(self) -> list[str]:
+        """Parameters without a gradient on this rank. One that was sent from its hook is gone by
+        now, but its firing was counted.
+        """
         silent = (
             p
             for slot, (_, p) in enumerate(self._slots)
             if not self.readiness.fired[slot] and self._local_sum(p) is None
         )
-        unused = [self.param_names.get(param, "?") for param in silent]
-        if unused:
-            raise RuntimeError(
-                f"no gradient reached {', '.join(unused)}; "
-                "zero_optimization.ignore_unused_parameters is false. Set it to true to count them "
-                "as zero, or let every trainable parameter take part in the loss"
-            )
+        return [self.param_names.get(param, "?") for param in silent]
+
+    def _refuse_unused(self, unused: list[str]) -> None:
+        """All ranks call it when they have sent the same buckets.
+
+        Raises:
+            RuntimeError: On all ranks, if any has parameters without a gradient.
+        """
+        group = self.dp_process_group
+        most = torch.tensor(len(unused), device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        if not most.item():
+            return
+        told: list[list[str]] = [[] for _ in range(dist.get_world_size(group=group))]
+        dist.all_gather_object(told, unused, group=group)
+        found = "; ".join(
+            f"{', '.join(names)} on rank {dist.get_global_rank(group, rank)}"
+            for rank, names in enumerate(told)
+            if names
+        )
+        raise RuntimeError(
+            f"no gradient reached {found}; zero_optimization.ignore_unused_parameters is false. "
+            "Set it to true to count them as zero, or let every trainable parameter take part in "
+            "the loss"
+        )
 
     def _send_late_gradients(self) -> None:
         """Gradients that arrived after their bucket was sent: see `gradients.late`."""

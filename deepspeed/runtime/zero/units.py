@@ -157,7 +157,7 @@ def fuse(
     index = 0
     while index < len(plans):
         end = index + 1
-        while end < len(plans) and _is_below(plans[end], plans[index]):
+        while end < len(plans) and is_below(plans[end].name, plans[index].name):
             end += 1
         together = [plan for plan in plans[index:end] if numel_of(plan)]
         numel = sum(map(numel_of, together))
@@ -175,8 +175,9 @@ def fuse(
     return fused
 
 
-def _is_below(plan: UnitPlan, above: UnitPlan) -> bool:
-    return not above.name or plan.name.startswith(f"{above.name}.")
+def is_below(name: str, above: str) -> bool:
+    """Whether the module of a name is one inside of that of another, or the other is the model."""
+    return not above or name.startswith(f"{above}.")
 
 
 def fine_grained(

@@ -207,7 +207,8 @@ def _padding_of(param: Any) -> torch.Tensor:
     from deepspeed import comm as dist
 
     cut = param.ds_tensor.numel()
-    own = min(max(param.ds_numel - dist.get_rank() * cut, 0), cut)
+    rank = dist.get_rank(group=param.ds_process_group)
+    own = min(max(param.ds_numel - rank * cut, 0), cut)
     return torch.as_tensor(param.ds_tensor[own:].abs().sum())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unit.mutation.table.fault import Fault
-from unit.mutation.table.places import BACKWARD_ORDER, UNEVEN
+from unit.mutation.table.places import BACKWARD_ORDER, LIFETIMES, UNEVEN
 
 FAULTS = (
     Fault(
@@ -39,9 +39,9 @@ FAULTS = (
         "deepspeed/runtime/zero/parameter_offload.py",
         (
             (
-                "frame := Frame(module, self.backward_order.enter()))",
-                "frame := Frame(module, self.backward_order.enter()))\n"
-                "        frame.units += (*self._uses.get(module, ()), *self._external(module))",
+                "        self._frames.append(frame)\n",
+                "        self._frames.append(frame)\n"
+                "        frame.units += (*self._uses.get(module, ()), *external)\n",
             ),
             (
                 "            frame.units.append(unit)\n            self.param_",
@@ -90,6 +90,88 @@ FAULTS = (
         ),
         "tests/unit/v1/zero/test_stage3_rows.py",
         "pass_by",
+    ),
+    Fault(
+        "a frozen module is gathered in backward on the ranks that have a gradient for it",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("        if not frame.carries and not any(", "        if not any("),),
+        UNEVEN,
+        "frozen_behind",
+    ),
+    Fault(
+        "what is small and trained does not count as coming before a frozen module",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("            or module in self._beside_small\n", ""),),
+        UNEVEN,
+        "frozen_behind",
+    ),
+    Fault(
+        "what is read and trained does not count as coming before a frozen module",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("self._carries or param.requires_grad\n", "self._carries\n"),),
+        UNEVEN,
+        "frozen_behind",
+    ),
+    Fault(
+        "a rank whose parameters are unused raises alone",
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        (("        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)\n", ""),),
+        UNEVEN,
+        "refused_on_all",
+    ),
+    Fault(
+        "an edit is not heard without an optimizer",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (
+            (
+                "[[nn.Parameter], None] | None = self.shard_changed\n",
+                "[[nn.Parameter], None] | None = None\n",
+            ),
+        ),
+        LIFETIMES,
+        "without_an_optimizer",
+    ),
+    Fault(
+        "a weight that a forward changes is what it was in the next one",
+        "deepspeed/runtime/zero/gather_unit.py",
+        (("        self.forget()\n        _refuse_lost(written)\n", "        self.forget()\n"),),
+        LIFETIMES,
+        "be_lost_raises",
+    ),
+    Fault(
+        "a small weight that a forward changes is what it was after the step",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("            unit.refuse_lost_writes()\n", "            pass\n"),),
+        LIFETIMES,
+        "be_lost_raises",
+    ),
+    Fault(
+        "parameters are hidden when a block ends while their unit is whole",
+        "deepspeed/runtime/zero/gathered_parameters.py",
+        (("                    record.unit.show_again(param)\n", ""),),
+        LIFETIMES,
+        "around_a_forward",
+    ),
+    Fault(
+        "rows of a failed gather are used again",
+        "deepspeed/runtime/zero/gather_unit.py",
+        (("            shared.rows.drop(rows)\n", "            shared.rows.give_back(rows)\n"),),
+        LIFETIMES,
+        "memory_is_not_kept",
+    ),
+    Fault(
+        "rows of a gather that nobody can wait for are kept",
+        "deepspeed/runtime/zero/gather_unit.py",
+        (
+            (
+                "                self.resources.rows.drop(self._rows)"
+                "  # others may still write there\n"
+                "            self._has_no_gather()\n",
+                "                pass\n",
+            ),
+        ),
+        LIFETIMES,
+        "memory_is_not_kept",
     ),
     Fault(
         "gradients of a unit leave when the last of them comes",

@@ -5,10 +5,12 @@ by the same collectives in one order on all ranks.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,6 +119,63 @@ class Uneven(nn.Module):
             result: torch.Tensor = block(x, wanted)
             return result
         return checkpoint(block, x, wanted, use_reentrant=self.recompute)  # type: ignore[no-any-return]  # torch's are untyped
+
+
+class Between(nn.Module):
+    """Something that some ranks pass by, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.between = Passing(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, wants: Wants) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.between(self.first(x), wants(0)))
+        return out
+
+
+class Frozen(nn.Module):
+    """Frozen blocks, through which gradients flow on the ranks that use what is trained before.
+
+    Args:
+        trained: Where that is: a module with a unit, a parameter that is read, or a small one that
+            stays whole.
+        recompute: Recompute the block behind it.
+    """
+
+    def __init__(self, trained: str, recompute: bool = False) -> None:
+        super().__init__()
+        self.tower = nn.Linear(WIDTH, 2 * WIDTH)
+        self.inlet = nn.Linear(2 * WIDTH, WIDTH)
+        self.body = nn.ModuleDict({"gate": nn.LayerNorm(WIDTH), "block": Side(), "last": Side()})
+        self.extra = Passing(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        for frozen in (self.tower, self.inlet, self.body, self.extra):
+            frozen.requires_grad_(False)
+        {"unit": self.extra, "read": self.extra, "small": self.body["gate"]}[
+            trained
+        ].requires_grad_(True)
+        self.trained, self.recompute = trained, recompute
+
+    def forward(self, x: torch.Tensor, wants: Wants) -> torch.Tensor:
+        x = self.inlet(self.tower(x).tanh())
+        if self.trained == "unit":
+            x = self.extra(x, wants(0))
+        elif self.trained == "small":
+            x = self.body["gate"](x) if wants(0) else x
+        else:
+            weight = self.extra.weight
+            x = x @ weight if wants(0) else x
+        block = self.body["block"]
+        x = checkpoint(block, x, True, use_reentrant=False) if self.recompute else block(x, True)
+        out: torch.Tensor = self.head(self.body["last"](x, wants(1)))
+        return out
+
+
+def made_frozen(**kwargs: Any) -> Frozen:
+    torch.manual_seed(0)
+    return Frozen(**kwargs)
 
 
 def made(**kwargs: Any) -> Uneven:
@@ -260,6 +319,37 @@ class TestUneven(DistributedTest):
             for recompute in (False, True):
                 found = trained(3, made(recompute=recompute), **BOUNDED)
                 assert distance(found, wanted) < 1e-5, recompute
+
+    def test_frozen_behind_what_some_ranks_pass_by(self) -> None:
+        # Kills: a frozen block that is gathered in backward where this rank has a gradient for it;
+        # a count of what comes before that leaves out what has no hooks, or is only read.
+        small = {**BOUNDED, "stage3_param_persistence_threshold": 2 * WIDTH}
+        with compared():
+            for what, zero in (("unit", BOUNDED), ("read", BOUNDED), ("small", small)):
+                wanted = reference(made_frozen(trained=what))
+                for recompute in (False, True):
+                    model = made_frozen(trained=what, recompute=recompute)
+                    found = trained(3, model, **zero)
+                    assert distance(found, wanted) < 1e-5, (what, recompute)
+
+    def test_unused_parameters_are_refused_on_all_ranks(self) -> None:
+        # Kills: a rank that raises alone, while the others wait for its gradients.
+        last = dist.get_world_size() - 1
+        for stage, zero in ((3, BOUNDED), (3, {}), (2, {"reduce_bucket_size": 20}), (1, {})):
+            model = Between()
+            config = config_of(stage, 1, ignore_unused_parameters=False, **zero)
+            engine = engine_of(model, config)
+            with compared():
+                for _ in range(2):
+                    engine.backward(engine(data_of(0, 0), lambda place: True).sum())
+                    engine.step()
+                loss = engine(data_of(0, 0), lambda place: dist.get_rank() != last).sum()
+                with pytest.raises(RuntimeError) as failed:
+                    engine.backward(loss)
+            text = str(failed.value)
+            assert re.search(rf"reached between\.\w+, between\.\w+ on rank {last}; zero", text), (
+                text
+            )
 
     def test_other_ways_to_backward(self) -> None:
         # Kills: a unit that is done with in the later of two forwards, a graph that is gone through
