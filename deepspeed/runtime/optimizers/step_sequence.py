@@ -239,7 +239,16 @@ class StepSequence(ClientMethods, ABC):
 
         Raises:
             ValueError: If a closure is given; it would run forward and backward outside the engine.
+            RuntimeError: If gradients are still each rank's own, which the engine's own step never
+                finds: a program has called this one at a micro-batch that does not reduce.
         """
+        if not self.reduces_now:
+            raise RuntimeError(
+                "optimizer.step() at a micro-batch that has reduced no gradient yet "
+                f"(gradient_accumulation_steps is {self.tracker.steps}): call engine.step() after "
+                "every micro-batch, which counts them, or set gradient_accumulation_steps to 1 "
+                "where the program accumulates by itself"
+            )
         if closure is not None:
             raise ValueError(
                 "step(closure) is not supported: run forward and backward through the engine, then "

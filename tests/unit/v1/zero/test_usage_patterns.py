@@ -396,6 +396,24 @@ class TestAccumulationControl(DistributedTest):
         assert engine.global_steps == 2
         assert_close(engine, reference_params([[0, 1], [2, 3]]))
 
+    @each(stage=STAGES)
+    def test_the_optimizer_is_stepped_by_itself(self, stage: int) -> None:
+        # Kills: weights that go apart without a word where gradients wait for a boundary that only
+        # engine.step() reaches (Fabric calls the optimizer's step).
+        for accumulation in (1, 2):
+            engine = make_engine(stage, accumulation, "bf16+fp32" if stage == 0 else "fp32")
+            for index in range(2):
+                loss = loss_of(engine(inputs(engine, index)))
+                engine.backward(loss / 2 if accumulation == 1 else loss)
+            if accumulation == 2 and stage < 2:
+                with pytest.raises(RuntimeError, match=r"call engine\.step\(\) after"):
+                    engine.optimizer.step()
+                continue
+            engine.optimizer.step()
+            assert_close(
+                engine, reference_params([[0, 1]]), TOLERANCE["bf16+fp32" if stage == 0 else "fp32"]
+            )
+
     def test_calls_that_mean_nothing(self) -> None:
         # Kills: a loss that starts no gradient, a boundary that nobody looks at. Upstream asserts.
         engine = make_engine(0)
