@@ -14,7 +14,8 @@ from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
 from campaigns.support_table import NEWEST
 from campaigns.versions import Environment, Target
 
-LIBRARIES = ("accelerate", "transformers", "lightning", "trl[peft]")
+# `evaluate` is what the tests that come with accelerate import.
+LIBRARIES = ("accelerate", "transformers", "lightning", "trl[peft]", "evaluate")
 # Of the suite, the programs of their pages among them.
 TESTS = ("tests/unit/clients", "-n", "0", "-rs")
 

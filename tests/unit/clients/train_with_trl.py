@@ -1,9 +1,9 @@
 """A user's script: a trainer of trl at stage 3. Run by zero3_trl.py; the matrix takes its trainers
 at all stages.
 
-`sft` trains adapters of peft too, and from a stream; `dpo` has a second model that is only
-evaluated, unless its words are asked for before; `grpo` and `rloo` generate with the model that
-they train.
+`sft` trains adapters of peft too, from a stream, and with sequences that ranks share; `dpo` has a
+second model that is only evaluated, unless its words are asked for before; `grpo` and `rloo`
+generate with the model that they train.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -35,11 +34,12 @@ from trl import (
 )
 
 import deepspeed
+from unit.clients.matrix.stand_ins import llama, said, tokenizer
+from unit.clients.train_with_sequence_parallel import parallelism
 
 STEPS, SAVED_AT = 4, 2
-WORDS = [f"w{number}" for number in range(40)]
 KINDS = ("sft", "sft-lora", "dpo", "grpo")
-MORE_KINDS = ("sft-stream", "dpo-precomputed", "reward", "rloo")
+MORE_KINDS = ("sft-stream", "sft-ulysses", "dpo-precomputed", "reward", "rloo")
 
 
 def config(stage: int) -> dict[str, Any]:
@@ -59,41 +59,15 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word."""
-    words = {word: number for number, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *WORDS])}
-    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
-    )
-
-
 def pretrained(out: Path) -> str:
     """A folder with a model and its tokenizer."""
     folder = out / "pretrained"
     if torch.distributed.get_rank() == 0 and not folder.exists():
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(WORDS) + 3,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
+        LlamaForCausalLM(llama()).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     torch.distributed.barrier()
     return str(folder)
-
-
-def said(start: int, length: int) -> str:
-    """Words that count up."""
-    return " ".join(WORDS[(start + number) % len(WORDS)] for number in range(length))
 
 
 def distinct(completions: list[str], **others: Any) -> list[float]:
@@ -121,6 +95,10 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
         "seed": 3,
     }
     model, starts = pretrained(out), range(64)
+    if kind == "sft-ulysses":
+        words["pad_to_multiple_of"] = 2
+        if plan is not None:  # the ranks share what each of them has otherwise
+            words |= {"parallelism_config": parallelism(), "per_device_train_batch_size": 4}
     if kind.startswith("sft"):
         texts = [{"text": said(start, 12)} for start in starts]
         stream = kind == "sft-stream"

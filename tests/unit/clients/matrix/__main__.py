@@ -25,8 +25,9 @@ CLIENTS = {
     "fabric": ("lightning",),
     "peft": ("accelerate", "transformers", "peft"),
     "trl": ("accelerate", "transformers", "trl", "peft"),
+    "shipped": ("accelerate", "transformers", "trl", "peft", "evaluate"),
 }
-START_S, ROW_S = 60.0, 40.0
+START_S, ROW_S = 60.0, 90.0
 
 
 def module(client: str) -> list[str]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import deepspeed
 from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
+from deepspeed.utils import groups
 from unit.clients.matrix.reference import (
     LR,
     MICRO,
@@ -29,6 +30,8 @@ from unit.clients.matrix.reference import (
     whole,
 )
 from unit.clients.matrix.row import Row, main, scenario
+from unit.clients.test_sequence_parallel import TOLERANCE
+from unit.clients.train_with_sequence_parallel import with_accelerate
 
 ROWS: dict[str, Row] = {}
 BATCHES = 8  # of an epoch, on each of two ranks
@@ -344,6 +347,13 @@ def configuration_from_a_file_and_the_environment(folder: Path, stage: int) -> N
         del os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
         del os.environ["ACCELERATE_CONFIG_DS_FIELDS"]
     assert_close(whole(model.module), trained(sgd, BATCHES))
+
+
+@scenario(ROWS, 0, 1, 2, 3)
+def sequences_over_ranks(folder: Path, stage: int) -> None:
+    worst = with_accelerate(stage)
+    groups.reset()
+    assert worst <= TOLERANCE, worst
 
 
 if __name__ == "__main__":

@@ -46,13 +46,18 @@ def fabric(stage: int, precision: Any = None, **words: Any) -> Fabric:
     return made
 
 
-def steps(made: Fabric, model: Any, optimizer: Any, first: int = 0, count: int = 4) -> None:
-    """Optimizer steps on every second sample for each rank."""
+def go_backward(made: Fabric, model: Any, batch: int, divided_by: int = 1) -> None:
+    """With every second sample of a batch for each rank."""
     each = MICRO * RANKS
+    inputs, wanted = samples()[batch * each + made.global_rank : (batch + 1) * each : RANKS]
+    loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+    made.backward(loss / divided_by, model=model)  # of several it has to be told which
+
+
+def steps(made: Fabric, model: Any, optimizer: Any, first: int = 0, count: int = 4) -> None:
+    """Optimizer steps, one with each batch."""
     for step in range(first, first + count):
-        inputs, wanted = samples()[step * each + made.global_rank : (step + 1) * each : RANKS]
-        loss = torch.nn.functional.mse_loss(model(inputs), wanted)
-        made.backward(loss, model=model)  # of several it has to be told which
+        go_backward(made, model, step)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -66,6 +71,20 @@ def training_equals_plain_torch(folder: Path, stage: int) -> None:
     steps(made, model, optimizer)
     # The key's default. At stage 0 Fabric steps torch's optimizer itself.
     assert_close(whole(model.module), trained(clip=1.0 if stage else 0.0))
+
+
+@scenario(ROWS, 1, 2, 3)
+def accumulation(folder: Path, stage: int) -> None:
+    """As Fabric's pages have it: the optimizer steps after every second batch."""
+    made = fabric(stage)
+    model = layers()
+    model, optimizer = made.setup(model, sgd(model.parameters()))
+    for step in range(4):
+        for part in range(2):
+            go_backward(made, model, 2 * step + part, divided_by=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(whole(model.module), trained(steps=4, accumulation=2, clip=1.0))
 
 
 @scenario(ROWS, 1, 2, 3)

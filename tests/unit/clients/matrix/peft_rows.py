@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PeftWarning, get_peft_model
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -83,6 +84,21 @@ def adapters_are_saved_and_loaded(folder: Path, stage: int) -> None:
     deepspeed.comm.barrier()
     resumed = run(folder, config(stage), True, bf16=True, save_strategy="steps", save_steps=2)
     assert_equal(whole(resumed.model), values)
+
+
+@scenario(ROWS, 3)
+def ungathered_adapters_are_warned_of(folder: Path, stage: int) -> None:
+    """As peft's own test of stage 3 has it, which asks for a GPU."""
+    made = run(folder, config(stage))
+    if deepspeed.comm.get_rank() == 0:
+        with pytest.warns(PeftWarning, match="DeepSpeed ZeRO-3"):
+            made.model.save_pretrained(folder / "shards")
+    with deepspeed.zero.GatheredParameters(made.model.parameters()):
+        if deepspeed.comm.get_rank() == 0:
+            made.model.save_pretrained(folder / "whole")
+            saved = load_file(folder / "whole" / "adapter_model.safetensors")
+            assert saved and all(value.dim() == 2 and value.numel() for value in saved.values())
+    deepspeed.comm.barrier()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ from transformers.integrations.deepspeed import (
 )
 
 import deepspeed
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from unit.clients.matrix.reference import assert_close, assert_equal, whole
 from unit.clients.matrix.row import Row, main, scenario
+from unit.clients.test_sequence_parallel import TOLERANCE
+from unit.clients.train_with_sequence_parallel import with_trainer
 
 ROWS: dict[str, Row] = {}
-STEPS, VOCABULARY, LENGTH, LR = 4, 32, 12, 1e-2
+STEPS, WARMUP, VOCABULARY, LENGTH, LR = 4, 2, 32, 12, 1e-2
+Schedules = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
 # Refused on a host without a GPU; only this gate is opened, bf16 itself works there.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
@@ -157,10 +163,31 @@ def arguments(folder: Path, plan: dict[str, Any] | None, **words: Any) -> Traini
     )
 
 
-def run(folder: Path, plan: dict[str, Any] | None, resume: bool = False, **words: Any) -> Trainer:
-    """Train `loaded`; returns the Trainer."""
-    given = arguments(folder, plan, **words)
-    made = Trainer(loaded(folder), given, train_dataset=Counting(), eval_dataset=Counting())
+def warmed(model: PreTrainedModel) -> Schedules:
+    """The optimizer and the schedule of `config`, for a run without DeepSpeed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    return optimizer, WarmupDecayLR(optimizer, STEPS, 0.0, LR, WARMUP)
+
+
+def run(
+    folder: Path,
+    plan: dict[str, Any] | None,
+    resume: bool = False,
+    make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
+    **words: Any,
+) -> Trainer:
+    """Train `loaded`; returns the Trainer.
+
+    Args:
+        folder: The Trainer's.
+        plan: The configuration; None for a run without DeepSpeed.
+        resume: Go on from the last checkpoint in ``folder``.
+        make: Makes the Trainer's optimizer and schedule; by default it makes its own.
+        words: The Trainer's arguments.
+    """
+    given, model = arguments(folder, plan, **words), loaded(folder)
+    data = Counting()
+    made = Trainer(model, given, train_dataset=data, eval_dataset=data, optimizers=make(model))
     made.train(resume_from_checkpoint=resume or None)
     if plan is not None:
         assert type(made.model_wrapped) is deepspeed.DeepSpeedEngine
@@ -173,14 +200,24 @@ def said(made: Trainer, key: str) -> list[float]:
     return [float(entry[key]) for entry in made.state.log_history if key in entry]
 
 
-def as_plain(folder: Path, plan: dict[str, Any], tolerance: float, **words: Any) -> None:
-    """Compare a run with that of the same Trainer without DeepSpeed."""
+def as_plain(
+    folder: Path,
+    plan: dict[str, Any],
+    tolerance: float,
+    make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
+    **words: Any,
+) -> None:
+    """Compare a run with that of the same Trainer without DeepSpeed, which gets what ``make``
+    makes.
+    """
     found = run(folder, plan, **words)
     values = whole(found.model)
-    wanted = run(folder, None, **words)
+    if "scheduler" in plan:
+        assert type(found.model_wrapped.lr_scheduler) is WarmupDecayLR
+    wanted = run(folder, None, make=make, **words)
     assert_close(values, [param.detach() for param in wanted.model.parameters()], tolerance)
     # The engine steps a schedule over an optimizer of its own before the Trainer reads the rate.
-    own = "optimizer" not in plan
+    own = not {"optimizer", "scheduler"} & plan.keys()
     for key, within in (("loss", 1e-4), ("grad_norm", 1e-3), *[("learning_rate", 1e-9)] * own):
         pairs = zip(said(found, key), said(wanted, key), strict=True)
         worst = max(abs(a - b) for a, b in pairs)
@@ -196,12 +233,13 @@ def own_optimizer_and_schedule_equal_plain(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 0, 1, 2, 3)
 def pairings_of_optimizer_and_schedule(folder: Path, stage: int) -> None:
-    as_plain(folder, config(stage, optimizer=True), 1e-5, warmup_steps=1)
+    """Of the client's or of the configuration; `own_optimizer_and_schedule_equal_plain` is both of
+    the client's.
+    """
+    as_plain(folder, config(stage, optimizer=True), 1e-5, warmup_steps=WARMUP)
     for optimizer in (False, True):
-        made = run(folder, config(stage, optimizer=optimizer, scheduler=True), warmup_steps=1)
-        rates, losses = said(made, "learning_rate"), said(made, "loss")
-        assert losses[-1] < losses[0] and len(set(rates)) > 1, (rates, losses)
-        assert type(made.model_wrapped.lr_scheduler).__name__ == "WarmupDecayLR"
+        plan = config(stage, optimizer=optimizer, scheduler=True)
+        as_plain(folder, plan, 1e-5, make=warmed, warmup_steps=WARMUP)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -376,6 +414,13 @@ def weights_from_a_checkpoint(folder: Path, stage: int) -> None:
 @scenario(ROWS, 2, 3)
 def recomputed_activations(folder: Path, stage: int) -> None:
     as_plain(folder, config(stage), 1e-5, gradient_checkpointing=True)
+
+
+@scenario(ROWS, 0, 1, 2, 3)
+def sequences_over_ranks(folder: Path, stage: int) -> None:
+    worst = with_trainer(stage, folder)
+    groups.reset()
+    assert worst <= TOLERANCE, worst
 
 
 if __name__ == "__main__":

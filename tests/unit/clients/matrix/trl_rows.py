@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+from deepspeed.utils import groups
 from unit.clients.matrix.reference import assert_close, whole
 from unit.clients.matrix.row import Row, main
 from unit.clients.matrix.transformers_rows import forget, said
 from unit.clients.train_with_trl import KINDS, MORE_KINDS, STEPS, config, make_trainer
 
 # Those that draw no random numbers end where the same trainer without DeepSpeed ends.
-DETERMINED = ("sft", "sft-stream", "dpo", "dpo-precomputed", "reward")
+DETERMINED = ("sft", "sft-stream", "sft-ulysses", "dpo", "dpo-precomputed", "reward")
 
 
 def train(kind: str, folder: Path, plan: dict[str, Any] | None) -> Any:
     """One run."""
     forget(plan is not None)
+    groups.reset()
     made = make_trainer(kind, folder, plan)
     made.train()
     return made

@@ -1,0 +1,263 @@
+"""Programs that come with accelerate and trl, unmodified, started by `accelerate launch`: the tests
+of accelerate's DeepSpeed integration, and trl's scripts with its configurations of stages 1 to 3.
+
+What they take from the hub lies in folders (`stand_ins`); rank 0 starts each, the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate.test_utils.scripts
+import torch
+import trl
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import deepspeed
+from deepspeed import comm as dist
+from unit.clients.launching import environment
+from unit.clients.matrix import stand_ins
+from unit.clients.matrix.row import Row, main, scenario
+from unit.common import get_master_port
+
+ROWS: dict[str, Row] = {}
+SCRIPTS = Path(accelerate.test_utils.scripts.__file__).parent
+HOST = Path(__file__).parent / "host.py"
+STEPS, LR = 16, 1e-2
+# As accelerate's repository keeps them, for optimizers and schedules of the client's.
+MODEL_ONLY = {
+    "bf16": {"enabled": "auto"},
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+}
+
+
+def on_rank_0(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
+    """Let the other ranks wait until the next scenario."""
+
+    def only(folder: Path, stage: int) -> None:
+        if dist.get_rank() == 0:
+            stand_ins.write_models(folder)
+            stand_ins.write_data(folder)
+            run(folder, stage)
+
+    only.__name__ = run.__name__
+    return only
+
+
+def launch(folder: Path, settings: list[str], program: Path, *words: str) -> str:
+    """Start ``program`` on two ranks in ``folder``; returns what it printed.
+
+    Args:
+        folder: Where the stand-ins are.
+        settings: For `accelerate launch`.
+        program: A file of the library.
+        words: For the program.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *("--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"),
+        *("--main_process_port", str(get_master_port()), *settings),
+        *(str(HOST), str(program), *words),
+    ]
+    caches = {"HF_HOME": str(folder / "hub")}
+    ended = subprocess.run(
+        command, cwd=folder, env={**environment(), **caches}, capture_output=True, text=True
+    )
+    # The launcher's own report comes last, and says less.
+    said = ended.stderr.partition("torch/distributed/elastic")[0]
+    assert ended.returncode == 0, ended.stdout[-2000:] + said[-5000:]
+    return ended.stdout
+
+
+def plugin(stage: int, *more: str) -> list[str]:
+    """Settings of accelerate's plugin."""
+    return [
+        *("--use_deepspeed", "--zero_stage", str(stage), "--mixed_precision", "no"),
+        *("--gradient_accumulation_steps", "1", "--zero3_save_16bit_model", "true", *more),
+    ]
+
+
+@scenario(ROWS, 0, 1, 2, 3)
+@on_rank_0
+def accelerate_test_performance(folder: Path, stage: int) -> None:
+    """It checks the schedule's rates, and that the model was saved."""
+    words = ("--model_name_or_path", stand_ins.CLASSIFIER, "--output_dir", "out")
+    (folder / "out").mkdir()
+    program = SCRIPTS / "external_deps" / "test_performance.py"
+    bound = ("--performance_lower_bound", "0.95", "--num_epochs", "2")
+    launch(folder, plugin(stage), program, *words, *bound)
+    found = json.loads((folder / "out" / "all_results.json").read_text())
+    assert found["epoch-0"] < 0.95 < found["epoch-1"], found  # it has learned
+    saved = load_file(folder / "out" / "model.safetensors")
+    start = load_file(folder / stand_ins.CLASSIFIER / "model.safetensors")
+    assert saved.keys() == start.keys()
+    assert all(saved[name].shape == start[name].shape for name in saved)
+    assert not torch.equal(saved["score.weight"], start["score.weight"])
+
+
+@scenario(ROWS, 1, 2, 3)
+@on_rank_0
+def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
+    """The second run checks accuracy and rates against what the first wrote."""
+    words = ("--model_name_or_path", stand_ins.CLASSIFIER, "--output_dir", "out")
+    (folder / "out").mkdir()
+    program = SCRIPTS / "external_deps" / "test_checkpointing.py"
+    launch(folder, plugin(stage), program, *words, "--partial_train_epoch", "1")
+    said = launch(folder, plugin(stage), program, *words, "--resume_from_checkpoint", "out/epoch_0")
+    state = json.loads((folder / "out" / "state_0.json").read_text())
+    assert f"resumed checkpoint performance: {state['accuracy']}" in said, said
+    assert 0 < state["lr"] < 2e-5, state
+
+
+@scenario(ROWS, 3)
+@on_rank_0
+def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
+    """One engine of stage 2 trained beside one of stage 3 that is asked, then both trained. The
+    program checks that each gets better; it looks for configurations in its repository.
+    """
+    place = folder / "src" / "accelerate" / "test_utils" / "scripts" / "external_deps"
+    place.mkdir(parents=True)
+    program = Path(shutil.copy(SCRIPTS / "external_deps" / "test_ds_multiple_model.py", place))
+    plans = folder / "tests" / "deepspeed"
+    plans.mkdir(parents=True)
+    for number, micro in ((2, "auto"), (3, 1)):
+        plan: dict[str, Any] = {**MODEL_ONLY, "train_micro_batch_size_per_gpu": micro}
+        plan["zero_optimization"] = {"stage": number}
+        (plans / f"ds_config_zero{number}_model_only.json").write_text(json.dumps(plan))
+    said = launch(folder, plugin(stage), program, "--model_name_or_path", stand_ins.CLASSIFIER)
+    assert said.count("epoch 2:") == 2, said
+
+
+@scenario(ROWS, 3)
+@on_rank_0
+def accelerate_test_zero3_integration(folder: Path, stage: int) -> None:
+    """A process group of the program's own, and a model that is loaded in shards."""
+    launch(folder, plugin(stage), SCRIPTS / "external_deps" / "test_zero3_integration.py")
+
+
+def whole_sequence_losses(folder: Path) -> list[float]:
+    """What plain torch makes of the samples of accelerate's test of split sequences."""
+    model = AutoModelForCausalLM.from_pretrained(folder / stand_ins.HUB_LLAMA)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    tokens = torch.arange(1, 32 * 4 + 1).view(-1, 32) + 100
+    positions = torch.arange(32 * 4).view(-1, 32)
+    losses = []
+    for sample, places in zip(tokens, positions, strict=True):
+        optimizer.zero_grad()
+        ids = sample[None]
+        loss = model(input_ids=ids, position_ids=places[None], labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@scenario(ROWS, 2, 3)
+@on_rank_0
+def accelerate_test_ds_alst_ulysses_sp(folder: Path, stage: int) -> None:
+    """Its losses, each of which it prints, are those of whole sequences."""
+    program = SCRIPTS / "external_deps" / "test_ds_alst_ulysses_sp.py"
+    said = launch(folder, plugin(stage), program)
+    found = [float(word) for word in re.findall(r"^\d: loss=tensor\(([\d.]+)", said, re.MULTILINE)]
+    wanted = whole_sequence_losses(folder)
+    assert len(found) == len(wanted) == 4, said
+    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+    assert worst < 2e-4, (found, wanted)  # four digits are printed
+
+
+@scenario(ROWS, 2, 3)
+@on_rank_0
+def accelerate_test_script_and_test_ops(folder: Path, stage: int) -> None:
+    """Loaders, samplers, processes and collectives under DeepSpeed."""
+    for name in ("test_script", "test_ops"):
+        launch(folder, plugin(stage), SCRIPTS / f"{name}.py")
+
+
+def train_with_script(folder: Path, stage: int, name: str, *words: str) -> list[float]:
+    """Run trl's script in bf16 with its own configuration of this stage; returns the losses."""
+    package = Path(trl.__file__).parent
+    settings = ["--config_file", str(package / "accelerate_configs" / f"zero{stage}.yaml")]
+    data = stand_ins.TEXTS if name == "sft" else stand_ins.PAIRS
+    launch(
+        folder,
+        settings,
+        package / "scripts" / f"{name}.py",
+        *("--model_name_or_path", stand_ins.CAUSAL, "--dataset_name", data, "--output_dir", "out"),
+        *("--max_steps", str(STEPS), "--learning_rate", str(LR), "--max_length", "16"),
+        *("--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none"),
+        *("--save_strategy", "steps", "--save_steps", str(STEPS), *words),
+    )
+    last = folder / "out" / f"checkpoint-{STEPS}"
+    assert (last / "latest").read_text().strip() == f"global_step{STEPS}"
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(losses) == STEPS and all(map(math.isfinite, losses)), losses
+    return losses
+
+
+@scenario(ROWS, 1, 2, 3)
+@on_rank_0
+def trl_sft_script(folder: Path, stage: int) -> None:
+    losses = train_with_script(folder, stage, "sft")
+    assert sum(losses[-4:]) < 0.5 * sum(losses[:4]), losses
+    # What was saved is what was trained, whole.
+    model = AutoModelForCausalLM.from_pretrained(folder / "out").float()
+    read = stand_ins.tokenizer()(stand_ins.said(5, 12), return_tensors="pt")["input_ids"]
+    loss = model(input_ids=read, labels=read).loss.item()
+    assert abs(loss - losses[-1]) < 0.3 * losses[0], (loss, losses)
+
+
+@scenario(ROWS, 3)
+@on_rank_0
+def trl_sft_script_with_adapters(folder: Path, stage: int) -> None:
+    words = (
+        "--use_peft",
+        "--lora_r",
+        "4",
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "down_proj",
+    )
+    losses = train_with_script(folder, stage, "sft", *words)
+    assert losses[-1] < losses[0], losses
+    saved = load_file(folder / "out" / "adapter_model.safetensors")
+    assert saved and all(min(value.shape) > 0 and value.dim() == 2 for value in saved.values())
+    assert any(value.abs().max() > 0 for name, value in saved.items() if "lora_B" in name)
+
+
+@scenario(ROWS, 2)
+@on_rank_0
+def trl_reward_script(folder: Path, stage: int) -> None:
+    losses = train_with_script(folder, stage, "reward")
+    assert losses[-1] < losses[0], losses
+
+
+@scenario(ROWS, 3)
+@on_rank_0
+def trl_dpo_script(folder: Path, stage: int) -> None:
+    losses = train_with_script(folder, stage, "dpo")
+    assert abs(losses[0] - math.log(2)) < 0.01, losses  # both models are the same
+    assert losses[-1] < losses[0], losses
+
+
+def begin() -> None:
+    """The process group by which ranks wait."""
+    deepspeed.init_distributed("gloo")
+
+
+if __name__ == "__main__":
+    main(ROWS, begin, lambda: None)

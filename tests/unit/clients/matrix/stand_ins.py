@@ -1,0 +1,142 @@
+"""Folders in the place of what client libraries' own programs take from the hub: with the names
+that the programs ask for, relative to the folder that they run in, where the libraries look first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = [f"w{number}" for number in range(40)]
+CAUSAL, CLASSIFIER, TEXTS, PAIRS = "causal", "classifier", "texts", "pairs"
+HUB_LLAMA = "hf-internal-testing/tiny-random-LlamaForCausalLM"
+HUB_GPT2 = "sshleifer/tiny-gpt2"
+HUB_DATA, HUB_METRIC = "nyu-mll/glue", "glue"
+
+CARD = """---
+configs:
+- config_name: mrpc
+  data_files:
+  - split: train
+    path: mrpc/train.jsonl
+  - split: validation
+    path: mrpc/validation.jsonl
+---
+"""
+METRIC = '''"""The share of right answers, as the hub's metric of this name has it."""
+
+import datasets
+import evaluate
+
+
+class Glue(evaluate.Metric):
+    def _info(self):
+        whole = datasets.Value("int64")
+        features = datasets.Features({"predictions": whole, "references": whole})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        right = sum(a == b for a, b in zip(predictions, references, strict=True))
+        return {"accuracy": right / len(references)}
+'''
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word."""
+    words = {word: number for number, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *WORDS])}
+    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
+    )
+
+
+def llama(vocabulary: int = len(WORDS) + 3, **words: Any) -> LlamaConfig:
+    """Two small layers."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        **words,
+    )
+
+
+def said(start: int, length: int) -> str:
+    """Words that count up."""
+    return " ".join(WORDS[(start + number) % len(WORDS)] for number in range(length))
+
+
+def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """One line of JSON each."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+
+
+def sentences(count: int) -> Iterable[dict[str, Any]]:
+    """Pairs of sentences, the last word of which says the label."""
+    for number in range(count):
+        label = number * 5 // 3 % 2
+        # The last two words are kept for the label.
+        first, second = (
+            " ".join(WORDS[(factor * number + place) % 38] for place in range(3 + number % several))
+            for factor, several in ((7, 5), (11, 3))
+        )
+        yield {
+            "sentence1": first,
+            "sentence2": f"{second} {WORDS[38 + label]}",
+            "label": label,
+            "idx": number,
+        }
+
+
+def write_models(out: Path) -> None:
+    """Those of the hub, and two that a program's command line can name."""
+    torch.manual_seed(0)
+    # The programs' rate is 2e-5, which moves small weights alone in a few steps.
+    small = llama(initializer_range=0.002)
+    for model, name in (
+        (LlamaForSequenceClassification(small), CLASSIFIER),
+        (LlamaForCausalLM(llama()), CAUSAL),
+        (LlamaForCausalLM(llama(300)), HUB_LLAMA),
+    ):
+        model.save_pretrained(out / name)
+        tokenizer().save_pretrained(out / name)
+    tiny = GPT2Config(vocab_size=64, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(tiny).save_pretrained(out / HUB_GPT2)
+
+
+def write_data(out: Path) -> None:
+    """Data sets, and a metric."""
+    for split, count in (("train", 256), ("validation", 64)):
+        write_lines(out / HUB_DATA / "mrpc" / f"{split}.jsonl", sentences(count))
+    (out / HUB_DATA / "README.md").write_text(CARD, encoding="utf-8")
+    (out / HUB_METRIC).mkdir()
+    (out / HUB_METRIC / f"{HUB_METRIC}.py").write_text(METRIC, encoding="utf-8")
+    starts = range(64)
+    write_lines(out / TEXTS / "train.jsonl", ({"text": said(start, 12)} for start in starts))
+    write_lines(
+        out / PAIRS / "train.jsonl",
+        (
+            {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
+            for start in starts
+        ),
+    )
