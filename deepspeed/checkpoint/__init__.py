@@ -1,4 +1,25 @@
-"""Checkpoint format: names, files, and the tools that work on saved folders."""
+"""Checkpoint format: names, files, and the tools that work on saved folders. No runtime is needed.
+
+Folders:
+
+    file_names, constants             names of files, and of what is in them
+    manifest, checksum, verification  what a folder has to hold, and whether it does
+    files, retention                  publishing whole folders, and removing old ones
+    experts, parallel_degrees         which experts and which ranks files are of
+
+Files:
+
+    file_writer, streamed_file, host_copy      writing them, in pieces, from copies
+    torch_files, safetensors_files, dcp_files  the formats
+
+Tools, and what they stand on:
+
+    cli, ds_to_universal  the commands `ds_checkpoint` and `ds_to_universal`
+    resharding            what one run's ranks saved, for another's
+
+Upstream's views and helpers are `deepspeed_checkpoint`, `zero_checkpoint`, `universal_checkpoint`
+and `utils`.
+"""
 
 from deepspeed._lazy import lazy_attributes
 

@@ -2,6 +2,22 @@
 
 Everything is re-exported from `deepspeed.comm.comm` and its neighbours: `from deepspeed import comm
 as dist` is enough.
+
+    collectives, host_collectives, point_to_point  operations under upstream's names
+    coalesced, shard_ops                           several at once; on buffers of which every
+                                                   rank owns a part
+    reduce_op, constants                           operators and names
+    initialization, discovery                      the default process group, and how a process
+                                                   learns its rank
+    process_groups, group_creation, group_store    asking for groups, making them, keeping them
+    rank_lists, parallel_map                       which ranks share what
+    observation                                    who wants to hear of each operation
+    operation_log, logging_control                 statistics of operations, and their switch
+    intent                                         ranks compare what they are about to do
+    lone_waits, stuck_ranks                        ranks that wait for what does not come
+    stream_collectives                             collectives of a device whose work is deferred
+
+`config`, `utils`, `torch` and `ccl` have upstream's names for what is asked of them.
 """
 
 from typing import Any

@@ -4,6 +4,9 @@ when nodes come or go.
 Owns: the arithmetic (`elasticity`), its configuration block (`config`), the agent
 (`elastic_agent`), the `ds_elastic` command (`cli`). Does not own: the number of processes, which is
 the launcher's. Upstream's names, loaded on first use.
+
+`batch` resolves the batch of the ranks that are there; `constants` and `utils` are upstream's small
+files.
 """
 
 from __future__ import annotations

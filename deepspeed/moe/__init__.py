@@ -6,4 +6,7 @@ decisions inside a rank, `mappings` across tensor-parallel ranks, `experts` hold
 experts, `sharded_moe` joins them with the all-to-all over the expert group, `layer` is what a model
 uses, `utils` sorts parameters. Process groups are the engine's `ParallelMap`'s; reduction of expert
 gradients is the optimizers'.
+
+`auto_ep` spreads a model's own experts over ranks: `expert_rows` are parameters with a row per
+expert, and `owner_exchange` runs each token's experts where they are.
 """

@@ -1,1 +1,7 @@
-"""Monitors: where training metrics are written. `monitor.MonitorMaster` writes to all of them."""
+"""Monitors: where training metrics are written. `monitor.MonitorMaster` writes to all of them.
+
+base                                    the interface
+csv_monitor, tensorboard, wandb, comet  where to
+watch                                   a record of the run, and a page of it
+config                                  upstream's path of the blocks
+"""

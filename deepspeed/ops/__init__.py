@@ -1,4 +1,12 @@
-"""Optimizers and, as they come, native operators."""
+"""Optimizers and native operators.
+
+adam, adagrad, lamb, lion, muon  optimizers by their names
+host_optimizer                   those whose state lies on the host
+whole_parameters                 those that need more of a parameter than its shard
+flattening                       tensors as one, and back
+aio                              upstream's name of what this release does not have
+op_builder                       how native operators are built
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ training unless it is switched on.
 counted exactly once. `lowered_sizes()`: pieces of work so small that a small model has several.
 `memory_peak()`: who holds the simulated device's memory when most of it is in use.
 `check_budgets()`: what can hang for want of hardware queues and processors.
+
+Behind them: `streams` (the checker), `ledgers`, `sizes`, `memory`, `budgets`. `oracle` is the
+command `ds_verify`, which runs a user's model against one process.
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -3,6 +3,7 @@
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -169,3 +170,31 @@ def test_nobody_inside_goes_through_a_door() -> None:
                         yield node.lineno
 
     report(offences(find))
+
+
+HALL_ELSEWHERE = ("", "runtime", "ops/op_builder", *GRAB_BAGS)
+"""Folders whose files docs/architecture.md tells of, that are a link, or that have no subject."""
+
+
+def test_every_folder_has_a_hall() -> None:
+    """The docstring of a folder's `__init__` says what each of its files is for: who looks for a
+    place, or for a twin of what they are about to write, reads that and not thirty files.
+    """
+    folders: dict[str, list[str]] = {}
+    halls: dict[str, str] = {}
+    for source in sources():
+        path = Path(source.path)
+        if path.name == "__init__.py":
+            halls[path.parent.as_posix()] = ast.get_docstring(source.tree) or ""
+            path = path.parent
+        folders.setdefault(path.parent.as_posix(), []).append(path.stem)
+    skip = {Path(folder).as_posix() for folder in HALL_ELSEWHERE}
+    report(
+        [
+            f"{folder}/__init__.py: its docstring does not say what `{name}` is for"
+            for folder, names in folders.items()
+            if folder not in skip and len(names) > 2
+            for name in names
+            if not re.search(rf"\b{name}\b", halls.get(folder, ""))
+        ]
+    )

@@ -153,6 +153,14 @@ SEVERAL: list[tuple[Callable[[], None], dict[str, str], str]] = [
         {"comm/a.py": GOOD + 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": GOOD},
         "comm/a.py:2",
     ),
+    (
+        layers.test_every_folder_has_a_hall,
+        {
+            "comm/__init__.py": '"""Here are `a` and `b`."""\n',
+            **dict.fromkeys(("comm/a.py", "comm/b.py", "comm/abc.py"), GOOD),
+        },
+        "comm/__init__.py: .*`abc`",
+    ),
 ]
 
 

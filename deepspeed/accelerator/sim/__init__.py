@@ -6,4 +6,6 @@
 host wait, counted. `backward`: on which stream a gradient is made. `simulator`: all of them
 together.
 `deepspeed.accelerator.sim_accelerator` is the device that the package sees.
+
+`issue_log` keeps what a program issues, `static_memory` gradients as a captured graph's.
 """

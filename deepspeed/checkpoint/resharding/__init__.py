@@ -26,4 +26,6 @@ ranks, and of universal checkpoints, parameters are consolidated one by one. `ds
 there and writes them.
 
 Files are mapped, nothing communicates, and nothing here changes a model.
+
+`cut_parameters` knows the cuts of stage 3.
 """

@@ -8,6 +8,9 @@ divergence raises `CollectiveMismatchError` on every rank within seconds, naming
 each is about to do and where; so does a rank that never comes, that ended, or that waits in another
 operation. Switched on by ``"verify": {"collectives": true}``, by ``DS_VERIFY=collectives``, or
 here. All ranks switch it on or none does. Operations that bypass `deepspeed.comm` are not seen.
+
+`check` is the observer, `rules` what must agree, `pairs` messages between two ranks, and
+`intent_store` where ranks leave notes for each other.
 """
 
 from __future__ import annotations

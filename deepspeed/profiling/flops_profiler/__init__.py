@@ -1,5 +1,9 @@
 """The flops profiler: `FlopsProfiler` for a model that is trained, `get_model_profile` for one
 forward of a model at hand.
+
+    profiler        counts operations, parameters and time, module by module
+    module_profile  what was found out about one module
+    report, units   the figures as text
 """
 
 from deepspeed._lazy import lazy_attributes

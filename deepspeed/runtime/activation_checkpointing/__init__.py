@@ -1,5 +1,10 @@
 """Recomputed activations: `checkpointing` is the front door, which users reach as
 `deepspeed.checkpointing`.
+
+    settings, config  what was configured, and upstream's path of the block
+    saved_inputs      where inputs of checkpointed functions lie
+    random_states     what recomputation must find as forward found it
+    tensor_lists      flat argument lists, under upstream's names
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -13,4 +13,7 @@ is in it.
 Loading: `folder_choice` finds the folder and checks it, `optimizer_resharding` makes what other
 ranks have saved into this rank's optimizer state, `weight_resharding` takes this rank's slices of
 consolidated parameters.
+
+Stage 3: `sharded_weights` writes the weights and exports them whole, with every rank's experts by
+`whole_experts`; `sharded_loading` and `safetensors_loading` read them into shards.
 """

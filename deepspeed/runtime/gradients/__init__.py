@@ -28,4 +28,8 @@ Beside them stand those who watch:
 
 Called from `optimizers/`, `zero/`, `fp16/` and the engines above; imports `sharding/`, `streams`
 and `comm` only.
+
+For gradients that are complete otherwise than by one hook: `late` ones come after their bucket was
+sent, `sequence_parts` are summed over tensor-parallel ranks first. `overlay` keeps a narrow flat
+buffer in the memory of a wide one.
 """

@@ -1,5 +1,21 @@
 """Pipeline parallelism: topology, modules cut into stages, schedules, messages between stages, and
 the engine that runs them.
+
+    module, layer_spec, partition                      a model as a list of layers, and which
+                                                       stage has which
+    expert_layers                                      experts in such a list
+    topology                                           where every rank stands
+    schedule                                           which instructions each stage runs
+    schedule_text, simulator                           schedules for people, and run on paper
+    posting                                            when a stage may post its receives
+    engine, settings                                   runs a schedule; what it honours of a
+                                                       configuration
+    buffers, outputs                                   what a stage keeps of a micro-batch, and
+                                                       what a batch yields
+    split_backward                                     gradients of inputs now, of weights later
+    channel, stage_channels, wire, pending_sends, p2p  messages between stages
+    failure                                            one rank's failure is every rank's
+    layer_files                                        checkpoint files by layer
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -2,6 +2,8 @@
 
 `step_observer` is the interface, `training_events` what goes to the monitors, `step_figures` what
 `ds_watch` shows, `memory_breakdown` and `step_profile` the profilers.
+
+`mean_loss` is the loss of a step.
 """
 
 from __future__ import annotations
