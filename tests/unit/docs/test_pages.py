@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+INDEXED = ("benchmarks", "examples")
+"""Folders of programs, each with a page that names all of them."""
+FOLDERS = [ROOT / name for name in ("docs", ".github", *INDEXED)]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for top in FOLDERS for page in top.rglob("*.md"))])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
@@ -56,6 +59,13 @@ def test_every_page_is_listed() -> None:
     assert [
         page.name for page in DOCS.rglob("*.md") if page not in listed and page.name != "README.md"
     ] == []
+
+
+@pytest.mark.parametrize("folder", INDEXED)
+def test_every_program_is_listed(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    programs = [path.name for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".json")]
+    assert [name for name in sorted(programs) if f"`{name}`" not in index] == []
 
 
 def test_sources_and_tests_name_pages_that_exist() -> None:

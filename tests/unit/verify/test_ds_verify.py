@@ -138,23 +138,19 @@ def test_a_rank_that_does_not_go_on(function: str, timeout_s: float, text: str) 
 # Pure parts
 
 
+def bare_plan(**more: Any) -> Plan:
+    """A plan of a model that nobody builds."""
+    sizes: dict[str, Any] = {"numel": 1, "steps": 1, "schedules": 0, "seed": 0}
+    return make_plan(config_of(1), "m", None, Shape(2, 2, 4), **sizes, **more)
+
+
 def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: an error of a compiler that nobody asked for, or a lack of one, shown as a fault of
     the model; any other failure shown as harmless.
     """
 
     def row_of(backend: str, **failed: str) -> Row:
-        plan = make_plan(
-            config_of(1),
-            "m",
-            None,
-            Shape(2, 2, 4),
-            numel=1,
-            steps=1,
-            schedules=0,
-            backend=backend,
-            seed=0,
-        )
+        plan = bare_plan(backend=backend)
         session = Session()
         for run in plan.runs:
             session.outcomes[run.name] = Outcome(**(failed or {"failure": "was not reached"}))
@@ -283,18 +279,7 @@ def test_a_batch_norm_is_not_cut_otherwise() -> None:
     workload = Workload(torch.nn.BatchNorm1d(1), lambda step, micro, rank: torch.ones(4, 1))
     reason = uncuttable(workload, GlobalBatches(workload, Shape(2, 2, 4), steps=1))
     assert "BatchNorm" in reason
-    plan = make_plan(
-        config_of(1),
-        "m",
-        None,
-        Shape(2, 2, 4),
-        numel=1,
-        steps=1,
-        schedules=0,
-        backend="none",
-        seed=0,
-        no_split=reason,
-    )
+    plan = bare_plan(backend="none", no_split=reason)
     assert RunKind.SPLIT not in {run.kind for run in plan.runs}
     report = make_report(plan, Session(), {})
     assert [row.detail for row in report.rows if row.check == "accumulation invariance"] == [reason]
