@@ -77,7 +77,6 @@ STARTS: dict[str, tuple[tuple[Moment, ...], int]] = {
     "this package loads": ((Moment("import", "'deepspeed.launcher.launch'"),), -signal.SIGINT),
     "torch loads": ((Moment("import", "'torch._C'"),), -signal.SIGINT),
     # Kills: a handler that raises while the launch is set up, what was noted then not looked at.
-    "the reaper starts": ((Moment("subprocess.Popen", "reaper.py"),), 128 + signal.SIGINT),
     "the agent loads": ((Moment("import", AGENT, number=signal.SIGTERM),), 128 + signal.SIGTERM),
     # Kills: a watch that does not repeat the signal. The first one is what `nohup` ignores; kills:
     # handlers in place of that.

@@ -181,6 +181,9 @@ class TestReported(DistributedTest):
             if is_late:
                 time.sleep(1.5)
             act()
+            # It is written a moment after the others were asked what they wait for.
+            while not is_late and not said and time.monotonic() - started < LIMIT_S:
+                time.sleep(0.02)
             found = [(at, text) for at, text in said if f"s for {what}, which not all" in text]
             assert len(found) == (0 if is_late else 1), said
             for at, text in found:
