@@ -1,5 +1,5 @@
-"""Training a mixture of experts of transformers: experts spread over ranks (`expert_parallel`),
-stage 3 with leaf modules, and every rank with all experts, in turns.
+"""Training a mixture of experts of transformers: experts spread over ranks (`expert_parallel`) at
+stages 2 and 3, stage 3 with leaf modules, and every rank with all experts, in turns.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --experts 32 --hidden 256 --expert-width 512 --sequence 256
@@ -21,6 +21,7 @@ from turns import Ranks, median_ms, middle_half, paired_ratios, print_log, run_t
 
 SYSTEMS = {
     "spread": "experts spread, stage 2",
+    "spread_shards": "experts spread, stage 3",
     "leaves": "stage 3, leaf modules",
     "whole": "all experts on each rank, stage 2",
 }
@@ -33,6 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--spread-over", type=int, help="ranks of `expert_parallel`; default: all")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--experts", type=int, default=16, help="of a layer, over all ranks")
@@ -53,8 +55,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def worker_options(arguments: argparse.Namespace, system: str) -> list[str]:
     """The command line of the workers of a system."""
     names = ("layers", "hidden", "experts", "expert_width", "k", "batch", "sequence", "precision")
+    over = arguments.spread_over or arguments.ranks
     pairs = ((f"--{name.replace('_', '-')}", str(getattr(arguments, name))) for name in names)
-    return ["--system", system, *(word for pair in pairs for word in pair)]
+    return [
+        "--system",
+        system,
+        "--spread-over",
+        str(over),
+        *(word for pair in pairs for word in pair),
+    ]
 
 
 def table(systems: list[Ranks], arguments: argparse.Namespace) -> str:

@@ -21,14 +21,14 @@ VOCABULARY = 1024
 
 def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of the engine."""
-    stage = 3 if arguments.system == "leaves" else 2
-    ranks = dist.get_world_size()
+    stage = 3 if arguments.system in ("leaves", "spread_shards") else 2
+    is_spread = arguments.system in ("spread", "spread_shards")
     return {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": arguments.precision == "bf16"},
         "zero_optimization": {"stage": stage},
-        "expert_parallel": {"enabled": arguments.system == "spread", "autoep_size": ranks},
+        "expert_parallel": {"enabled": is_spread, "autoep_size": arguments.spread_over},
     }
 
 
@@ -94,7 +94,16 @@ def main() -> None:
     """Build the system and serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", required=True)
-    for name in ("layers", "hidden", "experts", "expert-width", "k", "batch", "sequence"):
+    for name in (
+        "layers",
+        "hidden",
+        "experts",
+        "expert-width",
+        "k",
+        "batch",
+        "sequence",
+        "spread-over",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--precision", required=True)
     arguments = parser.parse_args()

@@ -8,7 +8,8 @@ module's own forward computes, so that results are the model's own.
 
 Parameters keep their identity: optimizers and groups that clients made of them stay valid. To the
 outside the layer has whole experts: `state_dict()` gathers them, `load_state_dict()` takes the rows
-of this rank from whole ones.
+of this rank from whole ones. At ZeRO stage 3, where each rank has a shard of its rows, neither is
+so: `state_dict()` has no elements of them, as of what else is sharded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from deepspeed.moe.expert_rows import ExpertRows
 from deepspeed.moe.owner_exchange import run_on_owners
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.logging import logger
+from deepspeed.utils.tensor_fragment import logical_shape
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 # What gpt-oss calls them.
@@ -91,22 +93,35 @@ class SpreadExperts(nn.Module):
         Args:
             keep: Whether this rank wants them; otherwise the result is empty.
         """
-        group = self.parallel_map.experts(self.expert_group_name).expert.group
         found = {}
         for name, param in self.spread_params.items():
-            whole = param.new_empty((self.rows.num_experts, *param.shape[1:]))
-            dist.all_gather_into_tensor(whole, param.detach().contiguous(), group=group)
+            whole = self.with_all_rows(param.data)
             if keep:
                 found[name] = whole.cpu()
         return found
+
+    def with_all_rows(self, own: torch.Tensor) -> torch.Tensor:
+        """What one of the parameters is over all ranks, of this rank's rows. All ranks of the
+        expert group call it.
+        """
+        group = self.parallel_map.experts(self.expert_group_name).expert.group
+        whole = own.new_empty((self.rows.num_experts, *own.shape[1:]))
+        dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
+        return whole
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _gathers and not keep_vars:
-            for name, value in self.gathered().items():
-                destination[prefix + name] = value
+        if not _gathers or keep_vars:
+            return
+        if _is_sharded(self):
+            for name, param in self.spread_params.items():
+                _refuse_held(prefix + name, param)
+                destination[prefix + name] = destination[prefix + name].new_empty(0)
+            return
+        for name, value in self.gathered().items():
+            destination[prefix + name] = value
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -117,6 +132,23 @@ class SpreadExperts(nn.Module):
             if value is not None and len(value) == self.rows.num_experts:
                 own[prefix + name] = value.narrow(0, self.rows.first, len(param))
         super()._load_from_state_dict(own, prefix, *args, **kwargs)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether parameters are shards (ZeRO stage 3), which others make whole when they like."""
+    return any(hasattr(param, "ds_shape") for param in module.parameters(recurse=False))
+
+
+def _refuse_held(name: str, param: nn.Parameter) -> None:
+    """Raise for a shard that a script has had gathered: of the ranks that hold other rows perhaps
+    none is here.
+    """
+    if param.numel() and not getattr(param, "ds_persist", True):
+        raise MisuseError(
+            f"state_dict() of {name} inside deepspeed.zero.GatheredParameters has the experts of "
+            "this rank only: use engine.save_16bit_model(), or leave the block and call "
+            "engine._zero3_consolidated_16bit_state_dict() on all ranks"
+        )
 
 
 @contextmanager
@@ -158,7 +190,10 @@ def can_spread(module: nn.Module) -> bool:
         bool(params)
         and isinstance(num_experts, int)
         and len(params) == len(dict(module.named_parameters(recurse=False)))
-        and all(param.dim() > 1 and len(param) == num_experts for param in params.values())
+        and all(
+            len(shape) > 1 and shape[0] == num_experts
+            for shape in map(logical_shape, params.values())
+        )
         and _takes_routes(type(module))
     )
 
@@ -178,7 +213,8 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
 
     Raises:
         MisuseError: Other ranks hold other parts of the model, no experts are found or
-            they cannot be spread over so many ranks, or have been over others.
+            they cannot be spread over so many ranks, have been over others, or an adapter computes
+            with all of them.
     """
     what = f"expert_parallel.autoep_size: {ep_size}"
     if parallel_map.tensor.size > 1 or parallel_map.pipe.size > 1:
@@ -191,6 +227,13 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
         for name, module in model.named_modules()
         if can_spread(module)
     }
+    adapted = next((name for name in found if name.rpartition(".")[2] == "base_layer"), None)
+    if adapted is not None:
+        wrapper = model.get_submodule(adapted.rpartition(".")[0])
+        raise MisuseError(
+            f"{what}: {adapted} is inside a {type(wrapper).__name__}, which computes with all "
+            "experts (peft's target_parameters): let adapters be on other layers, or use 1"
+        )
     before = named_spread_experts(model)
     others = _other_experts(model)
     if not found and not before:

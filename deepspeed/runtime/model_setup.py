@@ -12,12 +12,11 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.experts import expert_prefix
-from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
@@ -146,7 +145,8 @@ def spread_experts(
     model: nn.Module, config: DeepSpeedConfig, parallel_map: ParallelMap, device: torch.device
 ) -> None:
     """Spread the model's own experts over ranks as `expert_parallel` says, in place: each rank
-    keeps some of those that the first rank has. Collective over the world.
+    keeps some of those that the first rank has. What `zero.Init` has cut over all ranks is whole
+    module by module, and cut over those that hold the same experts. Collective over the world.
 
     Args:
         model: The model, wherever it is.
@@ -155,26 +155,25 @@ def spread_experts(
         device: Where to communicate from.
 
     Raises:
-        DeepSpeedConfigError: At stage 3.
+        DeepSpeedConfigError: Another engine shards the model (stage 3).
         MisuseError: The model has no experts that can be spread, or not by that size.
     """
     block = config.tree.expert_parallel
     if not block.enabled or block.autoep_size == 1:
         return
-    if config.zero_optimization_stage == ZeroStageEnum.weights:
-        raise DeepSpeedConfigError(
-            "expert_parallel.enabled: true at ZeRO stage 3 is not supported, which shards experts "
-            "itself; use zero_optimization.stage 0, 1 or 2, or false"
-        )
-    # optional: only a model with experts needs it
+    # optional: only a model with experts needs them
     from deepspeed.moe import auto_ep
+    from deepspeed.runtime.zero.model_sharding import cut_anew
 
     size = block.autoep_size
     auto_ep.check_spread(model, size, parallel_map)
     parallel_map.make_experts(size, config.tree.use_data_before_expert_parallelism)
     for module in auto_ep.spreadable(model):
-        broadcast_tensors(module.parameters(), parallel_map.replicas.group, device)
-        auto_ep.spread(module, size, parallel_map)
+        params = list(module.parameters())
+        sharers = OptimizerInstances(parallel_map.experts(f"ep_size_{size}").data.group)
+        with cut_anew(params, sharers):
+            broadcast_tensors(params, parallel_map.replicas.group, device)
+            auto_ep.spread(module, size, parallel_map)
 
 
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:

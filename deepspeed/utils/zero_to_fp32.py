@@ -245,14 +245,21 @@ class LazyTensor:
         """Size in memory."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def elements(self) -> list[torch.Tensor]:
+        """The pieces, each 1-D, without padding."""
+        found, left = [], self.shape.numel()
+        for piece in self.pieces:
+            found.append(piece.reshape(-1)[:left])
+            left -= found[-1].numel()
+        return found
+
     def contiguous(self) -> torch.Tensor:
         """The whole tensor, in memory of its own."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         flat, at = whole.view(-1), 0
-        for piece in self.pieces:
-            count = min(piece.numel(), flat.numel() - at)
-            flat[at : at + count].copy_(piece.reshape(-1)[:count])
-            at += count
+        for piece in self.elements():
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
         if at != flat.numel():
             raise ValueError(f"a tensor of {flat.numel()} elements has only {at} in its files")
         return whole
@@ -776,13 +783,13 @@ def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> t
     return partitioned, partitioned * world_size - unpartitioned_numel
 
 
-def _counts_of_groups(folder: str, model_file: str, groups: int) -> tuple[list[int], bool]:
+def _counts_of_groups(folder: str, model: Mapping[str, Any]) -> tuple[list[int], bool]:
     """Over how many ranks each group of parameters is cut: experts over those that hold the same
     ones; and whether these are neighbours.
     """
     saved = _read(get_optim_files(folder)[0])["optimizer_state_dict"]["partition_count"]
-    counts = saved if isinstance(saved, list) else [saved] * groups
-    return counts, _comes_data_first(_read(model_file))
+    counts = saved if isinstance(saved, list) else [saved] * len(model["param_shapes"])
+    return counts, _comes_data_first(model)
 
 
 def _comes_data_first(model: Mapping[str, Any]) -> bool:
@@ -858,7 +865,7 @@ def _read_stage3(
             f"expected the model files of {world_size} ranks under '{folder}' but found "
             f"{len(models)} files"
         )
-    first = models[0]
+    first, content = models[0], _read(model_files[0])
     state: dict[str, LazyTensor] = {}
     for rank, path in enumerate(model_files):
         experts = _HeldExperts(_read(path), rank, world_size)
@@ -867,13 +874,14 @@ def _read_stage3(
     if not exclude_frozen:
         state |= _frozen_of_stage3(model_files)
     starts = [0, *accumulate(buffer.numel() for buffer in flat_groups[0])]
-    counts, data_first = _counts_of_groups(folder, model_files[0], len(first.param_shapes))
-    held = _experts_per_rank(_read(model_files[0])["module"] or {})
+    counts, data_first = _counts_of_groups(folder, content)
+    held = _experts_per_rank(content["module"] or {})
     offset = 0
     for group, count in zip(first.param_shapes, counts, strict=True):
         shares = world_size // count  # different experts
         for name, shape in group.items():
             partitioned, _ = zero3_partitioned_param_info(shape.numel(), count)
+            rows: list[torch.Tensor] = []
             for share in range(shares):
                 ranks = (
                     range(share * count, (share + 1) * count)
@@ -881,8 +889,12 @@ def _read_stage3(
                     else range(share, world_size, shares)
                 )
                 own = [flat_groups[rank] for rank in ranks]
+                part = GatheredTensor(own, starts, offset, partitioned, shape)
                 of_all = _renumber(name, {prefix: size * share for prefix, size in held.items()})
-                state[of_all] = GatheredTensor(own, starts, offset, partitioned, shape)
+                state[of_all] = part
+                rows += part.elements()
+            if _expert_ranks_of(name, content) > 1:
+                state[name] = LazyTensor(rows, _whole(shape, shares))
             offset += partitioned
     # Buffers may be padded so that ranks communicate in aligned pieces; more than that are elements
     # of another model.

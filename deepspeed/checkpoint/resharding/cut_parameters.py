@@ -36,11 +36,13 @@ class GroupCut(NamedTuple):
         shapes: Name and shape of each; experts are numbered over all ranks.
         ranks: Over how many.
         place: Which of them the rank is.
+        firsts: Name -> where the rank's experts begin in a parameter with a row for each of all.
     """
 
     shapes: Mapping[str, torch.Size]
     ranks: int
     place: int
+    firsts: Mapping[str, int]
 
 
 def cuts_of(
@@ -49,6 +51,7 @@ def cuts_of(
     rank: int,
     ranks: int,
     data_first: bool,
+    packed: PackedExperts,
 ) -> list[GroupCut] | None:
     """How each group is cut; None if that does not fit the number of files.
 
@@ -58,9 +61,10 @@ def cuts_of(
         rank: Whose shards they are, of
         ranks: those that have files.
         data_first: See `experts.expert_rank`.
+        packed: Which parameters have a row for each expert.
     """
     if isinstance(counts, int):
-        return [GroupCut(shapes, counts, rank) for shapes in groups] if counts == ranks else None
+        return [GroupCut(own, counts, rank, {}) for own in groups] if counts == ranks else None
     if len(counts) != len(groups) or any(ranks % count for count in counts):
         return None
     per_rank = experts_per_rank(name for shapes in groups for name in shapes)
@@ -69,7 +73,11 @@ def cuts_of(
         share, place = share_and_place(rank, ranks, ranks // count, data_first)
         offsets = {prefix: held * share for prefix, held in per_rank.items()}
         named = {renumbered(name, offsets): shape for name, shape in shapes.items()}
-        cuts.append(GroupCut(named, count, place))
+        firsts = {
+            name: packed.first_element(name, shape, rank, ranks, data_first)
+            for name, shape in shapes.items()
+        }
+        cuts.append(GroupCut(named, count, place, firsts))
     return cuts
 
 
@@ -130,11 +138,11 @@ def cut_runs(cuts: Sequence[GroupCut], starts: Sequence[int]) -> tuple[list[list
     """
     runs: list[list[Run]] = [[] for _ in starts[1:]]
     at = 0
-    for shapes, ranks, place in cuts:
+    for shapes, ranks, place, firsts in cuts:
         for name, shape in shapes.items():
             cut, _ = zero3_partitioned_param_info(shape.numel(), ranks)
-            first = place * cut
-            done, own = 0, max(0, min(cut, shape.numel() - first))
+            first = firsts.get(name, 0) + place * cut
+            done, own = 0, max(0, min(cut, shape.numel() - place * cut))
             while done < own and at + done < starts[-1]:
                 index = bisect_right(starts, at + done) - 1
                 numel = min(own - done, starts[index + 1] - at - done)

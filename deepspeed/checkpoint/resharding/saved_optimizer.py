@@ -260,7 +260,7 @@ class SavedOptimizer:
         starts = [0, *accumulate(buffer.numel() for buffer in buffers)]
         data_first = comes_data_first(model)
         counts = state[keys.PARTITION_COUNT]
-        cuts = cuts_of(parameter_shapes(model), counts, rank, count, data_first)
+        cuts = cuts_of(parameter_shapes(model), counts, rank, count, data_first, self._packed)
         runs, end = cut_runs(cuts or [], starts)
         if cuts is None or len(numbers) != len(buffers) or starts[-1] < end:
             raise CheckpointError(

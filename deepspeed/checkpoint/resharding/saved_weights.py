@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import of_first_expert
+from deepspeed.checkpoint.experts import PackedExperts, of_first_expert
 from deepspeed.checkpoint.files import (
     CheckpointError,
     has_weights_in_shards,
@@ -209,7 +209,12 @@ def saved_state(model: Mapping[str, Any], in_shards: bool) -> dict[str, Any]:
     state = dict(model[keys.MODULE])
     if not in_shards:
         return state
-    shapes = {name: shape for group in parameter_shapes(model) for name, shape in group.items()}
+    packed = PackedExperts(model)
+    shapes = {
+        name: packed.whole_shape(name, shape)
+        for group in parameter_shapes(model)
+        for name, shape in group.items()
+    }
     shapes |= model.get(keys.FROZEN_PARAM_SHAPES) or {}
     first = tied_names(model)
     for name in set(state) - set(model[keys.BUFFER_NAMES]):

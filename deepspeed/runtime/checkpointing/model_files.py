@@ -205,9 +205,10 @@ class ModelFiles:
 
     def collect(self, is_writer: bool) -> None:
         """Gather what this rank's files have of other ranks' weights; called by all ranks before
-        any of them writes.
+        any of them writes. Shards stand in files as they are.
         """
-        self.gathered = gathered_experts(self.module, keep=is_writer)
+        if not self.is_sharded:
+            self.gathered = gathered_experts(self.module, keep=is_writer)
 
     def put(self, put: Put, node: StorageNode, state: dict[str, Any], exclude_frozen: bool) -> None:
         """Give `put` what has files of its own: layers and experts. All ranks call it.

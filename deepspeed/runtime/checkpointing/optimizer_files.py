@@ -242,11 +242,16 @@ class OptimizerFiles:
         )
         if self.experts.are_spread and data_before_experts != self._data_before_experts:
             return None
-        path, in_other_dtype = (
-            os.path.join(folder, self._shard_file(shard, bf16))
-            for bf16 in (self._bf16, not self._bf16)
+        path, in_other_dtype, of_experts = (
+            os.path.join(folder, name)
+            for name in (
+                self._shard_file(shard, self._bf16),
+                self._shard_file(shard, not self._bf16),
+                file_names.expert_optimizer_file(0, self._part),
+            )
         )
-        if not os.path.isfile(path) and os.path.isfile(in_other_dtype):
+        is_otherwise = os.path.isfile(in_other_dtype) or os.path.isfile(of_experts)
+        if not os.path.isfile(path) and is_otherwise:
             return None
         state: dict[str, Any] = read_file(path)[keys.OPTIMIZER_STATE_DICT]
         return state

@@ -16,11 +16,11 @@ from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, together
 from deepspeed.checkpoint.safetensors_files import SafetensorsFolder
 from deepspeed.comm.initialization import ensure_distributed
+from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.sharded_loading import own_fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
-from deepspeed.utils.tensor_fragment import logical_shape
 
 
 class LoadedSafetensors(NamedTuple):
@@ -128,10 +128,11 @@ class _Loading:
 
     def _check(self, name: str, tensor: torch.Tensor, source: str) -> None:
         saved = self.files.tensors[source]
-        if saved.shape != logical_shape(tensor):
+        shape = whole_shape(tensor) if is_zero_param(tensor) else tensor.shape
+        if saved.shape != shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(saved.shape)} in {saved.path}, in this model "
-                f"{tuple(logical_shape(tensor))}"
+                f"{tuple(shape)}"
             )
         if saved.dtype.is_floating_point != tensor.is_floating_point():
             raise CheckpointError(f"{name} is {saved.dtype} in {saved.path}, here {tensor.dtype}")

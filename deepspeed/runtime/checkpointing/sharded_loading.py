@@ -34,6 +34,7 @@ from deepspeed.checkpoint.resharding.saved_weights import (
     tied_names,
     weight_pieces,
 )
+from deepspeed.moe.expert_rows import first_element
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.weight_resharding import foreign_names, sliced_values
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
@@ -114,7 +115,8 @@ def read_shard_weights(
     group = record_of(next(iter(targets.values()))).group if targets else None
     is_alike = (
         in_shards
-        and not files.experts.layers
+        and not files.experts.are_spread
+        and not model.get(keys.AUTOEP_LAYERS_KEY)
         and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
     )
     pieces = weight_pieces(folder, targets, dist.get_rank(group=group) if is_alike else None)
@@ -142,9 +144,12 @@ def _own_experts(files: ModelFiles, folder: str, model: Mapping[str, Any]) -> di
 
 
 def own_fragment(param: torch.Tensor) -> Fragment:
-    """Which elements of a parameter are this rank's."""
+    """Which elements of a parameter are this rank's; of experts that are spread, those of all
+    ranks' rows are counted.
+    """
     record = record_of(param)
-    return record.table.fragment(0, dist.get_rank(group=record.group))
+    own = record.table.fragment(0, dist.get_rank(group=record.group))
+    return own._replace(param_start=first_element(param) + own.param_start)
 
 
 def _take(
@@ -190,7 +195,9 @@ def _of_slices(
             continue
         seen[name] = torch.empty(value.shape, device="meta")
         if own in wanted and own not in parts:
-            parts[own] = record_of(own).own_part(value).clone()
+            place = own_fragment(own)
+            flat = value.reshape(-1)
+            parts[own] = flat[place.param_start : place.param_start + place.numel].clone()
     files.check(rest | seen | foreign_names(files, slices), strict)
     return ShardWeights(rest, parts)
 

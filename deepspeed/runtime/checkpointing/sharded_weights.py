@@ -16,6 +16,8 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.checkpoint.streamed_file import StreamedFile
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.moe.auto_ep import named_spread_experts
+from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.whole_experts import (
     in_order,
@@ -26,7 +28,6 @@ from deepspeed.runtime.checkpointing.whole_experts import (
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
-from deepspeed.utils.tensor_fragment import logical_shape
 
 
 def placeholders(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -45,16 +46,22 @@ def _sharded_names(module: nn.Module) -> Iterator[str]:
 def whole_parameters(
     offload: DeepSpeedZeRoOffload, exclude_frozen_parameters: bool
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter with its value, which is there until the next is asked for. All ranks go
-    through all of them.
+    """Each parameter with its value, which is there until the next is asked for, experts that are
+    spread with the rows of all ranks. All ranks go through all of them.
 
     Gathered unit by unit: of what does not persist a rank holds one unit at a time.
     """
+    experts = {
+        param: module
+        for _, module in named_spread_experts(offload.module)
+        for param in module.spread_params.values()
+    }
     for unit in (*offload.units, *offload.persistent_units):
         chosen = [p for p in unit.params if p.requires_grad or not exclude_frozen_parameters]
         hold_whole(chosen)
         for param in chosen:
-            yield param, param.data
+            spread = experts.get(param)
+            yield param, param.data if spread is None else spread.with_all_rows(param.data)
         let_go(chosen)
 
 
@@ -87,7 +94,7 @@ def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_paramete
         return
     # Memory that nobody touches takes no room.
     places = {
-        (param, number): torch.empty(logical_shape(param), dtype=param.dtype)
+        (param, number): torch.empty(whole_shape(param), dtype=param.dtype)
         for unit in (*offload.units, *offload.persistent_units)
         for param in unit.params
         if param.requires_grad or not exclude_frozen_parameters

@@ -7,7 +7,8 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -21,11 +22,13 @@ from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathered_parameters import hold_whole
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.units import fine_grained
 from deepspeed.runtime.zero.zero_parameter import (
+    become_plain,
     cut_parameters,
     hide,
     is_zero_param,
@@ -116,6 +119,33 @@ def shard_model(
                 module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
     return DeepSpeedZeRoOffload(model, instances, settings_of(zero, ranks.replicas), names, cut)
+
+
+@contextmanager
+def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Iterator[None]:
+    """Ordinary, whole parameters inside, of which those that `zero.Init` has cut are cut for other
+    ranks afterwards, with the elements that they have then. All ranks that they are cut for enter
+    it.
+
+    Args:
+        params: Parameters; those that are whole are left alone.
+        sharers: Who shares them afterwards.
+
+    Raises:
+        DeepSpeedConfigError: An engine has them.
+    """
+    cut = [param for param in params if is_zero_param(param)]
+    for param in cut:
+        if record_of(param).unit is not None:
+            raise DeepSpeedConfigError(
+                f"expert_parallel: an engine before this one shards {record_of(param).label} (ZeRO "
+                "stage 3) over all ranks; call its destroy() first"
+            )
+    hold_whole(cut)
+    for param in cut:
+        become_plain(param, param.data)
+    yield
+    cut_parameters(cut, sharers)
 
 
 def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:

@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "masters of stage 3 are those of another rank",
         "deepspeed/checkpoint/resharding/cut_parameters.py",
-        (("first = place * cut\n", "first = (ranks - 1 - place) * cut\n"),),
+        (("+ place * cut\n", "+ (ranks - 1 - place) * cut\n"),),
         "tests/unit/v1/checkpoint/test_stage3.py",
         "TestResume and fp32",
     ),
@@ -51,6 +51,39 @@ FAULTS = (
         "rows of experts are exported in the order of the ranks",
         "deepspeed/utils/zero_to_fp32.py",
         (("sorted(pieces, key=lambda found: found[0])", "pieces"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "rows of experts are taken for the first ones in shards of stage 3",
+        "deepspeed/checkpoint/resharding/cut_parameters.py",
+        (("first = firsts.get(name, 0) + place * cut", "first = place * cut"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "every rank of stage 3 reads the first rows of experts that are not trained",
+        "deepspeed/runtime/checkpointing/sharded_loading.py",
+        (("param_start=first_element(param) + own.param_start", "param_start=own.param_start"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "the rows of experts that ranks of stage 3 share last are exported first",
+        "deepspeed/utils/zero_to_fp32.py",
+        (
+            (
+                "                rows += part.elements()",
+                "                rows[:0] = part.elements()",
+            ),
+        ),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
+    Fault(
+        "one rank's experts are saved in 16 bit as if they were all",
+        "deepspeed/runtime/checkpointing/sharded_weights.py",
+        (("param.data if spread is None else spread.with_all_rows(param.data)", "param.data"),),
         "tests/unit/v1/moe/test_auto_ep.py",
         "files",
     ),

@@ -42,4 +42,31 @@ FAULTS = (
         STAGE_3_EXPERTS,
         "export",
     ),
+    Fault(
+        "experts of stage 3 are shared by ranks that hold others",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (("        holders = ranks.holders(param)\n", "        holders = ranks.replicas\n"),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "equals",
+    ),
+    Fault(
+        "the norm counts experts as if all ranks held them",
+        "deepspeed/runtime/optimizers/master_weights.py",
+        (
+            (
+                "            squares[self._param_group_of(index)] += own\n",
+                "            share = self.groups[index].num_shards / self.num_shards\n"
+                "            squares[self._param_group_of(index)] += own * share\n",
+            ),
+        ),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "equals",
+    ),
+    Fault(
+        "experts of zero.Init stand whole until the last is spread",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (("    cut_parameters(cut, sharers)\n", ""),),
+        "tests/unit/v1/moe/test_auto_ep.py",
+        "files",
+    ),
 )

@@ -15,6 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.expert_rows import rows_of
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils.tensor_fragment import logical_shape
 from unit.clients.architectures import ARCHITECTURES, LENGTH, VOCABULARY, Architecture, text
 from unit.v1.checkpoint.runs import by_name
 
@@ -136,10 +137,19 @@ class Case:
             "gradient_clipping": CLIP,
             "optimizer": {"type": "SGD", "params": {"lr": LR}},
             "bf16": {"enabled": self.precision == "bf16"},
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 2000},
+            "zero_optimization": zero_block(self.stage),
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
             **dict(self.options),
         }
+
+
+def zero_block(stage: int) -> dict[str, Any]:
+    """With several buckets; of stage 3 biases of experts persist, and weights may be gathered."""
+    block: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2000}
+    if stage == 3:
+        block["stage3_param_persistence_threshold"] = 200
+        block["stage3_gather_16bit_weights_on_model_save"] = True
+    return block
 
 
 def batch(model: Any, step: int, rank: int, micro: int) -> dict[str, torch.Tensor]:
@@ -177,18 +187,21 @@ def take_step(model: Any, norm: float) -> None:
 def own_rows(whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """What of a whole parameter is this rank's."""
     rows = rows_of(param)
-    return whole if rows is None else whole[rows.first : rows.first + len(param)]
+    return whole if rows is None else whole.narrow(0, rows.first, logical_shape(param)[0])
 
 
 def own_grad(param: nn.Parameter) -> torch.Tensor:
     """What the next step will use of the gradient."""
     grad = safe_get_full_grad(param) if hasattr(param, "_hp_mapping") else param.grad
-    return torch.zeros_like(param) if grad is None else grad
+    return param.new_zeros(logical_shape(param)) if grad is None else grad
 
 
 def own_value(param: nn.Parameter) -> torch.Tensor:
     """The master weight, or the parameter."""
-    return safe_get_full_fp32_param(param) if hasattr(param, "_hp_mapping") else param.detach()
+    if hasattr(param, "_hp_mapping"):
+        return safe_get_full_fp32_param(param)
+    with deepspeed.zero.GatheredParameters(param):
+        return param.detach().clone()
 
 
 def started(case: Case) -> Any:
