@@ -7,6 +7,7 @@ Iterating over parameters tells those whose class has `ds_was_listed`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,8 +41,14 @@ class ParameterDict(dict[str, Any]):
             if heard is not None:
                 heard(param)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A plain dictionary, unless a copy of a parameter is told things too."""
+        copied = {name: copy.deepcopy(param, memo) for name, param in super().items()}
+        told = any(hasattr(type(param), "ds_was_read") for param in copied.values())
+        return ParameterDict(copied) if told else copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and pickled as the plain dictionary that it stands for."""
+        """Pickled as the plain dictionary that it stands for."""
         return dict, (dict(super().items()),)
 
 

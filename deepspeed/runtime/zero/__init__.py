@@ -16,6 +16,7 @@ Parameters of stage 3, from how they are cut to who has them whole:
     model_sharding                  a model that was built plainly, taken over
     late_parameters                 adapters and heads that come afterwards
     zero_parameter                  what a parameter of stage 3 is
+    ordinary_copies, module_hooks   what is copied of a parameter, and of a module
     shard_memory, secondary_shards  where shards lie, and a second time within a node
     units                           which parameters are gathered together, found in the model
     gather_unit, memory_pool        one gather, and the memory of what is gathered

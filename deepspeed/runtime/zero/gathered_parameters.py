@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.memory_pool import poison
+from deepspeed.runtime.zero.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.zero_parameter import (
     ZeroParamStatus,
     hide,
@@ -35,7 +36,6 @@ from deepspeed.runtime.zero.zero_parameter import (
     is_zero_param,
     note_value,
     only_group,
-    ordinary_copies,
     record_of,
     show,
 )

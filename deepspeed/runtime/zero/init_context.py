@@ -32,11 +32,11 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
+from deepspeed.runtime.zero.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.shard_memory import ShardMemory
 from deepspeed.runtime.zero.zero_parameter import (
     cut_parameters,
     is_zero_param,
-    ordinary_copies,
     record_of,
 )
 

@@ -74,6 +74,7 @@ def shard_model(
     wanted = None if dtype == torch.float32 else dtype
     _refuse_parts(ranks)
     _refuse_experts(zero, ranks)
+    _refuse_scripted(model)
     instances = ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances)
 
     def sharers(param: nn.Parameter) -> OptimizerInstances:
@@ -221,6 +222,17 @@ def _refuse_experts(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
             raise DeepSpeedConfigError(
                 f"zero_optimization.{key}: {number} at stage 3 with experts (groups "
                 f"{sorted(ranks.experts)}) is not supported; leave it out"
+            )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise DeepSpeedConfigError(
+                f"zero_optimization.stage: 3 with {name or 'the model'}, which torch.jit has "
+                "compiled, is not supported: its forward reads parameters where no hook can gather "
+                "them. Give the module as it was before torch.jit.script, and use engine.compile() "
+                "or torch.compile; or use stage 1 or 2"
             )
 
 

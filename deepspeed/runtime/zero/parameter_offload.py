@@ -36,6 +36,7 @@ from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
 from deepspeed.runtime.zero.memory_pool import PoolBuffer
+from deepspeed.runtime.zero.module_hooks import ModuleHook
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     in_backward,
@@ -277,9 +278,9 @@ class DeepSpeedZeRoOffload:
             if (below is self.module or self._uses.get(below)) and is_called(below):
                 self.forward_hooks += [
                     below.register_forward_pre_hook(
-                        self._before_forward, with_kwargs=True, prepend=True
+                        ModuleHook(self._before_forward), with_kwargs=True, prepend=True
                     ),
-                    below.register_forward_hook(self._after_forward, always_call=True),
+                    below.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
                 ]
         self._give_gradients_a_shape()
 
@@ -374,6 +375,8 @@ class DeepSpeedZeRoOffload:
 
     def _buffer_of(self, tensor: torch.Tensor) -> PoolBuffer | None:
         """The gathered memory that a tensor lies in."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.layout is not torch.strided:
             return None
         buffer = self.resources.whole.by_pointer.get(tensor.untyped_storage().data_ptr())

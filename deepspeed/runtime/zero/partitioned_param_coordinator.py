@@ -131,12 +131,13 @@ class PartitionedParameterCoordinator:
         added = 0 if unit in self._ahead or unit.is_whole else unit.numel
         if added:
             self._make_room(added)
-        unit.fetch()  # if it fails, nothing of it is counted
-        self._ahead.pop(unit, None)
-        if unit.is_fused and unit not in self._last_fused:
-            self._last_fused.append(unit)
-        self.live_numel += added
-        self._prefetch()
+        with torch._C._DisableFuncTorch():  # what vmap or jvp run makes plain tensors here too
+            unit.fetch()  # if it fails, nothing of it is counted
+            self._ahead.pop(unit, None)
+            if unit.is_fused and unit not in self._last_fused:
+                self._last_fused.append(unit)
+            self.live_numel += added
+            self._prefetch()
 
     def _end_fused(self) -> None:
         """What is used from now on is not the unit that was used last."""

@@ -283,17 +283,25 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with a copy of the value.
+        """Of one that is whole an ordinary parameter with a copy of the value; of one that is
+        sharded a copy of the shard.
 
         Raises:
-            RuntimeError: If it is sharded.
+            RuntimeError: If it is sharded and an engine has it, whose hooks a module's copy would
+                share.
         """
-        if id(self) not in memo and self._zero3.status is not ZeroParamStatus.AVAILABLE:
-            raise RuntimeError(_refusal(self._zero3, "deepcopy"))
-        return plain_copy(self, memo)
+        if self._zero3.status is ZeroParamStatus.AVAILABLE:
+            return plain_copy(self, memo)
+        if self._zero3.unit is not None:
+            raise RuntimeError(refusal(self._zero3, "deepcopy"))
+        if id(self) not in memo:
+            memo[id(self)] = _sharded_copy(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
 
-def _refusal(record: ShardRecord, what: str) -> str:
+def refusal(record: ShardRecord, what: str) -> str:
+    """What is told to who computes with a sharded parameter."""
     return (
         f"{what}: {record.label} is sharded (ZeRO stage 3), so its elements are not here. Read or "
         "change it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=...)`; a "
@@ -345,7 +353,7 @@ class ShardedParameter(ZeroParameter):
             found = (arg for arg in given if isinstance(arg, ShardedParameter))
             sharded = next(found, None)
             if sharded is not None and sharded._zero3.numel:
-                raise RuntimeError(_refusal(sharded._zero3, name))
+                raise RuntimeError(refusal(sharded._zero3, name))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -369,39 +377,6 @@ def record_of(param: torch.Tensor) -> ShardRecord:
     """What is known of a parameter of stage 3; callers have asked `is_zero_param`, or cut it."""
     record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
     return record
-
-
-class _OrdinaryCopies:
-    """Between `begin` and `end`, `nn.Parameter(parameter)` makes an ordinary parameter of one of
-    stage 3 that is whole, as of any other; torch itself refuses subclasses (torch's `weight_norm`
-    and other parametrizations make such copies). May be nested.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._original: Any = None
-
-    def begin(self) -> None:
-        """Let copies be made."""
-        if self._depth == 0:
-            self._original = nn.Parameter.__dict__["__new__"]
-            nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign]  # until `end`
-        self._depth += 1
-
-    def end(self) -> None:
-        """The end of `begin`."""
-        self._depth -= 1
-        if self._depth == 0:
-            nn.Parameter.__new__ = self._original  # type: ignore[method-assign]  # what it was
-
-    def _new(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) is ShardedParameter:
-            raise RuntimeError(_refusal(data._zero3, "nn.Parameter"))
-        plain = data.data if type(data) is ZeroParameter else data
-        return self._original.__func__(cls, plain, requires_grad)
-
-
-ordinary_copies = _OrdinaryCopies()
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -440,6 +415,17 @@ def hide(param: nn.Parameter) -> None:
     param.data = placeholder(record.shard.dtype, record.device)
     record.status = ZeroParamStatus.NOT_AVAILABLE
     param.__class__ = ShardedParameter
+
+
+def _sharded_copy(param: ZeroParameter) -> nn.Parameter:
+    """A parameter with a shard of its own, sharded as `param` is. All ranks make it."""
+    of = param._zero3
+    copied = nn.Parameter(placeholder(of.shard.dtype, of.device), param.requires_grad)
+    record = ShardRecord(of.shape, of.shard.clone(), of.instances, of.made_in, of.device)
+    record.on_read, record.is_read_by_iteration = of.on_read, of.is_read_by_iteration
+    copied._zero3 = record  # type: ignore[attr-defined]  # the record is dynamic
+    hide(copied)
+    return copied
 
 
 def become_plain(param: nn.Parameter, whole: torch.Tensor) -> None:

@@ -56,12 +56,12 @@ FAULTS = (
         "deepspeed/runtime/zero/partitioned_param_coordinator.py",
         (
             (
-                "        unit.fetch()  # if it fails",
-                "        self.live_numel += added\n        unit.fetch()  # if it fails",
+                "            unit.fetch()  # if it fails",
+                "            self.live_numel += added\n            unit.fetch()  # if it fails",
             ),
             (
-                "        self.live_numel += added\n        self._prefetch()",
-                "        self._prefetch()",
+                "            self.live_numel += added\n            self._prefetch()",
+                "            self._prefetch()",
             ),
         ),
         "tests/unit/v1/zero/test_stage3_modes.py",
@@ -293,5 +293,12 @@ FAULTS = (
         (("for key in self._host.defaults if key in mine", "for key in ()"),),
         "tests/unit/v1/offload/test_stage3_partial_offload.py",
         "half_precision",
+    ),
+    Fault(
+        "a copy of a sharded parameter has the same shard",
+        "deepspeed/runtime/zero/zero_parameter.py",
+        (("of.shard.clone()", "of.shard"),),
+        "tests/unit/v1/zero/test_stage3_modules.py",
+        "copies_of_shards",
     ),
 )

@@ -168,7 +168,6 @@ class TestInterface(DistributedTest):
             lambda: nn.init.ones_(param),
             lambda: nn.init.normal_(param),  # it goes on with keywords
             lambda: param + 1,
-            lambda: copy.deepcopy(param),
         ):
             with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
                 action()

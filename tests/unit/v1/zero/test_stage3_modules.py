@@ -1,0 +1,285 @@
+"""Modules that use their parameters in other ways than a forward of their own: torch's attention,
+recurrent cells, parametrizations, clones, function transforms.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jvp
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import GatheredParameters, Init
+from unit.common import DistributedTest
+from unit.v1.zero.stage3_models import SHARDED
+
+WIDTH = 8
+LR = 0.1
+Tensor = torch.Tensor
+Run = Callable[[Any, Tensor], Tensor]
+
+
+class Running(nn.Module):
+    """Parts, and what a forward does with them."""
+
+    def __init__(self, run: Run, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Product(torch.autograd.Function):
+    """A function that saves a weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, torch.einsum("abi,abj->ij", grads[0], x)
+
+
+def linear(**kwargs: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, **kwargs)
+
+
+def attention() -> nn.Module:
+    # The projection at its end is never called; its parent reads its weight.
+    heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    return Running(lambda m, x: m.heads(x, x, x, need_weights=False)[0], heads=heads)
+
+
+def clones() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def encoder_and_decoder() -> nn.Module:
+    both = nn.Transformer(WIDTH, 2, 1, 1, 16, 0.0, batch_first=True)
+    return Running(lambda m, x: m.both(x, x), both=both)
+
+
+def recurrent() -> nn.Module:
+    layers = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True)
+    return Running(lambda m, x: m.layers(x)[0], layers=layers)
+
+
+def cell() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), WIDTH)
+        for part in x.unbind(1):
+            state = m.cell(part, state)
+        return state
+
+    return Running(run, cell=nn.GRUCell(WIDTH, WIDTH))
+
+
+class Parametrized(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            parametrizations.weight_norm(linear()),
+            torch.nn.utils.weight_norm(linear()),
+            parametrizations.orthogonal(linear()),
+        )
+
+
+def lists() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for scale in m.scales:
+            x = x * scale
+        return torch.tanh(x @ m.more["a"])
+
+    scales = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(3)])
+    more = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH, WIDTH))})
+    return Running(run, scales=scales, more=more)
+
+
+def own_function() -> nn.Module:
+    return Running(lambda m, x: Product.apply(x, m.part.weight), part=linear(bias=False))
+
+
+def penalty() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            y = m.last(torch.tanh(m.first(x)))
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y + slope.square()
+
+    return Running(run, first=linear(), last=linear())
+
+
+def mapped() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        params = dict(m.second.named_parameters())
+        return torch.vmap(lambda y: functional_call(m.second, params, (m.first(y),)))(x)
+
+    return Running(run, first=linear(), second=linear())
+
+
+def pushed_forward() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return jvp(lambda y: torch.tanh(m.part(y)), (x,), (torch.ones_like(x),))[1]
+
+    return Running(run, part=linear())
+
+
+def recomputed_attention() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        part = checkpoint(lambda y: m.heads(y, y, y)[0], x, use_reentrant=False)
+        return m.part(part)
+
+    heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    return Running(run, heads=heads, part=linear())
+
+
+def hooked() -> nn.Module:
+    part = linear()
+    part.register_forward_hook(lambda module, args, output: output * module.weight.mean())
+    part.register_full_backward_hook(lambda module, grads, _: (grads[0] * 2,))
+    return nn.Sequential(linear(), part)
+
+
+KINDS = (
+    pushed_forward,  # first: memory is made inside the transform
+    attention,
+    clones,
+    encoder_and_decoder,
+    recurrent,
+    cell,
+    Parametrized,
+    lists,
+    own_function,
+    penalty,
+    mapped,
+    recomputed_attention,
+    hooked,
+)
+
+
+class AllKinds(nn.ModuleDict):
+    """The mean square of what each gives."""
+
+    def __init__(self) -> None:
+        super().__init__({kind.__name__: kind() for kind in KINDS})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([kind(x).square().mean() for kind in self.values()])
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def one_process(model: nn.Module) -> Tensor:
+    """Train as all ranks together; what each part gives afterwards."""
+    optimizer, world = torch.optim.SGD(model.parameters(), lr=LR), dist.get_world_size()
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (model(data(step, rank)).sum() / world).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return model(data(9, 0))
+
+
+def config_of(**zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **zero},
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def engine_of(model: nn.Module, **zero: Any) -> Any:
+    return deepspeed.initialize(model=model, config=config_of(**zero))[0]
+
+
+class TestModules(DistributedTest):
+    """Trained with nothing that persists, equal to one process."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("made_in_shards", [False, True])
+    def test_as_one_process(self, made_in_shards: bool) -> None:
+        # Kills: a weight that a parent, a hook, a parametrization or torch's fused evaluation reads
+        # of a module that is not called; clones that `zero.Init` refuses; a transform's wrapped
+        # tensors that are taken for memory.
+        torch.manual_seed(0)
+        with Init() if made_in_shards else nullcontext():
+            model = AllKinds()
+        engine = engine_of(model, **SHARDED)
+        for step in range(3):
+            engine.backward(engine(data(step, dist.get_rank())).sum())
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            found = engine(data(9, 0))
+        engine.destroy()
+        torch.manual_seed(0)
+        expected = AllKinds()
+        torch.testing.assert_close(found, one_process(expected), rtol=0, atol=1e-6)
+        for (name, param), other in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            # The ranks' sums have another order.
+            assert (param - other).abs().max() < 1e-6, name
+
+    def test_copies_of_shards(self) -> None:
+        # Kills: a copy that shares the shard, or forgets what is tied; one of what an engine has.
+        with Init():
+            model = nn.Sequential(linear(), linear())
+            model[1].weight = model[0].weight
+            twin = copy.deepcopy(model)
+        assert twin[1].weight is twin[0].weight and not twin[0].weight.numel()
+        assert twin[0].weight.ds_tensor.data_ptr() != model[0].weight.ds_tensor.data_ptr()
+        assert twin[0].weight.ds_id != model[0].weight.ds_id
+        with GatheredParameters([*model.parameters(), *twin.parameters()]):
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one, other)
+        with GatheredParameters(twin.parameters(), modifier_rank=0):
+            nn.init.zeros_(twin[0].weight)
+        with GatheredParameters(model.parameters()):
+            assert model[0].weight.any()
+        engine = engine_of(model, **SHARDED)
+        with pytest.raises(RuntimeError, match=r"deepcopy: 0\.weight is sharded"):
+            copy.deepcopy(model)
+        file = io.BytesIO()
+        with GatheredParameters(model.parameters()):
+            twin = copy.deepcopy(model)
+            torch.save(model, file)
+        file.seek(0)
+        engine.backward(engine(data(0, 0)).sum())
+        engine.step()
+        for plain in (twin, torch.load(file, weights_only=False)):
+            assert type(plain[0].weight) is nn.Parameter
+            assert plain[1].weight is plain[0].weight
+            assert not torch.equal(plain(data(0, 0)), engine(data(0, 0)))
+            plain(data(0, 0)).sum().backward()
+        engine.destroy()
+
+    def test_compiled_by_jit(self) -> None:
+        # Kills: a module whose forward no hook can see that is taken.
+        model = nn.Sequential(linear(), torch.jit.script(linear()))
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"3 with 1, which torch\.jit"):
+            engine_of(model)
