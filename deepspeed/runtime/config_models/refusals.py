@@ -163,14 +163,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "data_efficiency.data_routing.enabled",
         _on,
-        f"random layer-token drop {LATER}; use false, and for shorter sequences at the beginning "
-        "curriculum_learning",
+        "which of a layer's arguments have to be cut with its tokens nothing says; use false, and "
+        "for shorter sequences at the beginning curriculum_learning",
         Scope.FEATURE,
     ),
     Refusal(
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         _on,
-        f"batches by their tokens {LATER_MANY}; use false, and a data_sampler of your own",
+        "by what the losses of unequal batches are weighed only the script knows; use false, and "
+        "the loop of docs/data.md",
         Scope.FEATURE,
     ),
     Refusal(

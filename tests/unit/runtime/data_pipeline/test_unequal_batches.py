@@ -1,0 +1,84 @@
+"""Batches by their tokens, as docs/data.md writes them: as many samples as fit, another number on
+each rank, against one plain process that takes the mean over all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from unit.common import DistributedTest
+
+import deepspeed
+from deepspeed import comm as dist
+
+ACCUMULATION, LR, CLIP = 2, 0.5, 0.4
+# Samples by step, micro-batch and rank.
+ROWS = [[[1, 3], [4, 2]], [[5, 1], [1, 2]]]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def batch_of(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(ROWS[step][micro][rank], 5, generator=generator)
+
+
+def reference() -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters after the same steps, and the norm of each."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    norms = []
+    for step in range(len(ROWS)):
+        everything = [
+            batch_of(step, micro, rank) for micro in range(ACCUMULATION) for rank in (0, 1)
+        ]
+        model(torch.cat(everything)).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()], norms
+
+
+class TestUnequalBatches(DistributedTest):
+    world_size = 2
+
+    def test_equal_one_process(self) -> None:
+        # Kills: a mean of ranks' means, which counts a sample of a small batch more, and a total of
+        # one micro-batch.
+        expected, norms = reference()
+        assert norms[0] > CLIP
+        for stage in range(4):
+            engine, *_ = deepspeed.initialize(
+                model=make_model(),
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": ACCUMULATION,
+                    "gradient_clipping": CLIP,
+                    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+                    "zero_allow_untested_optimizer": True,
+                    "zero_optimization": {"stage": stage},
+                },
+            )
+            for step in range(len(ROWS)):
+                self.step(engine, [batch_of(step, m, dist.get_rank()) for m in range(ACCUMULATION)])
+                assert abs(engine.get_global_grad_norm() - norms[step]) < 1e-5, stage
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                for param, wanted in zip(engine.module.parameters(), expected, strict=True):
+                    torch.testing.assert_close(param.detach(), wanted, atol=1e-6, rtol=1e-5)
+            engine.destroy()
+
+    def step(self, engine: Any, micro_batches: list[torch.Tensor]) -> None:
+        """What the page has."""
+        rows = sum(len(batch) for batch in micro_batches)
+        total = torch.tensor(float(rows), device=engine.device)
+        dist.all_reduce(total, group=engine.data_parallel_group)
+        share = engine.dp_world_size * engine.gradient_accumulation_steps() / total
+        for batch in micro_batches:
+            loss = engine(batch).square().sum() * share
+            engine.backward(loss)
+            engine.step()
