@@ -32,9 +32,10 @@ from deepspeed.verify.oracle.plan import (
 from deepspeed.verify.oracle.randomness import seed_everything
 from deepspeed.verify.oracle.ranks import run_plan
 from deepspeed.verify.oracle.reference import uncuttable
+from deepspeed.verify.oracle.report import Report
 from deepspeed.verify.oracle.text import render
 from deepspeed.verify.oracle.usage import UsageError
-from deepspeed.verify.oracle.verdicts import Report, make_report
+from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 
 FAILED, MISUSED = 1, 2

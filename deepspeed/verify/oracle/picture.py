@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import html_page
+from deepspeed.verify.oracle.report import Report, Verdict
 from deepspeed.verify.oracle.text import cells, summary
 from deepspeed.verify.oracle.usage import UsageError
-from deepspeed.verify.oracle.verdicts import Report, Verdict
 
 SUFFIXES = (".html", ".png")
 CLASSES = {Verdict.PASS: "good", Verdict.FAIL: "bad", Verdict.NOT_RUN: "quiet"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from deepspeed.verify.oracle.verdicts import Report, Row, Verdict, culprits
+from deepspeed.verify.oracle.report import Report, Row, Verdict, culprits
 
 WIDTH = 132
 COLUMNS = ("check", "parameters", "gradient", "relative", "parameter", "divisor", "")

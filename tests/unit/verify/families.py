@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.verify.oracle.cli import Settings, verify
-from deepspeed.verify.oracle.verdicts import Verdict
+from deepspeed.verify.oracle.report import Verdict
 
 CONFIG = Path(__file__).parents[3] / "examples" / "ds_config.json"
 _DENSE = "num_hidden_layers=2&hidden_size=64&intermediate_size=96&num_attention_heads=4"

@@ -12,7 +12,8 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session
-from deepspeed.verify.oracle.verdicts import Report, make_report
+from deepspeed.verify.oracle.report import Report
+from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.worker import Worker
 
 MODELS = Path(__file__).with_name("planted_models.py")
