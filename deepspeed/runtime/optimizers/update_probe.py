@@ -128,8 +128,11 @@ def _way(
     outer = accelerator.get_rng_state()
     try:
         with torch.random.fork_rng(devices=[]):  # the host's
+            torch.manual_seed(7)  # devices too; slow, so it is done once
+            seeded = accelerator.get_rng_state(), torch.get_rng_state()
             for step in grads:
-                torch.manual_seed(7)  # devices too
+                accelerator.set_rng_state(seeded[0])
+                torch.set_rng_state(seeded[1])
                 for param, grad in zip(params, step, strict=True):
                     param.grad = grad.clone()
                 # The class's: a schedule has put a counter before the instance's.
