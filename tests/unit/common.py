@@ -26,7 +26,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from unit.rank_server import FAILED, PASSED, SKIPPED, XFAILED, Job, RankResult, RankServer
+from unit.rank_server import (
+    FAILED,
+    PASSED,
+    SKIPPED,
+    XFAILED,
+    Job,
+    RankResult,
+    RankServer,
+    seed_the_host_alone,
+)
 
 TIMEOUT_ENV = "DS_UNITTEST_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
@@ -509,6 +518,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # or rank, and so does not copy pages that ranks share.
     gc.freeze()
     _items.update({item.nodeid: item for item in session.items})
+    if "torch" in sys.modules:
+        seed_the_host_alone()
     if any(_is_dist_test(item) for item in session.items) and not session.config.option.collectonly:
         server.start()
 
