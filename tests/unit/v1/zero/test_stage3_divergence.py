@@ -154,7 +154,7 @@ class TestChecked(DistributedTest):
 class TestReported(DistributedTest):
     """Without it."""
 
-    world_size = [2, 3]
+    world_size = 3
 
     def test_a_gather_that_stays_alone(self) -> None:
         # Kills: a silent wait; a report without the module, or where nobody waits long.
