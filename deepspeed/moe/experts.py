@@ -32,13 +32,18 @@ class Experts(nn.Module):
         self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
     ) -> None:
         super().__init__()
-        self.deepspeed_experts = nn.ModuleList(
-            copy.deepcopy(expert) for _ in range(num_local_experts)
-        )
+        self.deepspeed_experts = nn.ModuleList()
         self.num_local_experts = num_local_experts
-        for param in self.deepspeed_experts.parameters():
-            param.allreduce = False  # type: ignore[attr-defined]  # marks read by the optimizers
-            param.group_name = expert_group_name  # type: ignore[attr-defined]
+        # Inside `zero.Init` going over parameters has them gathered: copies are whole ones, which
+        # other ranks share than those of `expert`.
+        list(expert.parameters())
+        for _ in range(num_local_experts):
+            own = copy.deepcopy(expert)
+            for param in own.parameters():
+                param.allreduce = False  # type: ignore[attr-defined]  # marks read by the optimizers
+                param.group_name = expert_group_name  # type: ignore[attr-defined]
+            # A list's constructor ends for each: `zero.Init` cuts it then, before the next is made.
+            self.deepspeed_experts.extend(nn.ModuleList([own]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Each expert on its part.

@@ -13,6 +13,7 @@ Optimizers:
 Parameters of stage 3, from how they are cut to who has them whole:
 
     init_context, mics              `zero.Init`: cut as they are made
+    own_draws                       what a rank drew itself, which its experts are copies of
     model_sharding                  a model that was built plainly, taken over
     late_parameters                 adapters and heads that come afterwards
     zero_parameter                  what a parameter of stage 3 is

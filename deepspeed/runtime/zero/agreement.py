@@ -20,7 +20,8 @@ def agree(
     group: dist.Group,
     what: Callable[[], str],
     difference: Callable[[Sequence[Any]], str],
-) -> None:
+    beside: torch.Tensor | None = None,
+) -> bool:
     """Compare what the ranks of `group` say. All of them call it.
 
     Args:
@@ -28,27 +29,37 @@ def agree(
         group: Who compares.
         what: What this rank waits for while others do not come, in words.
         difference: The error's text, from what all ranks have said, in their order.
+        beside: A number, 0-dim int64, that ranks may have otherwise.
+
+    Returns:
+        Whether all ranks have the same number `beside`.
 
     Raises:
         RuntimeError: On all ranks.
     """
     if dist.get_world_size(group=group) == 1:
-        return
+        return True
     own = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
     agreed = torch.tensor([own, -own], device=get_accelerator().current_device_name())
+    if beside is not None:
+        agreed = torch.cat([agreed, torch.stack([beside, -beside]).to(agreed.device)])
     with lone_waits.watch.waiting(what):
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        most, least = agreed.tolist()
+        most, least, *others = agreed.tolist()
     if most == -least:
-        return
+        return not others or others[0] == -others[1]
     told: list[Any] = [None] * dist.get_world_size(group=group)
     dist.all_gather_object(told, said, group=group)
     raise RuntimeError(difference(told))
 
 
 def agree_on_parameters(
-    described: Sequence[tuple[str, str]], group: dist.Group, what: str, difference: str
-) -> None:
+    described: Sequence[tuple[str, str]],
+    group: dist.Group,
+    what: str,
+    difference: str,
+    beside: torch.Tensor | None = None,
+) -> bool:
     """Ranks that put together parameters which differ would get nonsense, or wait for ever. All
     ranks of `group` call it.
 
@@ -57,6 +68,10 @@ def agree_on_parameters(
         group: Who has them.
         what: What this rank waits for while others do not come.
         difference: How the error begins.
+        beside: See `agree`.
+
+    Returns:
+        As `agree`.
 
     Raises:
         RuntimeError: On all ranks, naming the first parameter that differs.
@@ -75,7 +90,7 @@ def agree_on_parameters(
             for rank, params in enumerate(by_rank)
         )
 
-    agree(list(described), group, lambda: what, told)
+    return agree(list(described), group, lambda: what, told, beside)
 
 
 def described(param: nn.Parameter) -> str:

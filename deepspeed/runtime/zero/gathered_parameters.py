@@ -13,7 +13,7 @@ counter, and in what this rank owns by its elements, because writes through `.da
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -153,16 +153,29 @@ def _tell_units(params: Sequence[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def publish(params: Sequence[nn.Parameter], source: int) -> None:
-    """Everybody's values of whole parameters <- those of global rank `source`, and shards too."""
+def publish(
+    params: Sequence[nn.Parameter],
+    source: int | None = None,
+    keep: Callable[[Iterable[nn.Parameter]], None] | None = None,
+) -> None:
+    """Everybody's values of whole parameters <- those of one rank, and shards too.
+
+    Args:
+        params: Parameters; of experts each rank has its own.
+        source: Global rank, one of those that have them; None: the first of these.
+        keep: Is given each parameter of which this rank has other values, while it has them.
+    """
     for same in _kinds(params):
         group = record_of(same[0]).instances.everyone
         flat = torch.cat([param.data.reshape(-1) for param in same])
         if dist.get_world_size(group=group) > 1 and flat.numel():
             # Over before anything is written or let go: `flat` is complete on every rank here.
-            dist.broadcast(flat, src=source, group=group)
+            root = dist.get_global_rank(group, 0) if source is None else source
+            dist.broadcast(flat, src=root, group=group)
         pieces = flat.split([record_of(param).numel for param in same])
         for param, piece in zip(same, pieces, strict=True):
+            if keep is not None and not torch.equal(_as_bytes(param.data), _as_bytes(piece)):
+                keep([param])
             param.data.copy_(piece.view(param.shape))
             _keep(param)
     _tell_units(params)
@@ -191,7 +204,8 @@ class GatheredParameters:
         params: A parameter, several, or anything that can be iterated; what is no parameter of
             stage 3 is left alone, and duplicates count once. A block that was given other tensors
             only does nothing, so one rank may enter it alone.
-        modifier_rank: Global rank whose changes become everybody's; None: nobody may change them.
+        modifier_rank: Global rank whose changes become everybody's, of experts that of those that
+            hold them; None, or a rank that does not hold one: nobody may change it.
         fwd_module: Module whose forward the block belongs to. It needs no registration here.
         enabled: False: the block does nothing.
 
@@ -215,7 +229,9 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
-            self._agree(record_of(self.params[0]).instances.everyone)
+            sharers = dict.fromkeys(record_of(p).instances.everyone for p in self.params)
+            # Experts are on fewer ranks than the rest.
+            self._agree(max(sharers, key=lambda group: dist.get_world_size(group=group)))
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
             ordinary_copies.begin()
@@ -235,10 +251,10 @@ class GatheredParameters:
             return
         ordinary_copies.end()
         try:
-            if self.src_rank is not None:
-                publish(self.params, self.src_rank)
-            elif kind is None:
-                self._refuse_lost_edits()
+            modified = self._modified()
+            publish(modified, self.src_rank)
+            if kind is None:
+                self._refuse_lost_edits(set(modified))
         finally:
             let_go(self.params)
 
@@ -263,16 +279,28 @@ class GatheredParameters:
             ),
         )
 
-    def _refuse_lost_edits(self) -> None:
+    def _modified(self) -> list[nn.Parameter]:
+        """The parameters that the modifier rank has: of experts each rank has its own."""
+        if self.src_rank is None:
+            return []
+        sharers = {param: record_of(param).instances.everyone for param in self.params}
+        has = {
+            group: self.src_rank in dist.get_all_ranks_from_group(group)
+            for group in set(sharers.values())
+        }
+        return [param for param, group in sharers.items() if has[group]]
+
+    def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
         edited = [
             record_of(param).label
             for param, version in zip(self.params, self._versions, strict=True)
-            if param._version != version or self._differs(param)
+            if param not in modified and (param._version != version or self._differs(param))
         ]
         if edited:
             raise RuntimeError(
                 f"GatheredParameters: {', '.join(edited[:4])} changed inside the block, and the "
-                "change would be lost: give modifier_rank=0 (or the rank whose values count)"
+                "change would be lost: give modifier_rank=0 (or the rank whose values count; of "
+                "experts one that holds them)"
             )
 
     @staticmethod
@@ -281,5 +309,9 @@ class GatheredParameters:
         own = record.own_part(param.data)
         shard = record.shard[: own.numel()]
         # As bytes: NaN is not equal to itself.
-        own = get_accelerator().to_host(own) if lies_on_host(shard) else own.contiguous()
-        return not torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+        own = get_accelerator().to_host(own) if lies_on_host(shard) else own
+        return not torch.equal(_as_bytes(own), _as_bytes(shard))
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().reshape(-1).view(torch.uint8)

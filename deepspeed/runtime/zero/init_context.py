@@ -8,12 +8,16 @@ the same random numbers and gives the same weights as without it; the values are
 Parameters are rounded to `dtype` when they are cut and not when they are made, for the same
 reason. (One that a constructor has cut and another changes, instead of filling it anew, is rounded
 before and after.)
+
+Experts of `deepspeed.moe` are cut for the ranks that hold the same ones, with the weights that the
+first of these has drawn; see `own_draws`. What a constructor has made by copying modules (experts
+are) is cut when it returns.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -24,21 +28,25 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import DATA_BEFORE_EXPERTS
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
 from deepspeed.runtime.config_models.shard_groups import instances_at_stage_3
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
 from deepspeed.runtime.zero.ordinary_copies import ordinary_copies
+from deepspeed.runtime.zero.own_draws import KEPT_NUMEL, OwnDraws, fingerprint
 from deepspeed.runtime.zero.shard_memory import ShardMemory
 from deepspeed.runtime.zero.zero_parameter import (
     cut_parameters,
     is_zero_param,
     record_of,
 )
+from deepspeed.utils import groups
 
 _DIFFERENT = "zero.Init: ranks make different parameters"
 
@@ -50,20 +58,41 @@ class _Construction:
         running: Modules whose constructors run, innermost last.
         read: What each of them, or a function that `Module.apply` calls, has had gathered.
         contexts: The `Init`s that are entered, innermost last.
+        draws: What this rank has drawn otherwise than the first.
+        copies: Deep copies of parameters that have been cut, which are not yet: whether what this
+            rank had drawn for them is lost.
     """
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
         self.read: list[list[nn.Parameter]] = []
         self.contexts: list[Init] = []
+        self.draws = OwnDraws()
+        self.copies: dict[nn.Parameter, bool] = {}
 
     def on_read(self, param: nn.Parameter) -> None:
         """A parameter that has been cut is read as an attribute."""
         if self.read:
             hold_whole([param])
             # Constructors fill what they know: numbers drawn in half precision are others.
-            param.data = param.data.to(record_of(param).made_in)
+            drawn = self.draws.of(param)
+            param.data = (param.data if drawn is None else drawn.to(param.device)).to(
+                record_of(param).made_in
+            )
             self.read[-1].append(param)
+
+    def keep_drawn(self, params: Iterable[nn.Parameter]) -> None:
+        """Of these parameters, whole, this rank may have other values than the first."""
+        for param in params if self.contexts and dist.get_rank() > 0 else ():
+            if expert_group_of(param) is None:
+                self.draws.keep(param, param.data)
+
+    def on_copy(self, param: nn.Parameter, copied: nn.Parameter) -> None:
+        """A deep copy was made: a shard too, or whole, and who runs now is to have it cut."""
+        if is_zero_param(copied):
+            self.draws.follow(param, copied)
+        elif self.running:
+            self.copies[copied] = self.draws.has_lost(param)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -74,7 +103,9 @@ class _Construction:
         finally:
             read = self.read.pop()
             if read:
-                publish(read, dist.get_global_rank(record_of(read[0]).instances.everyone, 0))
+                for param in read:
+                    self.draws.forget(param)
+                publish(read, keep=self.keep_drawn)
                 let_go(read)
 
     def construct(
@@ -87,6 +118,10 @@ class _Construction:
                 init(module, *args, **kwargs)
         finally:
             self.running.pop()
+        if self.contexts and self.copies:
+            for below in module.modules():
+                if any(param in self.copies for param in dict.values(below._parameters)):
+                    self.contexts[-1].cut_own(below)
         if self.contexts:
             self.contexts[-1].cut_own(module)
 
@@ -193,9 +228,10 @@ class Init:
             stay.
         pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
         config_dict_or_path, config: Configuration, of which only the stage, the precision,
-            `offload_param`, and `mics_shard_size` or `num_optimizer_instances`, by which they are
-            cut inside groups of those ranks, are read; "auto" counts as not given. At a stage below
-            3 the block does nothing, as with `enabled=False`: parameters are made as usual.
+            `offload_param`, `use_data_before_expert_parallelism`, and `mics_shard_size` or
+            `num_optimizer_instances`, by which they are cut inside groups of those ranks, are read;
+            "auto" counts as not given. At a stage below 3 the block does nothing, as with
+            `enabled=False`: parameters are made as usual.
         enabled: False: the block does nothing.
         dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
             are made.
@@ -246,6 +282,9 @@ class Init:
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         self.instances = _instances(group if group is not None else dist.get_world_group(), source)
+        self._data_before_experts = source is not None and _is_on(
+            _mapping(source).get(DATA_BEFORE_EXPERTS)
+        )
         self.dtype = dtype if dtype is not None else _configured_dtype(source)
         self.device = torch.device(get_accelerator().current_device_name())
         self.memory = _shard_memory(remote_device, pin_memory, source)
@@ -269,6 +308,8 @@ class Init:
         if self.enabled:
             _construction.contexts.pop()
             if not _construction.contexts:
+                _construction.draws.clear()
+                _construction.copies.clear()
                 _patches.remove()
 
     @property
@@ -302,16 +343,63 @@ class Init:
         }
         if own:
             kind = type(module).__name__
-            named = [(f"{name} of {kind}", described(param)) for param, name in own.items()]
-            everyone = self.instances.everyone
-            agree_on_parameters(named, everyone, f"zero.Init of {kind}", _DIFFERENT)
-            cut_parameters(own, self.instances, self.dtype, self.device, self.memory)
+            shared_by = {param: self._sharers(param) for param in own}
+            named = [
+                (f"{name} of {kind}", described(param) + self._lost_of(param))
+                for param, name in own.items()
+            ]
+            everyone, what = self.instances.everyone, f"zero.Init of {kind}"
+            drawn = None if self.num_partitions == 1 else fingerprint(own)
+            if not agree_on_parameters(named, everyone, what, _DIFFERENT, drawn):
+                _construction.keep_drawn(own)
+            for instances in dict.fromkeys(shared_by.values()):
+                same = [param for param in own if shared_by[param] == instances]
+                cut_parameters(same, instances, self.dtype, self.device, self.memory)
             for param in own:
                 record = record_of(param)
-                record.on_read = _construction.on_read
+                record.on_read, record.on_copy = _construction.on_read, _construction.on_copy
                 record.is_read_by_iteration = True
+                _construction.copies.pop(param, None)
         if any(is_zero_param(param) for param in dict.values(module._parameters)):
             watch_reads(module)
+
+    @staticmethod
+    def _lost_of(param: nn.Parameter) -> str:
+        """What ranks tell each other of an expert whose own weights are not here any more."""
+        if expert_group_of(param) is None or not _construction.copies.get(param, False):
+            return ""
+        return (
+            f", which this rank has drawn otherwise, before {KEPT_NUMEL} further elements: make "
+            "the module that experts are copies of right before the layer, or with one seed,"
+        )
+
+    def _sharers(self, param: nn.Parameter) -> OptimizerInstances:
+        """The ranks that share a parameter: experts those that hold the same ones, whose groups are
+        made if they are not there. Collective over the world then.
+
+        Raises:
+            DeepSpeedConfigError: The ranks that hold experts cannot be known.
+        """
+        name = expert_group_of(param)
+        if name is None:
+            return self.instances
+        if self.instances.count > 1:
+            raise DeepSpeedConfigError(
+                "zero.Init with mics_shard_size or num_optimizer_instances "
+                f"({self.instances.count} instances) and experts (group {name!r}) is not "
+                "supported; leave it out"
+            )
+        here, size = groups.current(), name.removeprefix("ep_size_")
+        own = dist.get_all_ranks_from_group(self.group)
+        if sorted(here.replicas.ranks) != sorted(own) or not size.isdigit():
+            raise DeepSpeedConfigError(
+                f"zero.Init cuts for ranks {own}, but experts (group {name!r}) are shared among "
+                f"{here.replicas.ranks} ({here}): give zero.Init no group, or the groups to use by "
+                "deepspeed.utils.groups.initialize(mpu=...) before"
+            )
+        if name not in here.all_experts:
+            here.make_experts(int(size), self._data_before_experts)
+        return OptimizerInstances(here.experts(name).data.group)
 
 
 def _refuse(name: str, value: Any) -> None:

@@ -123,6 +123,7 @@ class ShardRecord:
         num_lent: How many scripts read what a unit has gathered.
         on_edit: Called when a script has changed the shard.
         on_read: Called when a module's attribute is read while it is sharded.
+        on_copy: Called with it and a deep copy that was made of it.
         is_read_by_iteration: Whether going over a module's parameters reads them.
         seen: What tells later whether it was written to since it became whole.
     """
@@ -150,6 +151,7 @@ class ShardRecord:
         self.num_lent = 0
         self.on_edit: Callable[[nn.Parameter], None] | None = None
         self.on_read: Callable[[nn.Parameter], None] | None = None
+        self.on_copy: Callable[[nn.Parameter, nn.Parameter], None] = lambda param, copied: None
         self.is_read_by_iteration = False
         self.active_modules: set[Any] = set()
         self.seen: tuple[int, int] = (0, 0)
@@ -290,13 +292,15 @@ class ZeroParameter(nn.Parameter):
             RuntimeError: If it is sharded and an engine has it, whose hooks a module's copy would
                 share.
         """
-        if self._zero3.status is ZeroParamStatus.AVAILABLE:
+        if id(self) in memo:
             return plain_copy(self, memo)
-        if self._zero3.unit is not None:
+        if self._zero3.status is ZeroParamStatus.AVAILABLE:
+            copied = plain_copy(self, memo)
+        elif self._zero3.unit is not None:
             raise RuntimeError(refusal(self._zero3, "deepcopy"))
-        if id(self) not in memo:
-            memo[id(self)] = _sharded_copy(self)
-        copied: nn.Parameter = memo[id(self)]
+        else:
+            copied = memo[id(self)] = _sharded_copy(self)
+        self._zero3.on_copy(self, copied)
         return copied
 
 
@@ -420,9 +424,12 @@ def hide(param: nn.Parameter) -> None:
 def _sharded_copy(param: ZeroParameter) -> nn.Parameter:
     """A parameter with a shard of its own, sharded as `param` is. All ranks make it."""
     of = param._zero3
-    copied = nn.Parameter(placeholder(of.shard.dtype, of.device), param.requires_grad)
+    # A tensor of its own: what is made of one tensor counts changes together.
+    empty = torch.empty(0, dtype=of.shard.dtype, device=of.device)
+    copied = nn.Parameter(empty, param.requires_grad)
     record = ShardRecord(of.shape, of.shard.clone(), of.instances, of.made_in, of.device)
     record.on_read, record.is_read_by_iteration = of.on_read, of.is_read_by_iteration
+    record.on_copy = of.on_copy
     copied._zero3 = record  # type: ignore[attr-defined]  # the record is dynamic
     hide(copied)
     return copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unit.mutation.table.fault import Fault
 
+STAGE_3_INIT = "tests/unit/v1/moe/test_stage3_init.py"
 STAGE_3_EXPERTS = "tests/unit/v1/checkpoint/test_stage3_experts.py"
 
 FAULTS = (
@@ -34,6 +35,27 @@ FAULTS = (
         (("{prefix: share * held}", "{prefix: share}"),),
         STAGE_3_EXPERTS,
         "export",
+    ),
+    Fault(
+        "experts that zero.Init cuts have the first rank's weights",
+        "deepspeed/runtime/zero/init_context.py",
+        (("drawn = self.draws.of(param)", "drawn = None"),),
+        STAGE_3_INIT,
+        "built_plainly and turns",
+    ),
+    Fault(
+        "zero.Init cuts experts for all ranks",
+        "deepspeed/runtime/zero/init_context.py",
+        (("        name = expert_group_of(param)\n", "        name = None\n"),),
+        STAGE_3_INIT,
+        "built_plainly and turns",
+    ),
+    Fault(
+        "what a script makes of an expert is published by the modifier of others",
+        "deepspeed/runtime/zero/gathered_parameters.py",
+        (("if has[group]]", "]"),),
+        STAGE_3_INIT,
+        "edits",
     ),
     Fault(
         "experts start with the buffers of the first rank's",

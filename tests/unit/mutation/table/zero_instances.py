@@ -34,8 +34,8 @@ FAULTS = (
         "deepspeed/runtime/zero/gathered_parameters.py",
         (
             (
-                "self._agree(record_of(self.params[0]).instances.everyone)",
-                "self._agree(record_of(self.params[0]).group)",
+                "dict.fromkeys(record_of(p).instances.everyone for p in self.params)",
+                "dict.fromkeys(record_of(p).group for p in self.params)",
             ),
         ),
         HYBRID,

@@ -41,6 +41,8 @@ class Case:
     residual: bool = False
     accumulation: int = 1
     data_first: bool = False
+    zero_init: bool = False
+    offload: bool = False
 
     @property
     def gate(self) -> Gate:
@@ -190,9 +192,11 @@ class CaseRun:
 
     def __init__(self, case: Case, ledger: bool = True) -> None:
         self.case = case
+        self.ledger = ledger
         self.failures: list[str] = []
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        model = Net(case)
+        with deepspeed.zero.Init(config_dict_or_path=self._config(), enabled=case.zero_init):
+            model = Net(case)
         replicas = self.world // case.ep_size
         ep_rank = self.rank // replicas if case.data_first else self.rank % case.ep_size
         num_local = NUM_EXPERTS // case.ep_size
@@ -202,8 +206,10 @@ class CaseRun:
         self.initial = initial_parameters(case)
         with torch.no_grad():
             for name, param in self.params.items():
-                param.copy_(self.initial[name])
-        self.ledger = ledger
+                group = getattr(param, "ds_process_group", None)
+                first = None if group is None else dist.get_global_rank(group, 0)
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=first):
+                    param.copy_(self.initial[name])
         self.engine, _, _, _ = deepspeed.initialize(model=model, config=self._config())
         if list(model.moe.global_expert_ids) != list(
             range(ep_rank * num_local, (ep_rank + 1) * num_local)
@@ -219,7 +225,11 @@ class CaseRun:
 
     def _config(self) -> dict[str, Any]:
         # Biases persist; what is larger is gathered.
-        whole = {"stage3_param_persistence_threshold": WIDTH} if self.case.stage == 3 else {}
+        whole: dict[str, Any] = (
+            {"stage3_param_persistence_threshold": WIDTH} if self.case.stage == 3 else {}
+        )
+        if self.case.offload:
+            whole |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.case.accumulation,
