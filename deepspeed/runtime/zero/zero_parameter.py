@@ -41,6 +41,7 @@ _ALLOWED = frozenset(
     | {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "clone", "contiguous"}
     | {"equal"}
     | {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "__dlpack__"}
+    | {"full_like"}  # the state that torch.optim.Adagrad makes at once
 )
 
 

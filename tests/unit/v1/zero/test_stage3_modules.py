@@ -278,6 +278,31 @@ class TestModules(DistributedTest):
             plain(data(0, 0)).sum().backward()
         engine.destroy()
 
+    def test_an_optimizer_that_makes_its_state_at_once(self) -> None:
+        # Kills: Adagrad that cannot be made for sharded parameters, or begins at placeholders'
+        # accumulators.
+        def make() -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(linear(), nn.Tanh(), linear())
+
+        options = {"lr": LR, "initial_accumulator_value": 0.1}
+        with Init():
+            model = make()
+        config = config_of(**SHARDED) | {"optimizer": {"type": "Adagrad", "params": options}}
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        plain = make()
+        optimizer = torch.optim.Adagrad(plain.parameters(), **options)
+        for step in range(3):
+            engine.backward(engine(data(step, dist.get_rank())).square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            for rank in range(2):
+                (plain(data(step, rank)).square().mean() / 2).backward()
+            optimizer.step()
+        engine.destroy()
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # sums of another order
+
     def test_compiled_by_jit(self) -> None:
         # Kills: a module whose forward no hook can see that is taken.
         model = nn.Sequential(linear(), torch.jit.script(linear()))
