@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import importlib.metadata
 import io
 import os
 import pickle
@@ -44,6 +45,7 @@ DUMP_S = 0.2
 # What is imported when it is first needed, by most ranks.
 PRELOADED = (
     *(f"deepspeed.accelerator.{kind}_accelerator" for kind in ("cuda", "xpu", "npu", "hpu", "mps")),
+    "deepspeed.accelerator.cpu_accelerator",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.model_sharding",
     "deepspeed.runtime.zero.stage3",
@@ -306,11 +308,7 @@ def seed_the_host_alone() -> None:
 
     if not any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
         for module in (torch.cuda, torch.xpu, torch.mtia):
-            module.manual_seed_all = _seed_nothing
-
-
-def _seed_nothing(seed: int) -> None:
-    """In place of a `manual_seed_all`."""
+            module.manual_seed_all = lambda seed: None
 
 
 # After so many a run has others to come.
@@ -349,10 +347,14 @@ def preload() -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(Exception):
+        from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
         from deepspeed.runtime.config_models.reader import read_block
         from deepspeed.runtime.config_models.training import TrainingConfig
 
         read_block(TrainingConfig, {})
+        DeepSpeedMonitorConfig()
+    # Python remembers the folders of packages, among which each rank looks for accelerators.
+    importlib.metadata.entry_points(group="deepspeed")
 
 
 def _serve(connection: socket.socket) -> None:
