@@ -73,12 +73,11 @@ FAULTS = (
     ),
     Fault(
         "the norm counts experts as if all ranks held them",
-        "deepspeed/runtime/optimizers/master_weights.py",
+        "deepspeed/runtime/zero/stage_1_and_2.py",
         (
             (
-                "            squares[self._param_group_of(index)] += own\n",
-                "            share = self.groups[index].num_shards / self.num_shards\n"
-                "            squares[self._param_group_of(index)] += own * share\n",
+                "+= local(group_index).squeeze()\n",
+                "+= local(group_index).squeeze() * group.num_shards / self.num_shards\n",
             ),
         ),
         "tests/unit/v1/moe/test_auto_ep.py",
