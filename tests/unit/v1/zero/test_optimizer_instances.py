@@ -251,7 +251,7 @@ def bitwise_equal_everywhere(seen: dict[str, torch.Tensor]) -> bool:
 
 
 class TestWays(DistributedTest):
-    """n instances against one, which `test_usage_patterns` holds against plain torch."""
+    """n instances against one, which `test_backward_forms` holds against plain torch."""
 
     world_size = 4
     exec_timeout = 90

@@ -1,0 +1,233 @@
+"""How scripts run backward: by the engine, plainly, several times, failing, recomputed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed import comm as dist
+from unit.common import DistributedTest
+from unit.v1.looping import each
+from unit.v1.zero.usage import (
+    LR,
+    STAGES,
+    TOLERANCE,
+    assert_close,
+    data,
+    inputs,
+    loss_of,
+    make_engine,
+    make_net,
+    reference_params,
+)
+
+
+class TestBackwardForms(DistributedTest):
+    """engine.backward, plain backward, and engine.scale."""
+
+    world_size = 2
+
+    @each(
+        stage=STAGES,
+        accumulation=(1, 3),
+        precision=("fp32", "bf16", "bf16+fp32"),
+        form=("managed", "plain", "scale"),
+    )
+    def test_all_forms_train_alike(
+        self, stage: int, accumulation: int, precision: str, form: str
+    ) -> None:
+        # Kills: a plain backward that isn't noticed (never reduced), divided twice or not at all by
+        # the accumulation steps.
+        engine = make_engine(stage, accumulation, precision)
+        windows = [
+            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
+        ]
+        for index in itertools.chain(*windows):
+            loss = loss_of(engine(inputs(engine, index)))
+            if form == "managed":
+                engine.backward(loss)
+            elif form == "plain":
+                loss.backward()
+            else:
+                engine.scale(loss).backward()
+            engine.step()
+        assert engine.global_steps == 2 and engine.micro_steps == 2 * accumulation
+        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        engine.destroy()
+
+    @each(stage=STAGES)
+    def test_fp16_needs_the_scale(self, stage: int) -> None:
+        # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a
+        # word.
+        engine = make_engine(stage, precision="fp16")
+        with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
+            loss_of(engine(inputs(engine, 0))).backward()
+        engine.zero_grad()
+        engine.scale(loss_of(engine(inputs(engine, 0)))).backward()
+        engine.step()
+        assert_close(engine, reference_params([[0]]), TOLERANCE["fp16"])
+        with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
+            loss_of(engine.module(inputs(engine, 0))).backward()
+            engine.step()
+
+    @each(stage=STAGES, accumulation=(1, 2), precision=("fp32", "bf16+fp32"), bucket=(20, 10**6))
+    def test_the_model_called_directly(
+        self, stage: int, accumulation: int, precision: str, bucket: int
+    ) -> None:
+        # Kills: a sum over micro-batches where the mean is wanted, because no forward of the engine
+        # noticed the backward.
+        engine = make_engine(stage, accumulation, precision, zero={"reduce_bucket_size": bucket})
+        windows = [
+            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
+        ]
+        for index in itertools.chain(*windows):
+            loss_of(engine.module(inputs(engine, index))).backward()
+            engine.step()
+        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        engine.destroy()
+
+    @each(stage=STAGES)
+    def test_one_window_is_managed_or_plain(self, stage: int) -> None:
+        # Kills: a window whose micro-batches are divided by different numbers.
+        engine = make_engine(stage, accumulation=2)
+        engine.backward(loss_of(engine(inputs(engine, 0))))
+        engine.step()
+        with pytest.raises(RuntimeError, match="gradient_accumulation_steps \\(2\\)"):
+            loss_of(engine(inputs(engine, 1))).backward()
+        # Kills: an error that leaves the engine unusable.
+        engine.zero_grad()
+        engine.backward(loss_of(engine(inputs(engine, 1))))
+        engine.step()
+
+    @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
+    def test_several_losses_and_backwards_per_step(self, stage: int, precision: str) -> None:
+        # Kills: averaging the first backward's sum again with the second's (its share would shrink
+        # with the world), and a second backward at the boundary that replaces the first.
+        engine = make_engine(stage, precision=precision)
+        for step in range(2):
+            output = engine(inputs(engine, step))
+            engine.backward(loss_of(output), retain_graph=True)
+            engine.backward(output.float().mean())
+            engine.backward(loss_of(engine(inputs(engine, 10 + step))))
+            engine.step()
+
+        def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return loss_of(model(x)) + model(x).mean()
+
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        world = dist.get_world_size()
+        for step in range(2):
+            optimizer.zero_grad()
+            for rank in range(world):
+                (
+                    (total(model, data(step, rank)) + loss_of(model(data(10 + step, rank)))) / world
+                ).backward()
+            optimizer.step()
+        assert_close(
+            engine, {n: p.detach() for n, p in model.named_parameters()}, 4 * TOLERANCE[precision]
+        )
+
+    @each(stage=STAGES, plain=(False, True))
+    def test_a_module_used_twice(self, stage: int, plain: bool) -> None:
+        # Kills: a plain backward that ends at the first output's gradient, and a parameter whose
+        # second use is lost.
+        engine = make_engine(stage)
+        loss = loss_of(engine(data(0)) - 2 * engine(data(1)).square())
+        loss.backward() if plain else engine.backward(loss)
+        engine.step()
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        world = dist.get_world_size()
+        for rank in range(world):
+            (loss_of(model(data(0, rank)) - 2 * model(data(1, rank)).square()) / world).backward()
+        optimizer.step()
+        assert_close(engine, {n: p.detach() for n, p in model.named_parameters()})
+
+    @each(stage=STAGES)
+    def test_a_backward_that_raises_and_then_a_good_one(self, stage: int) -> None:
+        # Kills: state of the broken backward (counts, buckets, the running flag) that leaks into
+        # the next one.
+        engine = make_engine(stage)
+        for plain in (False, True):
+            output = engine(data(7))
+
+            def refuse(grad: torch.Tensor) -> torch.Tensor:
+                raise KeyError("on purpose")
+
+            hidden = engine.module.first(data(8)).tanh()
+            hidden.register_hook(refuse)
+            loss = loss_of(output) + loss_of(engine.module.third(hidden))
+            with pytest.raises(KeyError, match="on purpose"):
+                loss.backward() if plain else engine.backward(loss)
+            engine.zero_grad()
+        for index in range(2):
+            engine.backward(loss_of(engine(data(index))))
+            engine.step()
+        assert_close(engine, reference_params([[0], [1]]))
+
+    @each(stage=STAGES)
+    def test_zero_grad_forgets_reduced_and_accumulated_gradients(self, stage: int) -> None:
+        # Kills: gradients that lie in a shard or an accumulator and survive zero_grad.
+        for precision in ("fp32", "bf16+fp32"):
+            engine = make_engine(stage, precision=precision)
+            engine.backward(loss_of(engine(inputs(engine, 9))))
+            engine.zero_grad()
+            engine.backward(loss_of(engine(inputs(engine, 0))))
+            engine.step()
+            assert_close(engine, reference_params([[0]]), TOLERANCE[precision])
+
+
+class SharedLayers(nn.Module):
+    """Reentrant checkpoints over segments that share a layer: its hook fires once per segment, in
+    autograd tasks of their own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(5, 7)
+        self.shared = nn.Linear(7, 7)
+        self.own = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.after = nn.Linear(7, 3)
+
+    def segment(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.own[index](self.shared(hidden).tanh()).tanh()
+
+    def forward(self, x: torch.Tensor, recompute: bool = True) -> torch.Tensor:
+        hidden = self.before(x).tanh()
+        for index in range(3):
+            if recompute:
+                hidden = checkpoint(self.segment, index, hidden, use_reentrant=True)
+            else:
+                hidden = self.segment(index, hidden)
+        return self.after(hidden)
+
+
+class TestCheckpointing(DistributedTest):
+    """Gradients that come in several parts, after their bucket was thought complete."""
+
+    world_size = 2
+
+    @each(stage=STAGES, overlap=(True, False), bucket=(1, 60, 10**6), plain=(False, True))
+    def test_late_gradients_count_once(
+        self, stage: int, overlap: bool, bucket: int, plain: bool
+    ) -> None:
+        # Kills: sending the shared layer after its first firing and dropping (or sending twice)
+        # what comes later; a plain backward that is closed by an inner autograd task.
+        zero = {"overlap_comm": overlap, "reduce_bucket_size": bucket}
+        engine = make_engine(stage, 2, model=make_net(cls=SharedLayers), zero=zero)
+        windows = [[0, 1], [2, 3], [4, 5]]
+        for index in itertools.chain(*windows):
+            loss = loss_of(engine(data(index)))
+            loss.backward() if plain else engine.backward(loss)
+            engine.step()
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return loss_of(model(x, recompute=False))
+
+        assert_close(engine, reference_params(windows, loss, make_net(cls=SharedLayers)))
+        engine.destroy()

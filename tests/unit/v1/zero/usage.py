@@ -1,0 +1,140 @@
+"""A small model, engines on it, and what plain torch that sees the whole batch makes of it.
+
+For tests of the ways in which scripts drive an engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+LR = 0.1
+
+
+STAGES = (0, 1, 2)
+
+
+ROWS = 4
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 128}},
+}
+
+
+# fp32: summation order. Half precision: a few roundings of the gradient (1/256 for bf16), times the
+# learning rate.
+TOLERANCE = {"fp32": 2e-6, "bf16": 5e-3, "bf16+fp32": 5e-3, "fp16": 1e-3}
+
+
+class Net(nn.Module):
+    """Small, with odd sizes; returns `[rows, 3]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 7)
+        self.third = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).tanh()).tanh())
+
+
+def make_net(seed: int = 3, cls: type[nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(seed)
+    return cls()
+
+
+def config_of(
+    stage: int,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Many small buckets and overlap, where ordering mistakes show."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 20,
+            "overlap_comm": True,
+            **(zero or {}),
+        },
+        **PRECISIONS[precision],
+        **more,
+    }
+    return config
+
+
+def make_engine(
+    stage: int,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    model: nn.Module | None = None,
+    **more: Any,
+) -> Any:
+    model = make_net() if model is None else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    config = config_of(stage, accumulation, precision, **more)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def data(index: int, rank: int | None = None) -> torch.Tensor:
+    """Input of a micro-batch of a rank: different for each."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    return torch.randn(ROWS, 5, generator=generator)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def reference_params(
+    micro_batches: list[list[int]],
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: loss_of(model(x)),
+    model: nn.Module | None = None,
+) -> dict[str, torch.Tensor]:
+    """Plain torch over all ranks' data; one list of micro-batch indices per optimizer step."""
+    model = make_net() if model is None else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    world = dist.get_world_size()
+    for indices in micro_batches:
+        optimizer.zero_grad()
+        for index, rank in itertools.product(indices, range(world)):
+            (loss(model, data(index, rank)) / (world * len(indices))).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def assert_close(
+    engine: Any, wanted: dict[str, torch.Tensor], tolerance: float = TOLERANCE["fp32"]
+) -> None:
+    """fp32 parameters of the engine, relative to their norm."""
+    for name, param in engine.module.named_parameters():
+        found = safe_get_full_fp32_param(param)
+        error = ((found - wanted[name]).norm() / wanted[name].norm()).item()
+        if not error <= tolerance:
+            raise AssertionError(f"{name} is off by {error:.2e} (allowed {tolerance:.0e})")
+
+
+def inputs(engine: Any, index: int) -> torch.Tensor:
+    return data(index).to(engine.model_dtype)
+
+
+def params_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, param.detach().clone()) for name, param in engine.module.named_parameters()]
