@@ -265,7 +265,12 @@ class BackwardOrder:
             forward.left[unit] -= 1
             if self.on_done is not None and not self._is_used_before(forward, unit):
                 self.on_done(unit)
-        self.coordinator.done_in_backward(unit for unit in use.units if not self._open[unit])
+        self.coordinator.done_in_backward(
+            unit
+            for unit in use.units
+            if not self._open[unit]
+            and not (self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit))
+        )
 
     def _is_used_before(self, forward: Forward, unit: GatherUnit) -> bool:
         """Whether the running backward may use `unit` once more."""

@@ -392,7 +392,7 @@ class DeepSpeedZeRoOffload:
             self._frames[-1].carries = self._carries = self._carries or param.requires_grad
             self.param_coordinator.enter([unit])
         elif in_backward():
-            self.param_coordinator.use_in_backward(unit)
+            self.param_coordinator.use_in_recomputation(unit)
 
     # Backward
 

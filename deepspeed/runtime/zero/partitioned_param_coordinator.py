@@ -62,6 +62,7 @@ class PartitionedParameterCoordinator:
         self._kept: dict[GatherUnit, None] = {}
         self._ahead: dict[GatherUnit, None] = {}
         self._last_fused: list[GatherUnit] = []  # of one name; if one of them was used last
+        self._recomputed: set[GatherUnit] = set()  # whose memory is kept by what autograd saved
         self.live_numel = 0
 
     # Forward
@@ -75,10 +76,10 @@ class PartitionedParameterCoordinator:
         """A forward that uses `units` begins."""
         for unit in units:
             unit.holds += 1
-            if unit in self._last_fused:
+            if in_backward():
+                self.use_in_recomputation(unit)
+            elif unit in self._last_fused:
                 unit.fetch()  # it may be another stream that reads now
-            elif in_backward():
-                self.use_in_backward(unit)
             else:
                 self._use(unit)
 
@@ -105,9 +106,24 @@ class PartitionedParameterCoordinator:
         self._kept[unit] = None
         self._use(unit, from_memory)
 
+    def use_in_recomputation(self, unit: GatherUnit) -> None:
+        """The same, by what a recomputation runs."""
+        self._recomputed.add(unit)
+        if unit in self._last_fused:
+            unit.fetch()  # it may be another stream that reads now
+        else:
+            self.use_in_backward(unit)
+
+    def is_recomputed(self, unit: GatherUnit) -> bool:
+        """Whether a recomputation has used `unit`: what it saved of its memory stays as it is, no
+        note of a place, so the unit stays until backward is done with all of that.
+        """
+        return unit in self._recomputed
+
     def done_in_backward(self, units: Iterable[GatherUnit]) -> None:
         """The backward of a forward that used `units` is over."""
         for unit in units:
+            self._recomputed.discard(unit)
             if unit.is_kept_for_backward and unit not in self._last_fused:
                 unit.is_kept_for_backward = False
                 del self._kept[unit]
@@ -117,6 +133,7 @@ class PartitionedParameterCoordinator:
         """The whole backward is over."""
         self._end_fused()
         self.done_in_backward(list(self._kept))
+        self._recomputed.clear()
         self._release_idle()
 
     # What is whole
@@ -142,7 +159,7 @@ class PartitionedParameterCoordinator:
     def _end_fused(self) -> None:
         """What is used from now on is not the unit that was used last."""
         units, self._last_fused = self._last_fused, []
-        self.done_in_backward(units)
+        self.done_in_backward([unit for unit in units if unit not in self._recomputed])
         for unit in units:
             self._retire(unit)
 

@@ -247,12 +247,31 @@ FAULTS = (
         (
             (
                 "                unit.fetch()  # it may be another stream that reads now\n"
-                "            elif",
-                "                pass\n            elif",
+                "            else:",
+                "                pass\n            else:",
             ),
         ),
         "tests/unit/v1/zero/test_stage3_fusion.py",
         "own_stream",
+    ),
+    Fault(
+        "what a recomputation has used goes when another unit is used",
+        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        (("[unit for unit in units if unit not in self._recomputed]", "units"),),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "equals_one_process",
+    ),
+    Fault(
+        "what a recomputation has used goes after the first of its uses",
+        BACKWARD_ORDER,
+        (
+            (
+                "self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit)",
+                "False",
+            ),
+        ),
+        "tests/unit/v1/zero/test_stage3_fusion.py",
+        "equals_one_process",
     ),
     Fault(
         "a unit that several modules share goes when one of them is done",

@@ -59,9 +59,10 @@ class Many(nn.Module):
 
     Args:
         recompute: None, or `use_reentrant` of torch's activation checkpointing of each layer.
+        at_once: All layers are one checkpoint instead.
     """
 
-    def __init__(self, recompute: bool | None = None) -> None:
+    def __init__(self, recompute: bool | None = None, at_once: bool = False) -> None:
         super().__init__()
         self.wide = nn.Linear(WIDTH, 12 * WIDTH)
         self.narrow = nn.Linear(12 * WIDTH, WIDTH)
@@ -70,10 +71,16 @@ class Many(nn.Module):
         self.layers[3].requires_grad_(False)
         self.layers[13].weight = self.layers[2].weight
         self.register_buffer("shift", torch.ones(WIDTH))
-        self.recompute = recompute
+        self.recompute, self.at_once = recompute, at_once
         self.order = list(range(LAYERS - 1))  # the last is not used
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.at_once:
+            return self._layers(x)
+        out: torch.Tensor = checkpoint(self._layers, x, use_reentrant=self.recompute)
+        return out
+
+    def _layers(self, x: torch.Tensor) -> torch.Tensor:
         wide = self.wide(x)
         for index in [*self.order, self.order[0]]:
             x = x + self._run(self.layers[index], x).tanh()
@@ -85,7 +92,7 @@ class Many(nn.Module):
         return out
 
     def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if self.recompute is None:
+        if self.recompute is None or self.at_once:
             return layer(x)  # type: ignore[no-any-return]  # a module's result
         out: torch.Tensor = checkpoint(layer, x, use_reentrant=self.recompute)
         return out
@@ -155,8 +162,15 @@ class TestTraining(DistributedTest):
             assert distance(found, wanted) < 1e-5, zero
             if "offload_optimizer" not in zero:
                 assert all(torch.equal(found[name], stage2[name]) for name in found), zero
-        found = trained(3, make_many(recompute=dist.get_world_size() == 2), **BOUNDED)
+        recompute = dist.get_world_size() == 2
+        found = trained(3, make_many(recompute=recompute), **BOUNDED)
         assert distance(found, wanted) < 1e-5
+        # Kills: a unit that goes, or one use of it, while what its recomputation saved is needed.
+        model = make_many(recompute=recompute, at_once=True)
+        engine = engine_of(model, {**config_of(3, **BOUNDED), "verify": {"poison": True}})
+        train(engine)
+        engine.destroy()
+        assert distance(dict(model.named_parameters()), wanted) < 1e-5
 
 
 class TestSteps(DistributedTest):
