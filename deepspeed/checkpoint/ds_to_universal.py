@@ -4,8 +4,9 @@ number of ranks of any kind.
 The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
 `zero/optimizer_state.pt` for what parameters have in common, the model files as they are, and
 `latest_universal` beside the folder. Layers, experts and host states are copied, too: they hold
-what no optimizer has. Of the model files of ZeRO stage 3 there is one, without shards. Reading is
-`resharding.consolidation`'s. The output gets its name when all of it is on disk.
+what no optimizer has. Of the model files of ZeRO stage 3 there is one for each tensor-parallel
+rank, without shards. Reading is `resharding.consolidation`'s. The output gets its name when all of
+it is on disk.
 """
 
 from __future__ import annotations
@@ -334,13 +335,10 @@ def _is_unsharded_state(key: str) -> bool:
 def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
     """All but the optimizer's files; of model files all but the optimizer's state and shards."""
     if has_weights_in_shards(state.folder):
-        content = {
-            **state.model,
-            keys.MODULE: state.buffers_and_extra(),
-            keys.FROZEN_PARAM_FRAGMENTS: None,
-        }
-        content[keys.MANIFEST_VERSION] = MANIFEST_VERSION
-        output.write(content, file_names.model_file(0))
+        for part, model, weights in state.weights_of_ranks():
+            content = {**model, keys.MODULE: weights, keys.FROZEN_PARAM_FRAGMENTS: None}
+            content[keys.MANIFEST_VERSION] = MANIFEST_VERSION
+            output.write(content, file_names.model_file(part))
     for name in sorted(os.listdir(state.folder)):
         is_model = file_names.is_model_file(name)
         if not (

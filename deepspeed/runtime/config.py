@@ -317,11 +317,6 @@ class DeepSpeedConfig:
             )
         self._check_instances(world)
         stage = int(tree.zero_optimization.stage)
-        if tree.tensor_parallel.autotp_size > 1 and stage == 3:
-            raise DeepSpeedConfigError(
-                f"tensor_parallel.autotp_size: {tree.tensor_parallel.autotp_size} at "
-                "zero_optimization.stage: 3 is not supported; use stage 0, 1 or 2, or autotp_size 0"
-            )
         if (
             not tree.managed_gradient_accumulation
             and stage < 2

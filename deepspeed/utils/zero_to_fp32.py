@@ -558,11 +558,15 @@ def _models(folder: str) -> dict[int, dict[str, Any]]:
     tensor_size = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
     slices = max((number for (_, number), _ in _matching(folder, _LAYER_FILE)), default=0) + 1
     if max(tensor_size, slices) > 1 or parts > 1 and first["module"] is not None:
-        raise ValueError(
-            f"{folder} was saved with tensor parallelism, and only the model knows how its weights "
-            "are sliced: convert it with deepspeed.checkpoint.ds_to_universal"
-        )
+        raise _slices_error(folder)
     return models
+
+
+def _slices_error(folder: str) -> ValueError:
+    return ValueError(
+        f"{folder} was saved with tensor parallelism, and only the model knows how its weights are "
+        "sliced: convert it with deepspeed.checkpoint.ds_to_universal"
+    )
 
 
 def _weights(
@@ -959,10 +963,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     _check_manifest(folder)
     stage3 = list(_matching(folder, _ZERO3_MODEL_FILE))
     if any(part for (_, part), _ in stage3):
-        raise ValueError(
-            f"{folder} was saved with tensor parallelism, and only the model knows how its weights "
-            "are sliced"
-        )
+        raise _slices_error(folder)
     state = (
         _read_stage3(folder, [path for _, path in stage3], exclude_frozen_parameters)
         if stage3

@@ -8,7 +8,7 @@ parameter is asked for, so memory is bounded by that parameter.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,7 @@ class ConsolidatedCheckpoint:
     Args:
         folder: The tag's folder.
         info: How parameters are sliced; None for what the checkpoint says.
+        tensor_rank: Whose slices alone are read, and given as if they were whole; None: all.
 
     Attributes:
         model: Content of the first model file.
@@ -90,21 +91,25 @@ class ConsolidatedCheckpoint:
             put them together.
     """
 
-    def __init__(self, folder: str, info: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: str, info: Mapping[str, Any] | None = None, tensor_rank: int | None = None
+    ) -> None:
         self.folder = folder
         self.model: Mapping[str, Any] = read_file(lead_model_file(folder), mmap=True)
         self.options: Mapping[int, Mapping[str, Any]] = {}
         self.scaler: Mapping[str, Any] = {}
         info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO) if info is None else info
-        self.tensor_size = slices = ParallelDegrees.of_file(self.model).tensor
-        if info is None and slices > 1:
+        slices = ParallelDegrees.of_file(self.model).tensor
+        read = range(slices) if tensor_rank is None else [tensor_rank]
+        self.tensor_size = len(read)
+        if info is None and len(read) > 1:
             raise CheckpointError(
                 f"{folder} was saved by {slices} tensor-parallel ranks, and "
                 f"{keys.UNIVERSAL_CHECKPOINT_INFO} is not in it: only the client knows how the "
                 "parameters are sliced. Give it to save_checkpoint(client_state={...})"
             )
-        self.patterns = SlicePatterns(info or {})
-        self._ranks = [_TensorParallelRank(folder, rank) for rank in range(slices)]
+        self.patterns = SlicePatterns((info or {}) if tensor_rank is None else {})
+        self._ranks = [_TensorParallelRank(folder, rank) for rank in read]
         for rank in self._ranks:
             self.options = {**rank.saved.options, **self.options}
             self.scaler = self.scaler or rank.saved.scaler
@@ -144,12 +149,14 @@ class ConsolidatedCheckpoint:
     def weight(self, name: str) -> Any:
         return self._ranks[0].weights.get(name)
 
-    def buffers_and_extra(self) -> dict[str, Any]:
-        """What files of weights have of stage 3, where parameters are in shards: buffers, and what
-        modules keep that is no tensor.
+    def weights_of_ranks(self) -> Iterator[tuple[int, Mapping[str, Any], dict[str, Any]]]:
+        """Of each tensor-parallel rank its number, its first model file, and what files of weights
+        have of stage 3, where parameters are in shards: buffers, and what modules keep that is no
+        tensor.
         """
-        weights = self._ranks[0].weights
-        return {**weights.values, **weights.extra}
+        for number, rank in enumerate(self._ranks):
+            weights = rank.weights
+            yield number, weights.models[0], {**weights.values, **weights.extra}
 
     def optimizer_content(self) -> Mapping[str, Any]:
         """The optimizer's state in the first file that has any; empty if there is none."""

@@ -164,16 +164,17 @@ class SavedOptimizer:
             seen |= names
 
     def fragments_of_rank(self, rank: int) -> Iterator[SavedFragment]:
-        """What is in the file of one data-parallel rank of stage 3, of a model without other parts;
-        no other rank's is read.
+        """What is in the file of one data-parallel rank of stage 3, of a model without stages; no
+        other rank's is read.
 
         Raises:
             CheckpointError: The file is missing or damaged.
         """
+        part = self._parts[0]
         model = read_file(
-            os.path.join(self.folder, file_names.stage3_model_file(rank, 0)), mmap=True
+            os.path.join(self.folder, file_names.stage3_model_file(rank, part)), mmap=True
         )
-        path = self._shards.get(0, {}).get(rank)
+        path = self._shards.get(part, {}).get(rank)
         if path is None:
             raise CheckpointError(f"{self.folder} lacks the optimizer states of rank {rank}")
         state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]

@@ -133,9 +133,9 @@ class SavedWeights:
 
 
 def weight_pieces(
-    folder: str, names: Container[str], rank: int | None = None
+    folder: str, names: Container[str], rank: int | None = None, tensor_rank: int = 0
 ) -> Iterator[WeightPiece]:
-    """Elements of parameters and buffers, of a checkpoint without tensor parallelism.
+    """Elements of parameters and buffers, as one tensor-parallel rank has them.
 
     Of a folder of stage 3 trained parameters come in fp32, rank by rank; otherwise each tensor
     comes as it is in the files of weights, under all of its names.
@@ -144,19 +144,20 @@ def weight_pieces(
         folder: The tag's folder.
         names: Which.
         rank: Only those of this rank of stage 3, from its own files.
+        tensor_rank: Whose slices, where the model is tensor parallel.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    optimizer = SavedOptimizer(folder)
+    optimizer = SavedOptimizer(folder, tensor_rank)
     if rank is None:
-        weights = SavedWeights(folder, 0, optimizer.degrees)
+        weights = SavedWeights(folder, tensor_rank, optimizer.degrees)
         for name, value in weights.values.items():
             if name in names:
                 yield WeightPiece(name, 0, value.reshape(-1))
         frozen, shapes = weights.frozen, parameter_shapes(weights.models[0])
     else:
-        path = os.path.join(folder, file_names.stage3_model_file(rank, 0))
+        path = os.path.join(folder, file_names.stage3_model_file(rank, tensor_rank))
         model = read_file(path, mmap=True)
         frozen, shapes = _frozen_shards({rank: model}), parameter_shapes(model)
     for name, shards in frozen.items():

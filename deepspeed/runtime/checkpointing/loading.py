@@ -174,11 +174,12 @@ class Loader:
                 "deepspeed.zero.GatheredParameters"
             )
         state, files = self._state, ModelFiles(self._state.module)
-        model = read_own_model_file(folder, offload.instances.inside)
+        tensor = state.parallel_map.tensor
+        model = read_own_model_file(folder, offload.instances.inside, tensor.rank)
         self._check_manifest_is_there(folder, model)
         slices = slices_of_this_rank(
             state.module,
-            state.parallel_map.tensor,
+            tensor,
             folder,
             model,
             state._config.load_universal_checkpoint,
@@ -197,7 +198,7 @@ class Loader:
         ):
             wanted -= OptimizerFiles(state, files).trained
         weights = read_shard_weights(
-            files, folder, model, slices, wanted, options.load_module_strict
+            files, folder, model, slices, wanted, options.load_module_strict, tensor.rank
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)

@@ -19,6 +19,7 @@ from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.sharded_loading import own_fragment
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 
@@ -128,6 +129,11 @@ class _Loading:
 
     def _check(self, name: str, tensor: torch.Tensor, source: str) -> None:
         saved = self.files.tensors[source]
+        if is_model_parallel_parameter(tensor):
+            raise CheckpointError(
+                f"{name} is a slice of a layer that tensor-parallel ranks share: load before the "
+                "layers are cut (by deepspeed.tp_model_init or deepspeed.initialize)"
+            )
         shape = whole_shape(tensor) if is_zero_param(tensor) else tensor.shape
         if saved.shape != shape:
             raise CheckpointError(

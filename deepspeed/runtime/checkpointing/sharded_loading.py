@@ -60,17 +60,20 @@ class ShardWeights(NamedTuple):
     parts: Parts
 
 
-def read_own_model_file(folder: str, group: dist.Group) -> dict[str, Any]:
+def read_own_model_file(folder: str, group: dist.Group, tensor_rank: int) -> dict[str, Any]:
     """This rank's model file if as many ranks of stage 3 saved the folder, otherwise the first of
-    those that saved it.
+    those that saved these slices of the model, or any.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
-    path = os.path.join(folder, file_names.stage3_model_file(rank, 0))
+    path = os.path.join(folder, file_names.stage3_model_file(rank, tensor_rank))
     if os.path.isfile(path):
         own: dict[str, Any] = read_file(path)
         if own.get(keys.DP_WORLD_SIZE) == world:
             return own
-    lead: dict[str, Any] = read_file(lead_model_file(folder), mmap=True)
+    path = lead_model_file(folder, tensor_rank)
+    lead: dict[str, Any] = read_file(
+        path if os.path.isfile(path) else lead_model_file(folder), mmap=True
+    )
     return lead
 
 
@@ -81,6 +84,7 @@ def read_shard_weights(
     slices: RankSlices | None,
     wanted: set[nn.Parameter],
     strict: bool,
+    tensor_rank: int,
 ) -> ShardWeights:
     """Read and check what this rank needs.
 
@@ -91,6 +95,7 @@ def read_shard_weights(
         slices: Whole parameters, where files cannot be read as they are.
         wanted: Which parameters; others come with the optimizer's state.
         strict: All names must be this model's.
+        tensor_rank: This rank's number among those that share the model's layers.
 
     Raises:
         CheckpointError: A file is missing or damaged, shapes are not this model's, elements are
@@ -119,7 +124,9 @@ def read_shard_weights(
         and not model.get(keys.AUTOEP_LAYERS_KEY)
         and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
     )
-    pieces = weight_pieces(folder, targets, dist.get_rank(group=group) if is_alike else None)
+    pieces = weight_pieces(
+        folder, targets, dist.get_rank(group=group) if is_alike else None, tensor_rank
+    )
     rest = {name: value for name, value in state.items() if name not in params}
     return ShardWeights(rest, _take(targets, pieces, folder))
 

@@ -25,6 +25,8 @@ from deepspeed.runtime.checkpointing.whole_experts import (
     state_of_all,
     values_of_all,
 )
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
+from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
@@ -49,20 +51,43 @@ def whole_parameters(
     """Each parameter with its value, which is there until the next is asked for, experts that are
     spread with the rows of all ranks. All ranks go through all of them.
 
-    Gathered unit by unit: of what does not persist a rank holds one unit at a time.
+    Gathered unit by unit: of what does not persist a rank holds one unit at a time. Slices of a
+    model that was cut are put together by the ranks that share layers with the first one, who
+    writes.
     """
     experts = {
         param: module
         for _, module in named_spread_experts(offload.module)
         for param in module.spread_params.values()
     }
+    slices = slices_of(offload.module)
+    if slices is not None and 0 not in dist.get_all_ranks_from_group(slices.group):
+        slices = None
     for unit in (*offload.units, *offload.persistent_units):
         chosen = [p for p in unit.params if p.requires_grad or not exclude_frozen_parameters]
         hold_whole(chosen)
         for param in chosen:
             spread = experts.get(param)
-            yield param, param.data if spread is None else spread.with_all_rows(param.data)
+            if spread is not None:
+                yield param, spread.with_all_rows(param.data)
+            elif slices is not None and is_model_parallel_parameter(param):
+                yield param, slices.put_together(_name_of(param), param.data)
+            else:
+                yield param, param.data
         let_go(chosen)
+
+
+def _shape_in_files(module: nn.Module, param: nn.Parameter) -> torch.Size:
+    slices, shape = slices_of(module), whole_shape(param)
+    if slices is None or not is_model_parallel_parameter(param):
+        return shape
+    return slices.whole_shape(_name_of(param), shape)
+
+
+def _name_of(param: nn.Parameter) -> str:
+    name = record_of(param).name
+    assert name is not None, "a parameter of an engine has the name that it has in the model"
+    return name
 
 
 def consolidated(
@@ -94,7 +119,7 @@ def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_paramete
         return
     # Memory that nobody touches takes no room.
     places = {
-        (param, number): torch.empty(whole_shape(param), dtype=param.dtype)
+        (param, number): torch.empty(_shape_in_files(offload.module, param), dtype=param.dtype)
         for unit in (*offload.units, *offload.persistent_units)
         for param in unit.params
         if param.requires_grad or not exclude_frozen_parameters

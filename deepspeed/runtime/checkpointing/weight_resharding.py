@@ -67,20 +67,24 @@ def slices_of_this_rank(
 
 
 def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
-    """The parameters of a folder of stage 3, for a run below it.
+    """The parameters of a folder of stage 3, for a run below it with as many tensor-parallel ranks.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    return _slices_of(ConsolidatedCheckpoint(folder), module, tensor)
+    own = ConsolidatedCheckpoint(folder, tensor_rank=tensor.rank)
+    return RankSlices(own, _shapes_of(module), 0, 1)
 
 
 def _slices_of(parameters: ConsolidatedParameters, module: nn.Module, tensor: Axis) -> RankSlices:
-    names = saved_names(module)
-    shapes = {names[name]: whole_shape(param) for name, param in module.named_parameters()}
     own = slices_of(module)
     patterns = None if own is None else own.patterns
-    return RankSlices(parameters, shapes, tensor.rank, tensor.size, patterns)
+    return RankSlices(parameters, _shapes_of(module), tensor.rank, tensor.size, patterns)
+
+
+def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
+    names = saved_names(module)
+    return {names[name]: whole_shape(param) for name, param in module.named_parameters()}
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:

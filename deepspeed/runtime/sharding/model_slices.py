@@ -71,13 +71,24 @@ class ModelSlices:
             module: The model.
             state: Its state dict, the same names on these ranks.
         """
-        size = dist.get_world_size(group=self.group)
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and is_model_parallel_parameter(param):
-                own = state[name].detach().contiguous()
-                slices = [torch.empty_like(own) for _ in range(size)]
-                dist.all_gather(slices, own, group=self.group)
-                yield name, self.patterns.merged(name, slices)[keys.PARAM]
+                yield name, self.put_together(name, state[name])
+
+    @torch.no_grad()
+    def put_together(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """One parameter, of which this rank has a slice. All ranks that share layers call it."""
+        own = own.detach().contiguous()
+        slices = [torch.empty_like(own) for _ in range(dist.get_world_size(group=self.group))]
+        dist.all_gather(slices, own, group=self.group)
+        whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
+        return whole
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Of a parameter of which a rank's slice has this shape."""
+        slices = [torch.empty(shape, device="meta")] * dist.get_world_size(group=self.group)
+        whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
+        return whole.shape
 
 
 def slices_of(module: nn.Module) -> ModelSlices | None:

@@ -8,6 +8,7 @@ batch.
     partition_config    the same as a configuration says it
     model_init          `deepspeed.tp_model_init`: cut before there is an engine
     cutting             broadcast, cut, and what is to be known of it afterwards
+    sharded_models      the cut of models that zero.Init has sharded
     same_inputs         tensor-parallel ranks see the same batch and draw the same random numbers
 
 What follows from a cut model is the machinery of any tensor parallelism: slices are marked, so that

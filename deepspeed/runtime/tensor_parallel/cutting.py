@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
 from deepspeed.runtime.checkpointing.model_files import LayeredModule
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.model_setup import broadcast_tensors, model_dtype
@@ -25,7 +25,10 @@ from deepspeed.runtime.tensor_parallel.layers import (
 )
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
 from deepspeed.runtime.tensor_parallel.ranks import tensor_ranks
+from deepspeed.runtime.tensor_parallel.sharded_models import refuse_trained, shard_anew
 from deepspeed.runtime.tensor_parallel.structure import LayerCut, Plan, plan_of
+from deepspeed.runtime.zero.zero_parameter import is_zero_param
+from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -101,14 +104,16 @@ def cut_by(
             "are not cut; write tensor-parallel layers and give the topology a model axis"
         )
     _check_dtype(block, dtype)
+    refuse_trained(model, block.autotp_size)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     partition = None
     if block.partition_config is not None:
         partition = PartitionConfig(block.partition_config, model_type)
     plan = plan_of(model, block.autotp_size, block.preset_model, partition)
     ranks = SliceGroup(ParallelMap(mpu).tensor.group)
-    broadcast_tensors((*model.parameters(), *model.buffers()), ranks.group, device)
-    _apply(model, plan, ranks, block.tp_overlap_comm)
+    whole = [param for param in model.parameters() if not is_zero_param(param)]
+    broadcast_tensors((*whole, *model.buffers()), ranks.group, device)
+    _apply(model, plan, ranks, block.tp_overlap_comm, mpu)
     ModelSlices(mpu, ranks.group, _slicing(model, plan), _settings(block)).put_on(model)
 
 
@@ -127,18 +132,13 @@ def _check_dtype(block: TPTrainingConfig, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool) -> None:
-    done: set[int] = set()
-    for cut in plan.layers:
-        if id(cut.module) in done:  # one layer under two names
-            continue
-        done.add(id(cut.module))
-        for param, dim in _cut_parameters(cut):
-            _keep_own(param, dim, cut.sizes, ranks, done)
+def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool, mpu: Any) -> None:
+    _keep_own(model, _cuts(plan), ranks, mpu)
+    layers = {cut.module: cut for cut in plan.layers}  # one layer may have two names
+    for cut in layers.values():
         become(cut.module, LinearAllreduce if cut.is_row else LinearLayer, ranks, overlaps)
     for embedding in plan.embeddings.values():
-        _keep_own(embedding.weight, 1, (embedding.embedding_dim,), ranks, done)
-        embedding.embedding_dim = embedding.weight.shape[1]
+        embedding.embedding_dim = logical_shape(embedding.weight)[1]
     for scope in dict.fromkeys(plan.scopes.values()):
         for name in COUNTS:
             count = scope.__dict__.get(name)
@@ -160,17 +160,42 @@ def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
     return found
 
 
+def _cuts(plan: Plan) -> dict[nn.Parameter, tuple[int, tuple[int, ...]]]:
+    """The parameters that are cut: in which dimension, and the sizes of what lies behind one
+    another in it.
+    """
+    found: dict[nn.Parameter, tuple[int, tuple[int, ...]]] = {}
+    for cut in plan.layers:
+        for param, dim in _cut_parameters(cut):
+            found.setdefault(param, (dim, cut.sizes))
+    for embedding in plan.embeddings.values():
+        weight = cast(nn.Parameter, embedding.weight)
+        found.setdefault(weight, (1, (embedding.embedding_dim,)))
+    return found
+
+
 def _keep_own(
-    param: torch.Tensor, dim: int, sizes: tuple[int, ...], ranks: SliceGroup, done: set[int]
+    model: nn.Module,
+    cuts: Mapping[nn.Parameter, tuple[int, tuple[int, ...]]],
+    ranks: SliceGroup,
+    mpu: Any,
 ) -> None:
     """Keep this rank's part of each of what lies behind one another."""
-    if id(param) in done:
-        return
-    done.add(id(param))
-    own = [part.chunk(ranks.size, dim)[ranks.rank] for part in param.data.split(sizes, dim)]
-    param.data = torch.cat(own, dim).contiguous()
-    param.grad = None
-    param.tensor_model_parallel = True  # type: ignore[attr-defined]  # a mark
+
+    def own_part(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        if param not in cuts:
+            return whole
+        dim, sizes = cuts[param]
+        own = [part.chunk(ranks.size, dim)[ranks.rank] for part in whole.split(sizes, dim)]
+        return torch.cat(own, dim).contiguous()
+
+    for param in cuts:
+        if not is_zero_param(param):
+            param.data = own_part(param, param.data)
+            param.grad = None
+    shard_anew(model, own_part, ranks.group, OptimizerInstances(ParallelMap(mpu).replicas.group))
+    for param in cuts:
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]  # a mark
 
 
 def _slicing(model: nn.Module, plan: Plan) -> dict[str, Any]:
@@ -186,7 +211,9 @@ def _slicing(model: nn.Module, plan: Plan) -> dict[str, Any]:
             own = names[id(param)]
             sliced += own
             if len(cut.sizes) > 1:
-                shape = tuple(cut.sizes if at == dim else -1 for at in range(param.dim()))
+                shape = tuple(
+                    cut.sizes if at == dim else -1 for at in range(len(logical_shape(param)))
+                )
                 stacked.append({"patterns": own, "shape": shape, "partition_dim": dim})
             elif dim == 1:
                 second += own

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.utils.tensor_fragment import logical_shape
 
 Kind = TypeVar("Kind", bound="TensorParallelLayer")
 
@@ -195,14 +196,17 @@ def is_transposed(module: nn.Module) -> bool:
 
 def num_inputs(module: nn.Module) -> int:
     """How many inputs a layer has that `is_matrix`."""
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]  # is_matrix
-    return weight.shape[0 if is_transposed(module) else 1]
+    return logical_shape(_weight(module))[0 if is_transposed(module) else 1]
 
 
 def num_outputs(module: nn.Module) -> int:
     """How many outputs it has."""
+    return logical_shape(_weight(module))[1 if is_transposed(module) else 0]
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
     weight: torch.Tensor = module.weight  # type: ignore[assignment]  # is_matrix
-    return weight.shape[1 if is_transposed(module) else 0]
+    return weight
 
 
 def become(module: nn.Module, kind: type[Kind], ranks: SliceGroup, overlaps: bool) -> None:

@@ -30,6 +30,7 @@ from deepspeed.runtime.tensor_parallel.families import (
 )
 from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
+from deepspeed.utils.tensor_fragment import logical_shape
 
 OF_HEADS = frozenset(("q_proj", "k_proj", "v_proj", "q", "k", "v"))
 FUSED_HEADS = frozenset(("query_key_value", "qkv_proj", "c_attn"))
@@ -292,12 +293,13 @@ def _explain(
             spec = partition.spec_of(name) if partition is not None else None
             if id(param) in known or (spec is not None and spec.is_skip):
                 continue
+            shape = logical_shape(param)
             within = [width for scope, width in attentions.items() if name.startswith(f"{scope}.")]
-            if within and param.dim() == 1 and param.numel() == within[-1]:
+            if within and len(shape) == 1 and shape.numel() == within[-1]:
                 plan.partial.append(name)
-            elif within or param.dim() != 1 or param.numel() not in widths:
+            elif within or len(shape) != 1 or shape.numel() not in widths:
                 problems.append(
-                    f"{name} of shape {tuple(param.shape)} is in a block whose layers are cut, and "
+                    f"{name} of shape {tuple(shape)} is in a block whose layers are cut, and "
                     "it is not known whether it is to be cut too. If all ranks can have it whole, "
                     'say so by a spec of "partition_type": "skip" in '
                     "tensor_parallel.partition_config.layer_specs"

@@ -21,6 +21,7 @@ def agree(
     what: Callable[[], str],
     difference: Callable[[Sequence[Any]], str],
     beside: torch.Tensor | None = None,
+    told_too: dist.Group = None,
 ) -> bool:
     """Compare what the ranks of `group` say. All of them call it.
 
@@ -30,15 +31,42 @@ def agree(
         what: What this rank waits for while others do not come, in words.
         difference: The error's text, from what all ranks have said, in their order.
         beside: A number, 0-dim int64, that ranks may have otherwise.
+        told_too: Ranks of several such groups, all of which call it and raise together; None: those
+            of `group` alone.
 
     Returns:
-        Whether all ranks have the same number `beside`.
+        Whether all ranks of `group` have the same number `beside`.
 
     Raises:
         RuntimeError: On all ranks.
     """
+    error, is_alike = _compared(said, group, what, difference, beside)
+    if told_too is None or dist.get_world_size(group=told_too) == dist.get_world_size(group=group):
+        if error is not None:
+            raise RuntimeError(error)
+        return is_alike
+    found = torch.tensor([int(error is not None)], device=get_accelerator().current_device_name())
+    with lone_waits.watch.waiting(what):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=told_too)
+    if found.item():
+        told: list[Any] = [None] * dist.get_world_size(group=told_too)
+        dist.all_gather_object(told, error, group=told_too)
+        raise RuntimeError(error or next(filter(None, told)))
+    return is_alike
+
+
+def _compared(
+    said: Any,
+    group: dist.Group,
+    what: Callable[[], str],
+    difference: Callable[[Sequence[Any]], str],
+    beside: torch.Tensor | None,
+) -> tuple[str | None, bool]:
+    """The error's text, None if the ranks of `group` say the same; and whether they have the same
+    number `beside`.
+    """
     if dist.get_world_size(group=group) == 1:
-        return True
+        return None, True
     own = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
     agreed = torch.tensor([own, -own], device=get_accelerator().current_device_name())
     if beside is not None:
@@ -47,10 +75,10 @@ def agree(
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         most, least, *others = agreed.tolist()
     if most == -least:
-        return not others or others[0] == -others[1]
+        return None, not others or others[0] == -others[1]
     told: list[Any] = [None] * dist.get_world_size(group=group)
     dist.all_gather_object(told, said, group=group)
-    raise RuntimeError(difference(told))
+    return difference(told), False
 
 
 def agree_on_parameters(
@@ -59,6 +87,7 @@ def agree_on_parameters(
     what: str,
     difference: str,
     beside: torch.Tensor | None = None,
+    told_too: dist.Group = None,
 ) -> bool:
     """Ranks that put together parameters which differ would get nonsense, or wait for ever. All
     ranks of `group` call it.
@@ -68,7 +97,7 @@ def agree_on_parameters(
         group: Who has them.
         what: What this rank waits for while others do not come.
         difference: How the error begins.
-        beside: See `agree`.
+        beside, told_too: See `agree`.
 
     Returns:
         As `agree`.
@@ -90,7 +119,7 @@ def agree_on_parameters(
             for rank, params in enumerate(by_rank)
         )
 
-    return agree(list(described), group, lambda: what, told, beside)
+    return agree(list(described), group, lambda: what, told, beside, told_too)
 
 
 def described(param: nn.Parameter) -> str:

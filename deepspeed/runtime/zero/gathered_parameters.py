@@ -23,6 +23,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
+from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.agreement import agree
 from deepspeed.runtime.zero.gather_settings import GatherSettings
@@ -210,7 +211,8 @@ class GatheredParameters:
         enabled: False: the block does nothing.
 
     Raises:
-        RuntimeError: On entry, if ranks have other parameters; on exit, if a change would be lost.
+        RuntimeError: On entry, if ranks have other parameters, or `modifier_rank` has none of them;
+            on exit, if a change would be lost.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class GatheredParameters:
             sharers = dict.fromkeys(record_of(p).instances.everyone for p in self.params)
             # Experts are on fewer ranks than the rest.
             self._agree(max(sharers, key=lambda group: dist.get_world_size(group=group)))
+            self._refuse_foreign_modifier()
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
             ordinary_copies.begin()
@@ -289,6 +292,24 @@ class GatheredParameters:
             for group in set(sharers.values())
         }
         return [param for param, group in sharers.items() if has[group]]
+
+    def _refuse_foreign_modifier(self) -> None:
+        """Of slices of a layer (tensor parallelism) other ranks have others, and copies of what
+        they have alike would part. Of experts each rank has its own, which stay as they are.
+        """
+        if self.src_rank is None:
+            return
+        shared = [param for param in self.params if expert_group_of(param) is None]
+        for group in {record_of(param).instances.everyone for param in shared}:
+            ranks = dist.get_all_ranks_from_group(group)
+            if self.src_rank not in ranks:
+                theirs = (p for p in shared if record_of(p).instances.everyone == group)
+                raise RuntimeError(
+                    f"GatheredParameters(modifier_rank={self.src_rank}): ranks {ranks} have "
+                    f"{record_of(next(theirs)).label} and slices of it or of other layers: let one "
+                    f"of them modify it (modifier_rank={ranks[0]}), or modify the model before its "
+                    "layers are cut"
+                )
 
     def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
         edited = [

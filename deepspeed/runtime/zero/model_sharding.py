@@ -72,7 +72,8 @@ def shard_model(
     # As below stage 3: without a precision block parameters keep the dtype that they come with, of
     # which `cast_model` has looked at those that are trained.
     wanted = None if dtype == torch.float32 else dtype
-    _refuse_parts(ranks)
+    _refuse_stages(ranks)
+    _refuse_beside_slices(zero, ranks)
     _refuse_experts(zero, ranks)
     _refuse_scripted(model)
     instances = ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances)
@@ -83,7 +84,11 @@ def shard_model(
 
     named = [(name, described(param)) for name, param in model.named_parameters()]
     agree_on_parameters(
-        named, ranks.replicas, "deepspeed.initialize", "ranks have different models"
+        named,
+        ranks.replicas,
+        "deepspeed.initialize",
+        "ranks have different models",
+        told_too=ranks.everyone,
     )
     _take_from_other_engines(model)
     memory = _shard_memory(zero)
@@ -203,11 +208,36 @@ def _shard_memory(zero: DeepSpeedZeroConfig) -> ShardMemory:
     return ShardMemory(on_host=True, pinned=offload.pin_memory)
 
 
-def _refuse_parts(ranks: ModelRanks) -> None:
-    if ranks.has_parts:
+def _refuse_stages(ranks: ModelRanks) -> None:
+    known = ranks.parallel_map
+    if known.pipe.size > 1 or known.model.size != known.tensor.size:
         raise DeepSpeedConfigError(
-            "zero_optimization.stage: 3 with a model whose stages or slices are on other ranks "
-            "(pipeline, tensor parallelism) is not supported; use stage 1 or 2"
+            "zero_optimization.stage: 3 with a model whose stages are on other ranks (pipeline) is "
+            "not supported; use stage 1 or 2"
+        )
+
+
+def _refuse_beside_slices(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
+    """What slices of the model's layers exclude: each divides the ranks that hold the same slices
+    once more.
+    """
+    if ranks.tensor_group is None:
+        return
+    size = ranks.parallel_map.tensor.size
+    if zero.zero_hpz_partition_size > 1:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} with "
+            f"tensor parallelism over {size} ranks is not supported; leave it out"
+        )
+    if ranks.experts:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage: 3 with experts (groups {sorted(ranks.experts)}) and tensor "
+            f"parallelism over {size} ranks is not supported; use stage 1 or 2"
+        )
+    if ranks.parallel_map.sequence.size > 1:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage: 3 with sequence parallelism and tensor parallelism over "
+            f"{size} ranks is not supported; use stage 1 or 2, or leave one of them out"
         )
 
 

@@ -291,11 +291,7 @@ class DeepSpeedZeRoOffload:
 
         def shape_of(param: nn.Parameter) -> Any:
             def on_gradient(grad: torch.Tensor) -> None:
-                if type(param) is ShardedParameter:
-                    self._shaped.append(param)
-                    record = record_of(param)
-                    with torch._C.DisableTorchFunctionSubclass():
-                        param.data = grad.new_zeros(()).expand(record.shape)
+                self.give_shape(param)
 
             return on_gradient
 
@@ -304,6 +300,17 @@ class DeepSpeedZeRoOffload:
             self.backward_hooks += [
                 param.register_hook(shape_of(param)) for param in unit.params if param.requires_grad
             ]
+
+    def give_shape(self, param: nn.Parameter) -> None:
+        """Let a parameter have its logical shape until backward ends, so that it can have a
+        gradient; its values are zeros without memory.
+        """
+        if type(param) is ShardedParameter:
+            self._shaped.append(param)
+            record = record_of(param)
+            zero = torch.zeros((), dtype=record.shard.dtype, device=record.device)
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = zero.expand(record.shape)
 
     # Forward
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -214,6 +214,13 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         for index in self._indices.get(unit, ()):
             if self.readiness.release(index):
                 self._send_incomplete(index)
+
+    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """See base class; a parameter that is sharded has no gradient's shape of itself."""
+        if param.requires_grad and param.grad is None:
+            self.parameter_offload.give_shape(cast(nn.Parameter, param))
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().local_gradient(param)
 
     def backward_epilogue(self) -> None:
         """See base class; also what other ranks have gathered and sent in this backward."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.gradients.sequence_parts import has_parts
 from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.zero.gather_unit import GatherUnit
@@ -76,7 +77,8 @@ def buckets_of(
     travels_in: Callable[[nn.Parameter], torch.dtype],
     bucket_size: int,
 ) -> Iterator[UnitBucket]:
-    """The buckets of a unit: one for each dtype of its trained parameters.
+    """The buckets of a unit: one for each dtype of its trained parameters, and others for those
+    whose gradients are complete only right before a reduction, for which the rest need not wait.
 
     Args:
         unit: Whose.
@@ -84,16 +86,17 @@ def buckets_of(
         travels_in: The dtype in which a parameter's gradient is reduced.
         bucket_size: What persists may be many parameters: so many elements at a time.
     """
-    kinds: dict[torch.dtype, list[tuple[int, int]]] = {}
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for param in unit.params:
         link = getattr(param, "_hp_mapping", None)
         if link is not None and record_of(param).numel:
-            kinds.setdefault(travels_in(param), []).append((link.group, link.param_index))
-    for kind, at in kinds.items():
+            kind = travels_in(param), has_parts(param)
+            kinds.setdefault(kind, []).append((link.group, link.param_index))
+    for (dtype, _), at in kinds.items():
         for chunk in _chunks(sorted(at), groups, bucket_size if unit.persists else None):
             numels = tuple(groups[group].table.numels[index] for group, index in chunk)
             table = ParameterCutTable.cut(numels, unit.num_shards)
-            yield UnitBucket(table, tuple(chunk), _parts(chunk, table, groups), kind)
+            yield UnitBucket(table, tuple(chunk), _parts(chunk, table, groups), dtype)
 
 
 def _chunks(

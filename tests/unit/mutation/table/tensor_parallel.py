@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from unit.mutation.table.fault import Fault
-from unit.mutation.table.places import AUTOTP, AUTOTP_RANKS, AUTOTP_STRUCTURE, TENSOR_PARALLEL
+from unit.mutation.table.places import (
+    AUTOTP,
+    AUTOTP_RANKS,
+    AUTOTP_STAGE3,
+    AUTOTP_STRUCTURE,
+    TENSOR_PARALLEL,
+)
 
 FAULTS = (
     Fault(
@@ -21,7 +27,7 @@ FAULTS = (
     Fault(
         "queries, keys and values in one weight are cut as one",
         TENSOR_PARALLEL + "cutting.py",
-        (("param.data.split(sizes, dim)", "param.data.split(param.shape[dim], dim)"),),
+        (("whole.split(sizes, dim)", "whole.split(whole.shape[dim], dim)"),),
         AUTOTP,
     ),
     Fault(
@@ -35,7 +41,7 @@ FAULTS = (
         TENSOR_PARALLEL + "cutting.py",
         (
             (
-                "broadcast_tensors((*model.parameters(), *model.buffers()), ranks",
+                "broadcast_tensors((*whole, *model.buffers()), ranks",
                 "broadcast_tensors((), ranks",
             ),
         ),
@@ -76,5 +82,58 @@ FAULTS = (
         TENSOR_PARALLEL + "layers.py",
         (("            work.wait()\n", "            pass\n"),),
         AUTOTP_RANKS,
+    ),
+    Fault(
+        "stage 3 cuts slices over ranks that have others",
+        "deepspeed/runtime/zero/model_sharding.py",
+        (
+            (
+                "instances = ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances)",
+                "instances = OptimizerInstances(dist.get_world_group())",
+            ),
+        ),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "stage 3 leaves other ranks' slices out of the norm",
+        "deepspeed/runtime/optimizer_factory.py",
+        (
+            (
+                '"norm_group": context.ranks.norm_group,',
+                '"norm_group": context.ranks.replicas,',
+            ),
+        ),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "stage 3 counts a parameter in the norm on every rank that shares layers",
+        "deepspeed/runtime/optimizer_factory.py",
+        (('"counts_in_norm": context.ranks.counts_shard,', '"counts_in_norm": None,'),),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "stage 3 exports the first rank's slices",
+        "deepspeed/runtime/checkpointing/sharded_weights.py",
+        (("slices.put_together(_name_of(param), param.data)", "param.data"),),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "frozen slices of stage 3 are read from the first rank's files",
+        "deepspeed/runtime/checkpointing/loading.py",
+        (("options.load_module_strict, tensor.rank", "options.load_module_strict, 0"),),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "a universal checkpoint of stage 3 has the model file of one part",
+        "deepspeed/checkpoint/ds_to_universal.py",
+        (("in state.weights_of_ranks():", "in list(state.weights_of_ranks())[:1]:"),),
+        AUTOTP_STAGE3,
+    ),
+    Fault(
+        "stage 3 lets a block's gradients wait for norms that are summed over ranks",
+        "deepspeed/runtime/zero/unit_buckets.py",
+        (("travels_in(param), has_parts(param)", "travels_in(param), False"),),
+        "tests/unit/v1/tensor/test_sequence_parts.py",
+        "do_not_wait",
     ),
 )

@@ -110,7 +110,6 @@ def test_tensor_parallel_ranks_share_their_batches(monkeypatch, warnings):
     for more in (
         {"tensor_parallel": {"autotp_size": 3}},
         {"sequence_parallel_size": 2},
-        {"zero_optimization": {"stage": 3}},
     ):
         with pytest.raises(
             DeepSpeedConfigError, match=r"^tensor_parallel.autotp_size: [23] .*; use"

@@ -47,20 +47,26 @@ def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, scale: flo
 
 
 def check_training(
-    engine: Any, model: torch.nn.Module, name: str, clip: float, steps: int = 2
+    engine: Any, model: torch.nn.Module, name: str, clip: float, steps: int = 2, micros: int = 1
 ) -> None:
-    """Train and compare gradients, norm and parameters with one process after each step."""
+    """Train and compare gradients, norm and parameters with one process after each step, which has
+    `micros` micro-batches.
+    """
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
     for step in range(steps):
-        data = batch_of(name, 2 * engine.dp_world_size, step)
+        data = batch_of(name, 2 * micros * engine.dp_world_size, step)
         optimizer.zero_grad()
         reference(**data).loss.backward()
-        rank = engine.get_data_parallel_rank()
-        own = {key: value[2 * rank : 2 * rank + 2] for key, value in data.items()}
-        engine.backward(engine(**own).loss)
-        right = {key: param.grad for key, param in reference.named_parameters()}
-        found = {key: safe_get_full_grad(p) for key, p in engine.module.named_parameters()}
+        for micro in range(micros):
+            at = 2 * (engine.get_data_parallel_rank() * micros + micro)
+            own = {key: value[at : at + 2] for key, value in data.items()}
+            engine.backward(engine(**own).loss)
+            if micro + 1 < micros:
+                engine.step()
+        trained = {key: p for key, p in engine.module.named_parameters() if p.requires_grad}
+        right = {key: reference.get_parameter(key).grad for key in trained}
+        found = {key: safe_get_full_grad(param) for key, param in trained.items()}
         largest = max(grad.norm().item() for grad in right.values())
         for key, grad in whole(engine, found).items():
             assert_close(f"step {step}, gradient of {key}", grad, right[key], largest)
@@ -70,7 +76,7 @@ def check_training(
         assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5)
         masters = {
             key: param.detach() if (value := safe_get_full_fp32_param(param)) is None else value
-            for key, param in engine.module.named_parameters()
+            for key, param in trained.items()
         }
         for key, value in whole(engine, masters).items():
             wanted = reference.get_parameter(key).detach()

@@ -18,8 +18,14 @@ from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.verify import check_budgets, check_streams, ledger
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.tensor.megatron import Mpu, batch
-from unit.v1.tensor.test_tensor_parallel import STEPS, TOLERANCE, check_training, start
+from unit.v1.tensor.megatron import Mpu, Parallel, batch
+from unit.v1.tensor.test_tensor_parallel import (
+    STEPS,
+    TOLERANCE,
+    check_training,
+    master,
+    start,
+)
 
 ACCUMULATION = 2
 NUM_MARKED = 3
@@ -59,7 +65,7 @@ class TestAlone(DistributedTest):
 
     world_size = 2
 
-    @each(stage=[0, 1, 2])
+    @each(stage=[0, 1, 2, 3])
     def test_one_message_per_reduction(self, stage: int) -> None:
         # Kills: a message per parameter, or in micro-batches that reduce nothing.
         mpu = Mpu(2)
@@ -76,11 +82,11 @@ class TestAlone(DistributedTest):
         assert len(engine._sequence_parts.params) == NUM_MARKED
         # The model's own backward sums activations, which are larger.
         own = [numel for numel in messages.numels if numel == marked]
-        assert len(own) == STEPS * (ACCUMULATION if stage == 2 else 1)
+        assert len(own) == STEPS * (ACCUMULATION if stage >= 2 else 1)
         assert len(messages.numels) - len(own) == STEPS * ACCUMULATION
         engine.destroy()
 
-    @each(stage=[1, 2])
+    @each(stage=[1, 2, 3])
     def test_other_buckets_do_not_wait(self, stage: int) -> None:
         # Kills: layer norms among other parameters, whose buckets would leave after backward too.
         engine = start(Mpu(2), stage, "fp32", sequence_parallel=True)
@@ -106,7 +112,19 @@ class TestAlone(DistributedTest):
             assert torch.equal(param.grad, grad)
         engine.destroy()
 
-    @each(stage=[0, 1, 2], precision=["fp32", "bf16-fp32"])
+    @each(stage=[0, 2, 3])
+    def test_a_parameter_that_is_not_used(self, stage: int) -> None:
+        # Kills: a gradient of zeros in the shape of what a sharded parameter shows.
+        mpu = Mpu(2)
+        model = Parallel(mpu, sequence_parallel=True)
+        model.unused = torch.nn.Parameter(torch.ones(7))
+        model.unused.sequence_parallel = True  # type: ignore[attr-defined]  # a mark
+        engine = start(mpu, stage, "fp32", model=model)
+        train(engine, mpu, Messages(None))
+        assert torch.equal(master(model.unused), torch.ones(7))
+        engine.destroy()
+
+    @each(stage=[0, 1, 2, 3], precision=["fp32", "bf16-fp32"])
     def test_on_streams(self, stage: int, precision: str) -> None:
         # Kills: a sum that reads gradients before they are there, or buckets that leave before it
         # is; a host that waits for it.
@@ -138,7 +156,7 @@ class TestWithDataParallelism(DistributedTest):
 
     world_size = 4
 
-    @each(stage=[0, 1, 2])
+    @each(stage=[0, 1, 2, 3])
     def test_the_ledger_counts_parts(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a ledger that takes a part for the whole; parts that nobody sums.
         mpu = Mpu(2)

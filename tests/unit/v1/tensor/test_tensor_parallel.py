@@ -19,6 +19,7 @@ import torch
 import deepspeed
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils.tensor_fragment import logical_shape
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.megatron import Mpu, Parallel, Serial, batch, slice_of
@@ -43,18 +44,24 @@ def start(
     precision: str,
     clip: float = 0.0,
     sequence_parallel: bool = False,
+    model: Any = None,
     **more: Any,
 ) -> Any:
-    model = Parallel(mpu, sequence_parallel)
+    model = Parallel(mpu, sequence_parallel) if model is None else model
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20, "overlap_comm": stage == 2},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 20,
+            "overlap_comm": stage >= 2,
+            **({"stage3_param_persistence_threshold": 6} if stage == 3 else {}),
+        },
         **PRECISIONS[precision],
         **more,
     }
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    vectors = [param for param in model.parameters() if param.dim() == 1]
+    matrices = [param for param in model.parameters() if len(logical_shape(param)) > 1]
+    vectors = [param for param in model.parameters() if len(logical_shape(param)) == 1]
     optimizer = torch.optim.SGD([{"params": matrices}, {"params": vectors}], lr=LR)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     return engine
@@ -146,7 +153,7 @@ class TestAlone(DistributedTest):
 
     world_size = 2
 
-    @each(precision=PRECISIONS, stage=[0, 1, 2], clip=[0.0, CLIP])
+    @each(precision=PRECISIONS, stage=[0, 1, 2, 3], clip=[0.0, CLIP])
     def test_equals_one_process(self, precision: str, stage: int, clip: float) -> None:
         # Kills: replicated parameters counted on both ranks; slices counted on the first only;
         # gradients averaged over slices.
@@ -157,7 +164,7 @@ class TestAlone(DistributedTest):
         check_training(engine, mpu, clip, TOLERANCE[precision])
         engine.destroy()
 
-    @each(stage=[0, 1, 2], accumulation=[1, 3])
+    @each(stage=[0, 1, 2, 3], accumulation=[1, 3])
     def test_sequence_parallel_parameters_have_the_whole_gradient(
         self, stage: int, accumulation: int
     ) -> None:
@@ -170,7 +177,7 @@ class TestAlone(DistributedTest):
         check_training(engine, mpu, 0.0, TOLERANCE["fp32"], accumulation)
         engine.destroy()
 
-    @each(stage=[0, 1, 2], replicated=[False, True], on_rank=[0, 1])
+    @each(stage=[0, 1, 2, 3], replicated=[False, True], on_rank=[0, 1])
     def test_overflow_on_one_rank_skips_on_both(
         self, stage: int, replicated: bool, on_rank: int
     ) -> None:
@@ -179,7 +186,7 @@ class TestAlone(DistributedTest):
         mpu = Mpu(2)
         engine = start(mpu, stage, "fp32")
         x, labels = batch(0, 1, 1)
-        before = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        before = {name: master(param).clone() for name, param in engine.module.named_parameters()}
         target = engine.module.head.weight if replicated else engine.module.column.weight
         poison = target.register_hook(
             lambda grad: grad * float("inf") if mpu.rank == on_rank else grad
@@ -187,24 +194,36 @@ class TestAlone(DistributedTest):
         engine.backward(engine(x[0, 0], labels[0, 0]))
         engine.step()
         assert not engine.was_step_applied() and engine.skipped_steps == 1
-        assert all(
-            torch.equal(param, before[name]) for name, param in engine.module.named_parameters()
-        )
+        after = {name: master(param) for name, param in engine.module.named_parameters()}
+        assert all(torch.equal(after[name], value) for name, value in before.items())
         poison.remove()
         engine.backward(engine(x[0, 0], labels[0, 0]))
         engine.step()
         assert engine.was_step_applied()
         engine.destroy()
 
-    def test_checkpoint_files_are_named_by_tensor_rank(self, tmp_path: Any) -> None:
-        # Kills: tensor-parallel ranks that overwrite each other's files.
+    @each(stage=[1, 3])
+    def test_checkpoint_files_are_named_by_tensor_rank(self, stage: int, tmp_path: Any) -> None:
+        # Kills: tensor-parallel ranks that overwrite each other's files, or read them, also at
+        # another stage where nobody says how parameters are sliced.
         mpu = Mpu(2)
-        engine = start(mpu, 1, "bf16")
-        engine.save_checkpoint(str(tmp_path), tag="t")
-        expected = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(2)}
+        engine = start(mpu, stage, "bf16")
+        x, labels = batch(0, 1, 1)
+        engine.backward(engine(x[0, 0].to(torch.bfloat16), labels[0, 0]))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path), tag=str(stage))
+        of_rank = "zero_pp_rank_0_" if stage == 3 else ""
+        expected = {f"{of_rank}mp_rank_{rank:02d}_model_states.pt" for rank in range(2)}
         expected |= {f"bf16_zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt" for rank in range(2)}
-        assert expected <= set(os.listdir(tmp_path / "t"))
+        assert expected <= set(os.listdir(tmp_path / str(stage)))
+        saved = [master(param).clone() for param in engine.module.parameters()]
         engine.destroy()
+        for other in (stage, 4 - stage):
+            engine = start(mpu, other, "bf16")
+            engine.load_checkpoint(str(tmp_path), tag=str(stage))
+            found = [master(param) for param in engine.module.parameters()]
+            assert all(map(torch.equal, found, saved)), other
+            engine.destroy()
 
     def test_clip_grad_norm_counts_like_the_engine(self) -> None:
         # Kills: asking the mpu for its model-parallel rank, which numbers pipeline stages too.
@@ -224,7 +243,7 @@ class TestWithDataParallelism(DistributedTest):
 
     world_size = 4
 
-    @each(precision=PRECISIONS, stage=[0, 1, 2], clip=[0.0, CLIP])
+    @each(precision=PRECISIONS, stage=[0, 1, 2, 3], clip=[0.0, CLIP])
     def test_equals_one_process(self, precision: str, stage: int, clip: float) -> None:
         # Kills: averaging over the world; a norm over one data-parallel group only; each
         # data-parallel replica counted.
@@ -235,7 +254,16 @@ class TestWithDataParallelism(DistributedTest):
         check_training(engine, mpu, clip, TOLERANCE[precision])
         engine.destroy()
 
-    @each(stage=[0, 1, 2])
+    def test_shards_of_slices_by_zero_init(self) -> None:
+        # Kills: shards over ranks with several slices; parameters that are not marked any more.
+        mpu = Mpu(2)
+        model = Parallel(mpu)
+        deepspeed.zero.Init(model, mpu=mpu)
+        engine = start(mpu, 3, "fp32", CLIP, model=model)
+        check_training(engine, mpu, CLIP, TOLERANCE["fp32"])
+        engine.destroy()
+
+    @each(stage=[0, 1, 2, 3])
     def test_sequence_parallel_parameters(self, stage: int) -> None:
         # Kills: summing over data-parallel ranks instead of tensor-parallel ones.
         mpu = Mpu(2)
