@@ -470,6 +470,8 @@ class DeepSpeedEngine(
             self._step_taken, self._skipped_elsewhere = self.was_step_applied(), self.skipped_steps
             self._sequence.destroy()
         elif self.parameter_offload is not None:
+            if self._movable_weights is not None:
+                self._movable_weights.reload_states()
             self.parameter_offload.destroy()
         self.parameter_offload = None
         self._sequence = None

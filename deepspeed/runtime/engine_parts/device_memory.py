@@ -6,7 +6,8 @@ from collections.abc import Container
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine_parts.sequence import EngineSequence
-from deepspeed.runtime.zero.movable_states import MovableStates
+from deepspeed.runtime.zero.movable_states import Movable, MovableStates
+from deepspeed.runtime.zero.movable_weights import MovableWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 
@@ -21,16 +22,30 @@ class EngineDeviceMemory(EngineSequence):
         non_blocking: bool = False,
     ) -> None:
         """Move the optimizer's state (all, or the kinds in `include`) to the host until
-        `reload_states`: see `runtime.zero.movable_states.MovableStates.offload_states`.
+        `reload_states`: see `runtime.zero.movable_states.Movable.offload_states`. An engine of
+        stage 3 without an optimizer has weights alone.
         """
-        sequence = self._movable("offload_states")
-        sequence.offload_states(include, device, pin_memory, non_blocking)
+        movable = self.movable_states("offload_states")
+        movable.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back what `offload_states` has moved."""
-        self._movable("reload_states").reload_states(non_blocking)
+        self.movable_states("reload_states").reload_states(non_blocking)
 
-    def _movable(self, what: str) -> MovableStates:
+    def movable_states(self, what: str) -> Movable:
+        """What may leave the device.
+
+        Args:
+            what: What is called, for errors.
+
+        Raises:
+            RuntimeError: Nothing may.
+        """
+        if self._sequence is None and self.parameter_offload is not None:
+            self._refuse_taken(what)
+            if self._movable_weights is None:
+                self._movable_weights = MovableWeights(self.parameter_offload)
+            return self._movable_weights
         sequence = self._require_optimizer(what)
         if not isinstance(sequence, MovableStates):
             raise RuntimeError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.zero.movable_weights import MovableWeights
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
@@ -18,6 +19,7 @@ class EngineSequence:
     """
 
     _sequence: StepSequence | None
+    _movable_weights: MovableWeights | None = None
     parameter_offload: DeepSpeedZeRoOffload | None
 
     def _require_optimizer(self, what: str) -> StepSequence:
@@ -39,3 +41,5 @@ class EngineSequence:
     def _require_states(self, what: str) -> None:
         if self._sequence is not None:
             self._sequence.require_states(what)
+        elif self._movable_weights is not None:
+            self._movable_weights.require_states(what)

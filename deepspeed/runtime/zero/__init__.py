@@ -8,6 +8,7 @@ Optimizers:
     unit_buckets                    what of stage 3 is reduced together
     shard_writer                    what stage 3 does with updated masters
     movable_states, offload_states  state that leaves the device between steps
+    movable_weights                 weights of stage 3 that do, without an optimizer too
     partial_offload                 a part of the state on the host
 
 Parameters of stage 3, from how they are cut to who has them whole:

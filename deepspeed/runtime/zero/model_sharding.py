@@ -294,6 +294,11 @@ def _take_from_other_engines(model: nn.Module) -> None:
     """An engine that has the model lets go of it; training goes on in the new one alone."""
     units = (record_of(param).unit for param in model.parameters() if is_zero_param(param))
     for owner in {unit.resources.owner for unit in units if unit is not None}:
+        if owner.give_up is None and owner.resources.are_away:
+            raise RuntimeError(
+                "deepspeed.initialize: an engine without an optimizer keeps the weights of this "
+                "model off the device; call its reload_states() first"
+            )
         if owner.give_up is not None:
             owner.give_up()
         owner.tell_edits(None)

@@ -9,7 +9,7 @@ are found together, the piece is copied once, and each becomes a view of the cop
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -131,14 +131,16 @@ class HostPieces:
         self.kinds = {}
 
 
-class MovableStates(ZeROOptimizer):
-    """A ZeRO optimizer whose state may leave the device; see module. What is on the host anyway
+class Movable(ABC):
+    """Who has state that may leave the device; see module. What is on the host anyway
     (`offload_optimizer`, `offload_param`) stays there.
+
+    Attributes:
+        kinds: What there is of it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._away = HostPieces()
-        super().__init__(*args, **kwargs)
+    kinds: tuple[OffloadStateTypeEnum, ...] = tuple(OffloadStateTypeEnum)
+    _away: HostPieces
 
     @property
     def states_away(self) -> list[OffloadStateTypeEnum]:
@@ -146,10 +148,10 @@ class MovableStates(ZeROOptimizer):
         return list(self._away.kinds)
 
     def require_states(self, what: str) -> None:
-        """See base class.
+        """Raise if something that `what` needs is away: "forward", "backward", or all else.
 
         Raises:
-            RuntimeError: Something that it needs is away.
+            RuntimeError: Naming it.
         """
         away = self._away.kinds.keys() & NEEDED.get(what, set(OffloadStateTypeEnum))
         if away:
@@ -157,16 +159,6 @@ class MovableStates(ZeROOptimizer):
                 f"{what} while offload_states keeps {', '.join(sorted(away))} off the device: call "
                 "reload_states() first"
             )
-
-    def backward_prologue(self) -> None:
-        """See base class."""
-        self.require_states("backward")
-        super().backward_prologue()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """See base class."""
-        self.require_states("step")
-        super().step(closure)
 
     def offload_states(
         self,
@@ -195,10 +187,9 @@ class MovableStates(ZeROOptimizer):
             raise ValueError(f"offload_states(device={device!r}) is not supported; use 'cpu'")
         kinds = [
             kind
-            for kind in OffloadStateTypeEnum
+            for kind in self.kinds
             if (include is None or kind in include) and kind not in self._away.kinds
         ]
-        self.finish_gradients()
         self._leave(kinds)
         for kind in kinds:
             self._away.take(kind, self.state_tensors(kind), pin_memory)
@@ -224,11 +215,48 @@ class MovableStates(ZeROOptimizer):
     def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """Let go of what need not be kept of these kinds, and have nothing use the rest."""
 
+    @abstractmethod
     def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """State of these kinds was written by what has been issued on the current stream."""
 
+    @abstractmethod
     def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         """All tensors that lie in the memory of a kind of state, and live from step to step."""
+
+
+class MovableStates(Movable, ZeROOptimizer):
+    """A ZeRO optimizer whose state may leave the device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._away = HostPieces()
+        super().__init__(*args, **kwargs)
+
+    def backward_prologue(self) -> None:
+        """See base class."""
+        self.require_states("backward")
+        super().backward_prologue()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """See base class."""
+        self.require_states("step")
+        super().step(closure)
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """See base class; gradients are complete before."""
+        self.finish_gradients()
+        super().offload_states(include, device, pin_memory, non_blocking)
+
+    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """See base class; masters and gradients are used where they are."""
+
+    def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
+        """See base class."""
         if kind is OffloadStateTypeEnum.optim_states:
             values = (value for state in self.state.values() for value in state.values())
             # Optimizers read counters on the host or the device, as they made them.

@@ -74,8 +74,8 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.devi
     """The devices that a kind of an engine's state is on; none if there is nothing of it now.
 
     Args:
-        model: An engine of ZeRO stage 1, 2 or 3.
+        model: An engine of ZeRO stage 1, 2 or 3; at stage 3 without an optimizer too.
         state: The kind.
     """
-    tensors = model.optimizer.state_tensors(OffloadStateTypeEnum(state))
+    tensors = model.movable_states("get_state_devices").state_tensors(OffloadStateTypeEnum(state))
     return {tensor.device for tensor in tensors if tensor.numel()}

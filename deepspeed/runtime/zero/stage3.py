@@ -44,6 +44,7 @@ from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.movable_weights import have_back, let_leave, weights_of
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
@@ -364,27 +365,18 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             self._fillers = {}
         if OffloadStateTypeEnum.lp_params in kinds:
-            self.parameter_offload.refuse_holders("offload_states()")
-            self.parameter_offload.before_update()
-            for unit in self._all_units():
-                unit.put_away()
-            self.parameter_offload.resources.let_go()
-            self.parameter_offload.resources.are_away = True
+            let_leave(self.parameter_offload)
 
     def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """See base class."""
         super()._come_back(kinds)
         if OffloadStateTypeEnum.lp_params in kinds:
-            self.parameter_offload.resources.are_away = False
-            self.parameter_offload.resources.mark_updated()
-            self.parameter_offload.gather_persistent()
+            have_back(self.parameter_offload)
 
     def _weights(self) -> Iterator[torch.Tensor]:
         """See base class: all shards, those that are not trained too."""
         yield from (group.flat for group in self.groups)
-        for unit in self._all_units():
-            yield unit.shard
-            yield from (record.shard for record in unit.records)
+        yield from weights_of(self.parameter_offload)
         for pair in self._copied:
             yield from pair
 

@@ -7,6 +7,13 @@ from unit.mutation.table.places import BACKWARD_ORDER, LIFETIMES, UNEVEN
 
 FAULTS = (
     Fault(
+        "weights of an engine without an optimizer leave while they are gathered",
+        "deepspeed/runtime/zero/movable_weights.py",
+        (("        unit.put_away()\n", "        pass\n"),),
+        "tests/unit/v1/offload/test_offload_states.py",
+        "without_an",
+    ),
+    Fault(
         "zero.Init cuts a model for a stage that does not gather it",
         "deepspeed/runtime/zero/init_context.py",
         (('str(stage) in ("3", "3.0", "auto")', "True"),),
@@ -289,13 +296,8 @@ FAULTS = (
     ),
     Fault(
         "shards that have come back are gathered before they are there",
-        "deepspeed/runtime/zero/stage3.py",
-        (
-            (
-                "are_away = False\n            self.parameter_offload.resources.mark_updated()\n",
-                "are_away = False\n",
-            ),
-        ),
+        "deepspeed/runtime/zero/movable_weights.py",
+        (("are_away = False\n    offload.resources.mark_updated()\n", "are_away = False\n"),),
         "tests/unit/v1/offload/test_offload_states.py",
         "streams",
     ),

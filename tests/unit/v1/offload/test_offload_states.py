@@ -4,6 +4,7 @@ for bit, and errors for what runs in between.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,43 @@ class TestMoves(DistributedTest):
             engine.offload_states()
             engine.destroy()  # brings them back
             assert all(torch.isfinite(param).all() for param in engine.module.parameters())
+
+    def test_without_an_optimizer(self, tmp_path: Path) -> None:
+        # Kills: weights that stay, or are gathered while they are away; a gather before they are
+        # back; plain parameters made of nothing.
+        tokens = tokens_of(0, dist.get_rank())
+        missing = r"off the device: call reload_states\(\) first"
+        for persistence in (0, 100):
+            torch.manual_seed(0)
+            plain = Net(width=64)
+            with simulate(backward_streams=2) as device, check_streams(), torch.no_grad():
+                config = config_of(
+                    3, **{**SHARDED, "stage3_param_persistence_threshold": persistence}
+                )
+                config.pop("optimizer", None)
+                engine = deepspeed.initialize(model=copy.deepcopy(plain), config=config)[0]
+                before = device.memory_allocated()
+                wanted = engine(tokens).tolist()
+                for later in (False, True):
+                    engine.offload_states(non_blocking=later)
+                    device.synchronize()
+                    assert get_state_devices(engine, Kind.lp_params) == {torch.device("cpu")}
+                    assert device.memory_allocated() < 0.2 * before
+                    with pytest.raises(RuntimeError, match="forward while .*lp_params " + missing):
+                        engine(tokens)
+                    with pytest.raises(RuntimeError, match="save_checkpoint while .*" + missing):
+                        engine.save_checkpoint(str(tmp_path))
+                    with pytest.raises(RuntimeError, match="without an optimizer.*reload_states"):
+                        deepspeed.initialize(model=engine.module, config=config)
+                    engine.reload_states(non_blocking=later)
+                    assert engine(tokens).tolist() == wanted, (persistence, later)
+                engine.offload_states([Kind.optim_states])  # there is none
+                assert engine(tokens).tolist() == wanted
+                engine.offload_states()
+                model = engine.module
+                engine.destroy()
+                for own, param in zip(plain.parameters(), model.parameters(), strict=True):
+                    assert param.tolist() == own.tolist()
 
     def test_where_nothing_can_move(self) -> None:
         # Kills: an engine that takes the call and keeps its memory.
