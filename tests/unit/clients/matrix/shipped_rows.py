@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.clients.launching import environment
 from unit.clients.matrix import stand_ins
 from unit.clients.matrix.row import Row, main, scenario
@@ -126,8 +127,10 @@ def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
 @on_rank_0
 def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
     """One engine of stage 2 trained beside one of stage 3 that is asked, then both trained. The
-    program checks that each gets better; it looks for configurations in its repository.
+    program checks that each gets better after its first epoch of 16 steps, most of which the model
+    needs to forget what is wrong; it looks for configurations in its repository.
     """
+    stand_ins.teach_wrong(folder, steps=10)
     place = folder / "src" / "accelerate" / "test_utils" / "scripts" / "external_deps"
     place.mkdir(parents=True)
     program = Path(shutil.copy(SCRIPTS / "external_deps" / "test_ds_multiple_model.py", place))
@@ -148,17 +151,22 @@ def accelerate_test_zero3_integration(folder: Path, stage: int) -> None:
     launch(folder, plugin(stage), SCRIPTS / "external_deps" / "test_zero3_integration.py")
 
 
-def whole_sequence_losses(folder: Path) -> list[float]:
-    """What plain torch makes of the samples of accelerate's test of split sequences."""
+def losses_of_pieces(folder: Path) -> list[float]:
+    """What plain torch makes of the samples of accelerate's program for split sequences, which
+    leaves the model in `eval()`: accelerate registers attention that is whole in training alone, so
+    each half of a sequence sees itself.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder / stand_ins.HUB_LLAMA)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
-    tokens = torch.arange(1, 32 * 4 + 1).view(-1, 32) + 100
-    positions = torch.arange(32 * 4).view(-1, 32)
+    tokens = torch.arange(1, 32 * 4 + 1).view(-1, 1, 32) + 100
+    positions = torch.arange(32 * 4).view(-1, 1, 32)
     losses = []
     for sample, places in zip(tokens, positions, strict=True):
         optimizer.zero_grad()
-        ids = sample[None]
-        loss = model(input_ids=ids, position_ids=places[None], labels=ids).loss
+        halves = zip(sample.chunk(2, 1), places.chunk(2, 1), strict=True)
+        logits = [model(input_ids=half, position_ids=where).logits for half, where in halves]
+        wanted = sample[0, 1:]  # the last word of the first half has the second half's first
+        loss = torch.nn.functional.cross_entropy(torch.cat(logits, 1)[0, :-1], wanted)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -168,14 +176,14 @@ def whole_sequence_losses(folder: Path) -> list[float]:
 @scenario(ROWS, 2, 3)
 @on_rank_0
 def accelerate_test_ds_alst_ulysses_sp(folder: Path, stage: int) -> None:
-    """Its losses, each of which it prints, are those of whole sequences."""
+    """Its losses, each of which it prints; `sequences_over_ranks` has attention in it."""
     program = SCRIPTS / "external_deps" / "test_ds_alst_ulysses_sp.py"
     said = launch(folder, plugin(stage), program)
     found = [float(word) for word in re.findall(r"^\d: loss=tensor\(([\d.]+)", said, re.MULTILINE)]
-    wanted = whole_sequence_losses(folder)
+    wanted = losses_of_pieces(folder)
     assert len(found) == len(wanted) == 4, said
     worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    assert worst < 2e-4, (found, wanted)  # four digits are printed
+    assert worst < 1e-4, (found, wanted)  # four digits are printed
 
 
 @scenario(ROWS, 2, 3)
@@ -212,12 +220,16 @@ def train_with_script(folder: Path, stage: int, name: str, *words: str) -> list[
 @on_rank_0
 def trl_sft_script(folder: Path, stage: int) -> None:
     losses = train_with_script(folder, stage, "sft")
-    assert sum(losses[-4:]) < 0.5 * sum(losses[:4]), losses
-    # What was saved is what was trained, whole.
-    model = AutoModelForCausalLM.from_pretrained(folder / "out").float()
-    read = stand_ins.tokenizer()(stand_ins.said(5, 12), return_tensors="pt")["input_ids"]
-    loss = model(input_ids=read, labels=read).loss.item()
-    assert abs(loss - losses[-1]) < 0.3 * losses[0], (loss, losses)
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
+    masters = get_fp32_state_dict_from_zero_checkpoint(folder / "out" / f"checkpoint-{STEPS}")
+    saved = load_file(folder / "out" / "model.safetensors")
+    assert saved.keys() == masters.keys()
+    assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in saved)
+    # The order of sums is the same for two ranks.
+    told = folder.parent / "losses"
+    if told.exists():
+        assert json.loads(told.read_text()) == losses
+    told.write_text(json.dumps(losses))
 
 
 @scenario(ROWS, 3)

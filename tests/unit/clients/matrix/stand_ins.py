@@ -124,6 +124,24 @@ def write_models(out: Path) -> None:
     GPT2LMHeadModel(tiny).save_pretrained(out / HUB_GPT2)
 
 
+def teach_wrong(out: Path, steps: int) -> None:
+    """Move the classifier away from the labels, by steps at the programs' rate: a program needs
+    about as many until it is right.
+    """
+    model = LlamaForSequenceClassification.from_pretrained(out / CLASSIFIER)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-5)
+    entries = list(sentences(64))
+    pairs = [[entry[f"sentence{number}"] for entry in entries] for number in (1, 2)]
+    batch = tokenizer()(*pairs, padding=True, return_tensors="pt")
+    wrong = torch.tensor([1 - entry["label"] for entry in entries])
+    asked = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(**asked, labels=wrong).loss.backward()
+        optimizer.step()
+    model.save_pretrained(out / CLASSIFIER)
+
+
 def write_data(out: Path) -> None:
     """Data sets, and a metric."""
     for split, count in (("train", 256), ("validation", 64)):
