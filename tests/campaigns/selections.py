@@ -105,6 +105,7 @@ CAMPAIGNS = (
         "DS_RESHARD_MATRIX",
         "tests/unit/v1/checkpoint/test_matrix.py",
         "tests/unit/v1/checkpoint/test_stage3.py",
+        "tests/unit/v1/checkpoint/test_instances.py",
     ),
     corrupt_checkpoints(),
     printed(

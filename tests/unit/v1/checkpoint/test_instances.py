@@ -4,8 +4,9 @@ instances goes on.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -126,3 +127,118 @@ class TestOtherNumberOfInstances(DistributedTest):
         )
         assert differences(saved, owned(engine)) == []
         assert any(name.startswith("state.") for name in saved)
+
+
+# Ways to divide state over ranks: keys of the block, of which `ranks` stands for half of the world.
+WAYS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 1, instances": {"stage": 1, "num_optimizer_instances": 2},
+    "stage 2": {"stage": 2},
+    "stage 2, instances": {"stage": 2, "num_optimizer_instances": 2},
+    "stage 3": {"stage": 3},
+    "stage 3, instances": {"stage": 3, "num_optimizer_instances": 2},
+    "stage 3, MiCS": {"stage": 3, "mics_shard_size": "ranks"},
+    "stage 3, hpZ": {"stage": 3, "zero_hpz_partition_size": "ranks"},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+WORLDS = (2, 4)
+TABLE = os.environ.get("DS_RESHARD_MATRIX")
+
+
+class Crossing(NamedTuple):
+    """A folder that `world` ranks have saved."""
+
+    precision: str
+    way: str
+    world: int
+
+    @property
+    def folder(self) -> str:
+        """Its name."""
+        return f"{self.precision}, {self.way}, {self.world} ranks"
+
+    def start(self, seed: int) -> Any:
+        """An engine that divides its state so."""
+        half = self.world // 2
+        keys = {key: half if value == "ranks" else value for key, value in WAYS[self.way].items()}
+        block = {"stage3_param_persistence_threshold": 7} if keys["stage"] == 3 else {}
+        zero = {"reduce_bucket_size": 50, **block, **keys}
+        return start(config(**PRECISIONS[self.precision], zero_optimization=zero), seed=seed)
+
+
+def crossings(into: Crossing) -> list[Crossing]:
+    """What is loaded into a way by a number of ranks: all in the campaign, else of what 4 ranks
+    saved in bf16 a share in which every way is saved and loaded.
+    """
+    every = (
+        Crossing(into.precision, way, world)
+        for way in WAYS
+        for world in WORLDS
+        if (way, world) != (into.way, into.world)
+    )
+    ways = list(WAYS)
+    return [
+        one
+        for one in every
+        if TABLE
+        or (one.precision == "bf16" and one.world == 4)
+        and (ways.index(one.way) + ways.index(into.way) + into.world // 2) % 4 == 0
+    ]
+
+
+EVERY = [
+    Crossing(precision, way, world) for precision in PRECISIONS for way in WAYS for world in WORLDS
+]
+NEEDED = {one for into in EVERY for one in crossings(into)}
+
+
+class SavedEveryWay(DistributedFixture):
+    """A folder of each way, with what it holds by name."""
+
+    world_size = list(WORLDS) if TABLE else 4
+    exec_timeout = 1200 if TABLE else 240
+
+    def run(self, class_tmpdir: Any) -> None:
+        for number, one in enumerate(sorted(NEEDED)):
+            if one.world == torch.distributed.get_world_size():
+                engine = one.start(seed=number + 1)
+                train(engine, SAVED_AT)
+                engine.save_checkpoint(f"{class_tmpdir}/{one.folder}")
+                held = by_name(engine)
+                if torch.distributed.get_rank() == 0:
+                    torch.save(held, f"{class_tmpdir}/{one.folder}.pt")
+                engine.destroy()
+
+
+class TestEveryWayIntoEveryOther(DistributedTest):
+    """Weights, masters and moments, bit-equal by name.
+
+    Kills: an instance's shards taken for those of all ranks, copies of gathered shards written, or
+    kept over loading, a stage's cuts read as another's.
+    """
+
+    world_size = list(WORLDS)
+    exec_timeout = 1200 if TABLE else 240
+
+    def test(self, SavedEveryWay: Any, class_tmpdir: Any) -> None:
+        outcomes = {}
+        for into in EVERY:
+            saved = crossings(into)
+            if into.world != torch.distributed.get_world_size() or not saved:
+                continue
+            engine = into.start(seed=77)
+            train(engine, 1)
+            for one in saved:
+                engine.load_checkpoint(f"{class_tmpdir}/{one.folder}")
+                wanted = torch.load(f"{class_tmpdir}/{one.folder}.pt")
+                outcomes[one, into] = differences(wanted, by_name(engine))
+            train(engine, 1)
+            engine.destroy()
+        if TABLE and torch.distributed.get_rank() == 0:
+            held = sum(not found for found in outcomes.values())
+            line = (
+                f"ways, into {torch.distributed.get_world_size()} ranks: {held} of {len(outcomes)}"
+            )
+            with open(TABLE, "a") as file:
+                file.write(f"{line}\n")
+        assert outcomes and not any(outcomes.values()), {k: v[:3] for k, v in outcomes.items() if v}
