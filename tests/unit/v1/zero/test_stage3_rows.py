@@ -1,22 +1,39 @@
 """What users of stage 3 hit most, each held by a test.
 
-| What goes wrong elsewhere | Held by |
-|---|---|
-| a recorded order that is stale | `test_another_order_every_time` |
-| ranks that part, and hang | `test_stage3_divergence` |
-| experts that only some ranks run | `test_experts_chosen_by_each_rank` |
-| a parameter used outside its module | `Net.scale` of `stage3_models`, `test_a_sharded_parameter` |
-| edits lost, duplicates | `test_no_edit_is_lost`, `test_edits`, `test_gathering` |
-| a gather during accumulation | `test_gathers_during_accumulation` |
-| shape `(0,)` in code that counts | `test_a_sharded_parameter`, `test_generation_gathers_once` |
-| frozen weights and recomputation | `test_frozen_blocks_that_are_recomputed` |
-| wrappers that pass attributes on | `test_a_wrapper_that_passes_attributes_on` |
-| padding summed | the planted fault "padding is not zero" of `unit.verify` |
-| shards of another step | the planted fault "what is gathered stays over a step" |
-| composite and packed models | `test_same_weights_as_without` |
-| `generate()` that gathers for each token | `test_generation_gathers_once` |
-| gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays` |
-| compiled models | `TestCompiled` of `test_stage3_modes` |
+| | What goes wrong elsewhere | Held by |
+|---|---|---|
+| 1 | a recorded order that is stale | `test_another_order_every_time` |
+| 2 | ranks that part, and hang | `test_stage3_divergence`; what may differ: `test_stage3_uneven` |
+| 3 | experts that only some ranks run | `test_experts_chosen_by_each_rank`, |
+| | | `test_a_leaf_that_some_ranks_pass_by`; found: `test_experts_are_one_unit` of `test_units` |
+| 4 | a parameter used elsewhere | `Net.scale` of `stage3_models`, `test_a_sharded_parameter` |
+| 5 | edits lost, duplicates | `test_no_edit_is_lost`, `test_edits`, `test_gathering`, |
+| | | `TestEdits` of `test_stage3_lifetimes` |
+| 6 | a gather during accumulation | `test_gathers_during_accumulation`, `TestBlocks` there |
+| 7 | shape `(0,)` in code | `test_a_sharded_parameter`, `test_generation_gathers_once`; |
+| | | Muon: `TestMuonIsNeverOffUnsaid` of `test_whole_parameters` |
+| 8 | embeddings resized, adapters late | `TestLate` of `test_stage3_adapters`, |
+| | | `test_resize_train_generate_save` of `clients/test_zero3_models` |
+| 9 | adapters of another dtype | `TestDtypes` of `test_stage3_adapters` |
+| 10 | wrappers that pass attributes on | `test_a_wrapper_that_passes_attributes_on` |
+| 11 | frozen weights and recomputation | `test_frozen_blocks_that_are_recomputed`, |
+| | | `test_frozen_behind_what_some_ranks_pass_by` of `test_stage3_uneven` |
+| 12 | padding summed | the planted fault "padding is not zero" of `unit.verify`, |
+| | | `TestPoison` of `test_stage3_modes` |
+| 13 | shards of another step | the planted fault "what is gathered stays over a step", |
+| | | `TestCopiesAreNeverOld` and `test_memory` of `test_stage3_hybrid` |
+| 14 | composite and packed models | `test_same_weights_as_without`, |
+| | | `test_an_architecture_equals_plain_torch` of `clients/test_zero3_models` |
+| 15 | loading | `test_each_rank_reads_what_it_owns` of `checkpoint/test_safetensors` |
+| 16 | `generate()` slow, or hanging | `test_generation_gathers_once`, |
+| | | `test_resize_train_generate_save`; a number of steps of each rank's own: |
+| | | `test_every_kind_raises_on_all_ranks` of `test_stage3_divergence` |
+| 17 | gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays`, |
+| | | `TestFailedGather` of `test_stage3_lifetimes` |
+| 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
+| 19 | buffers too small | `TestSameBits` and `TestCosts` of `offload/test_stage3_offload` |
+| 20 | compiled models | `TestCompiled` of `test_stage3_modes`, |
+| | | `test_compiled_on_each_rank_by_its_branches` of `test_stage3_uneven` |
 """
 
 from __future__ import annotations

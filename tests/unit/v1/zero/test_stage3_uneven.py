@@ -135,6 +135,24 @@ class Between(nn.Module):
         return out
 
 
+class Branches(nn.Module):
+    """Blocks that a compiler cuts otherwise on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Side() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, wants: Wants) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, wants(index))
+        return x
+
+
+def made_branches() -> Branches:
+    torch.manual_seed(0)
+    return Branches()
+
+
 class Frozen(nn.Module):
     """Frozen blocks, through which gradients flow on the ranks that use what is trained before.
 
@@ -355,6 +373,19 @@ class TestUneven(DistributedTest):
             assert re.search(rf"reached between\.\w+, between\.\w+ on rank {last}; zero", text), (
                 text
             )
+
+    @pytest.mark.world_size(2)
+    def test_compiled_on_each_rank_by_its_branches(self) -> None:
+        # Kills: a graph with a gather in it, which another rank's graph does not have.
+        wanted = reference(made_branches())
+        with compared():
+            model = made_branches()
+            engine = engine_of(model, config_of(3, ACCUMULATION, **BOUNDED))
+            engine.compile(backend="aot_eager")
+            train(engine)
+            engine.destroy()
+        found = {name: param.detach() for name, param in model.named_parameters()}
+        assert distance(found, wanted) < 1e-5
 
     def test_other_ways_to_backward(self) -> None:
         # Kills: a unit that is done with in the later of two forwards, a graph that is gone through
