@@ -517,10 +517,19 @@ class GatherUnit:
             self._has_no_gather()
             raise
 
+    def _view_of(self, param: nn.Parameter) -> torch.Tensor:
+        shown = zip(self.params, self.whole_params, strict=True)
+        return next(whole for other, whole in shown if other is param)
+
+    @torch.no_grad()
+    def follow(self, param: nn.Parameter) -> None:
+        """Who has `param` in memory of its own has changed it: so it is in that of the unit."""
+        if self.is_whole and record_of(param).readers:
+            self._view_of(param).copy_(param.data)
+
     def show_again(self, param: nn.Parameter) -> None:
         """Who had `param` in memory of its own has let go of it: it is seen in that of the unit, if
         the unit is whole.
         """
         if self.is_whole:
-            shown = zip(self.params, self.whole_params, strict=True)
-            show(param, next(whole for other, whole in shown if other is param))
+            show(param, self._view_of(param))

@@ -182,6 +182,15 @@ def publish(
     _tell_units(params)
 
 
+def _lost(names: Iterable[str]) -> str:
+    first = list(dict.fromkeys(names))[:4]
+    return (
+        f"GatheredParameters: {', '.join(first)} changed inside the block, and the change would be "
+        "lost: give modifier_rank=0 (or the rank whose values count; of experts one that holds "
+        "them)"
+    )
+
+
 class _Reads:
     """`all_gather()` and `partition()` of a parameter."""
 
@@ -231,9 +240,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
-            sharers = dict.fromkeys(record_of(p).instances.everyone for p in self.params)
-            # Experts are on fewer ranks than the rest.
-            self._agree(max(sharers, key=lambda group: dist.get_world_size(group=group)))
+            self._agree(self._sharers()[0])
             self._refuse_foreign_modifier()
             hold_whole(self.params)
             self._versions = [param._version for param in self.params]
@@ -317,12 +324,25 @@ class GatheredParameters:
             for param, version in zip(self.params, self._versions, strict=True)
             if param not in modified and (param._version != version or self._differs(param))
         ]
-        if edited:
-            raise RuntimeError(
-                f"GatheredParameters: {', '.join(edited[:4])} changed inside the block, and the "
-                "change would be lost: give modifier_rank=0 (or the rank whose values count; of "
-                "experts one that holds them)"
+        if self._may_lose(modified):
+            # A rank that raised alone would leave the others waiting for it.
+            agree(
+                edited,
+                self._sharers()[0],
+                lambda: "the end of GatheredParameters",
+                lambda told: _lost(name for names in told for name in names),
             )
+        if edited:
+            raise RuntimeError(_lost(edited))
+
+    def _may_lose(self, modified: Container[nn.Parameter]) -> bool:
+        """Whether some rank has parameters here that the modifier rank has not; the same on all."""
+        return len(self._sharers()) > 1 or any(param not in modified for param in self.params)
+
+    def _sharers(self) -> list[dist.Group]:
+        """The groups that have the parameters, the largest first: experts are on fewer ranks."""
+        groups = dict.fromkeys(record_of(param).instances.everyone for param in self.params)
+        return sorted(groups, key=lambda group: -dist.get_world_size(group=group))
 
     @staticmethod
     def _differs(param: nn.Parameter) -> bool:

@@ -470,10 +470,13 @@ class DeepSpeedZeRoOffload:
     # Shards
 
     def shard_changed(self, param: nn.Parameter) -> None:
-        """A script has changed a shard: a gather that was begun ahead has the old one."""
+        """A script has changed a shard: a gather that was begun ahead has the old one, and so has
+        a unit that is whole while the script has the parameter in memory of its own.
+        """
         unit = record_of(param).unit
         if unit is not None:
             self.param_coordinator.drop_ahead(unit)
+            unit.follow(param)
         self.resources.mark_updated()
 
     def refuse_holders(self, before: str = "step()") -> None:

@@ -34,8 +34,8 @@ FAULTS = (
         "deepspeed/runtime/zero/gathered_parameters.py",
         (
             (
-                "dict.fromkeys(record_of(p).instances.everyone for p in self.params)",
-                "dict.fromkeys(record_of(p).group for p in self.params)",
+                "dict.fromkeys(record_of(param).instances.everyone for param in self.params)",
+                "dict.fromkeys(record_of(param).group for param in self.params)",
             ),
         ),
         HYBRID,

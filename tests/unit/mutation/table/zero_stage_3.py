@@ -160,6 +160,25 @@ FAULTS = (
         "around_a_forward",
     ),
     Fault(
+        "a unit that is whole does not follow an edit",
+        "deepspeed/runtime/zero/parameter_offload.py",
+        (("            unit.follow(param)\n", ""),),
+        LIFETIMES,
+        "inside_the_block",
+    ),
+    Fault(
+        "a rank whose edit would be lost raises alone",
+        "deepspeed/runtime/zero/gathered_parameters.py",
+        (
+            (
+                "                edited,\n                self",
+                "                [],\n                self",
+            ),
+        ),
+        LIFETIMES,
+        "on_all_ranks",
+    ),
+    Fault(
         "rows of a failed gather are used again",
         "deepspeed/runtime/zero/gather_unit.py",
         (("            shared.rows.drop(rows)\n", "            shared.rows.give_back(rows)\n"),),

@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters, gather_unit
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
+    LR,
     SHARDED,
     check_as_one_process,
     config_of,
@@ -143,6 +144,44 @@ class TestBlocks(DistributedTest):
                 engine.step()
             engine.destroy()
             check_as_one_process(model)
+
+    def test_an_edit_after_a_forward_inside_the_block(self) -> None:
+        # Kills: a unit that has stayed whole, in which a recomputation finds the old value.
+        for recompute in (False, True):
+            model, plain = make_net(recompute=recompute), make_net(recompute=recompute)
+            engine = engine_of(model, config_of(3, 1, **SHARDED))
+            for index in range(3):
+                weight = model.blocks[1].up.weight
+                with GatheredParameters(weight, modifier_rank=1):
+                    loss = loss_of(engine, tokens_of(index, dist.get_rank()))
+                    if dist.get_rank() == 1:
+                        weight.data.mul_(1.5)
+                engine.backward(loss)
+                engine.step()
+                plain.zero_grad()
+                losses = [loss_of(plain, tokens_of(index, rank)) / 2 for rank in (0, 1)]
+                plain.blocks[1].up.weight.data.mul_(1.5)
+                sum(losses).backward()  # type: ignore[union-attr]  # there are two
+                with torch.no_grad():
+                    for param in plain.parameters():
+                        if param.grad is not None:
+                            param -= LR * param.grad
+            engine.destroy()
+            for (name, found), wanted in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                assert torch.allclose(found, wanted, rtol=0, atol=1e-5), (recompute, name)
+
+    def test_a_lost_edit_raises_on_all_ranks(self) -> None:
+        # Kills: the rank that forgot modifier_rank raises, and the others wait for it.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **SHARDED))
+        weight = model.blocks[1].up.weight
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight changed .* modifier_rank=0"):
+            with GatheredParameters(weight):
+                if dist.get_rank() == 1:
+                    weight.data.mul_(2)
+        engine.destroy()
 
 
 class TestFailedGather(DistributedTest):
