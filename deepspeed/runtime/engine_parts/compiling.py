@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.auto_ep import named_spread_experts
 from deepspeed.runtime.compiler import CompiledForward, compile_in_place
 from deepspeed.runtime.engine_parts.sequence import EngineSequence
 
@@ -42,6 +43,10 @@ class EngineCompiling(EngineSequence):
             compile_kwargs: Further arguments of torch.compile.
             schedule: DeepCompile schedules are not supported.
             compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
+
+        Raises:
+            NotImplementedError: For what is not supported, as are experts that `expert_parallel`
+                spreads at stage 3.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
@@ -51,6 +56,11 @@ class EngineCompiling(EngineSequence):
         if self._is_compiled:
             return
         offload = self.parameter_offload
+        if offload is not None and named_spread_experts(self.module):
+            raise NotImplementedError(
+                "compile() at ZeRO stage 3 with expert_parallel.enabled: true is not supported: "
+                "use zero_optimization.stage 2, or leave compile() out"
+            )
         self._compiled = compile_in_place(
             self.module,
             by_block=self._sequence is not None and self._sequence.works_during_backward,

@@ -211,6 +211,8 @@ def state_dicts_are_empty(engine: Any) -> None:
     """At stage 3, of experts that persist too; nobody takes those of one rank for whole ones."""
     state = engine.module.state_dict()
     assert all(not state[name].numel() for name in state if ".experts." in name)
+    with pytest.raises(NotImplementedError, match=r"compile\(\) at ZeRO stage 3 with expert_paral"):
+        engine.compile()
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         with pytest.raises(MisuseError, match="experts of this rank only.*save_16bit_model"):
             engine.module.state_dict()
