@@ -213,7 +213,7 @@ class TestFailedGather(DistributedTest):
         monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
         before = rows.num_bytes
         for step in range(1, 4):
-            for fails[0] in ("start", "wait"):
+            for fails[0] in ("wait", "start"):
                 for _ in range(3):
                     with pytest.raises(OSError, match="planted"):
                         loss_of(engine, tokens_of(0, 0))
