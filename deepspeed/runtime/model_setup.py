@@ -17,6 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from deepspeed.runtime.zero.zero_parameter import is_zero_param
 from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
@@ -78,12 +79,24 @@ def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True)
     Raises:
         ValueError: If neither fp16 nor bf16 is enabled, ZeRO shards, and trainable parameters are
             of several dtypes.
+        DeepSpeedConfigError: For a model that `zero.Init` has cut, below stage 3.
     """
     dtype = model_dtype(config)
     _check_param_dtype(config, dtype)
     if in_place:
+        _refuse_shards(model, int(config.tree.zero_optimization.stage))
         cast_module(model, dtype if dtype != torch.float32 else None, buffer_dtype(config))
     return dtype if dtype != torch.float32 else _given_dtype(model, config)
+
+
+def _refuse_shards(model: nn.Module, stage: int) -> None:
+    cut = next((name for name, param in model.named_parameters() if is_zero_param(param)), None)
+    if cut is not None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage: {stage}, but {cut} is sharded, as deepspeed.zero.Init makes "
+            "it: use stage 3, or give zero.Init this configuration (below stage 3 it shards "
+            "nothing)"
+        )
 
 
 def _given_dtype(model: nn.Module, config: DeepSpeedConfig) -> torch.dtype:

@@ -303,8 +303,14 @@ class TestModules(DistributedTest):
         for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # sums of another order
 
-    def test_compiled_by_jit(self) -> None:
-        # Kills: a module whose forward no hook can see that is taken.
+    def test_models_that_are_refused(self) -> None:
+        # Kills: a module whose forward no hook can see that is taken; shards below stage 3 that
+        # raise without a remedy.
+        with Init():
+            cut = linear()
+        config = config_of() | {"zero_optimization": {"stage": 2}}
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"stage: 2, but weight is shar"):
+            deepspeed.initialize(model=cut, config=config)
         model = nn.Sequential(linear(), torch.jit.script(linear()))
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"3 with 1, which torch\.jit"):
             engine_of(model)
