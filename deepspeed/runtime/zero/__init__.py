@@ -23,6 +23,7 @@ Parameters of stage 3, from how they are cut to who has them whole:
     units                           which parameters are gathered together, found in the model
     gather_unit, memory_pool        one gather, and the memory of what is gathered
     parameter_offload               whole where modules run: hooks of forward and backward
+    saved_tensors, gradient_shapes  what autograd asks of parameters that have gone
     partitioned_param_coordinator   who needs which unit, from when until when
     use_order, backward_order       in which order they were used, and are in backward
     gathered_parameters             whole for scripts: `GatheredParameters`

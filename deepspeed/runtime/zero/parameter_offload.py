@@ -3,8 +3,9 @@ there.
 
 Forward: hooks on the module of every unit. Backward: what autograd saves of gathered memory is not
 saved but noted as a place in it; unpacking the note gathers the unit again, whichever order
-backward takes. That memory can therefore be used for other units in between. Parameters that are
-read elsewhere in a running forward or backward are gathered by `sharding.parameter_reads`.
+backward takes (`saved_tensors`). That memory can therefore be used for other units in between.
+Parameters that are read elsewhere in a running forward or backward are gathered by
+`sharding.parameter_reads`.
 
 When backward does so is `backward_order`'s.
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,16 +32,17 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
 from deepspeed.runtime.zero.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.backward_order import BackwardOrder, Place, Use
+from deepspeed.runtime.zero.backward_order import BackwardOrder, Use
 from deepspeed.runtime.zero.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.gradient_shapes import GradientShapes
 from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
-from deepspeed.runtime.zero.memory_pool import PoolBuffer
 from deepspeed.runtime.zero.module_hooks import ModuleHook
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     in_backward,
 )
+from deepspeed.runtime.zero.saved_tensors import SavedTensors
 from deepspeed.runtime.zero.units import (
     UnitPlan,
     choose_persistent,
@@ -50,12 +52,10 @@ from deepspeed.runtime.zero.units import (
     plan_units,
 )
 from deepspeed.runtime.zero.zero_parameter import (
-    ShardedParameter,
     ZeroParamStatus,
     become_plain,
     hide,
     is_zero_param,
-    placeholder,
     record_of,
 )
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -78,16 +78,6 @@ class Frame:
     carries: bool
     units: list[GatherUnit] = field(default_factory=list)
     has_saved: bool = False
-
-
-class SavedPlace(NamedTuple):
-    """A tensor that autograd saved, as a place in the memory of a unit; and when it was."""
-
-    when: Place | None
-    unit: GatherUnit
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class DeepSpeedZeRoOffload:
@@ -136,8 +126,9 @@ class DeepSpeedZeRoOffload:
         self.persistent_units: list[GatherUnit] = []
         self._frames: list[Frame] = []
         self._carries = False  # see [Note: frozen modules]
-        self._saving: Any = None
         self.backward_order = BackwardOrder()
+        self._saved = SavedTensors(self.resources.whole, self.backward_order, self._on_saved)
+        self._shapes = GradientShapes()
         self._plan(param_names)
         self._register_deepspeed_module(module)
         self._late = LateParameters(module, self._has)
@@ -247,7 +238,7 @@ class DeepSpeedZeRoOffload:
             self._plan(late)
             self.param_coordinator.live_numel = live_numel
             self._remove_hooks()
-            self._drop_shapes()
+            self._shapes.drop()
             self._register_deepspeed_module(self.module)
         self._late.taken()
 
@@ -282,35 +273,7 @@ class DeepSpeedZeRoOffload:
                     ),
                     below.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
                 ]
-        self._give_gradients_a_shape()
-
-    def _give_gradients_a_shape(self) -> None:
-        """Autograd asks a parameter for its shape when it hands it its gradient; a unit may be gone
-        by then (an embedding reads nothing in backward).
-        """
-
-        def shape_of(param: nn.Parameter) -> Any:
-            def on_gradient(grad: torch.Tensor) -> None:
-                self.give_shape(param)
-
-            return on_gradient
-
-        self._shaped: list[nn.Parameter] = []
-        for unit in self.units:
-            self.backward_hooks += [
-                param.register_hook(shape_of(param)) for param in unit.params if param.requires_grad
-            ]
-
-    def give_shape(self, param: nn.Parameter) -> None:
-        """Let a parameter have its logical shape until backward ends, so that it can have a
-        gradient; its values are zeros without memory.
-        """
-        if type(param) is ShardedParameter:
-            self._shaped.append(param)
-            record = record_of(param)
-            zero = torch.zeros((), dtype=record.shard.dtype, device=record.device)
-            with torch._C.DisableTorchFunctionSubclass():
-                param.data = zero.expand(record.shape)
+        self.backward_hooks += self._shapes.handles(self.units)
 
     # Forward
 
@@ -321,7 +284,7 @@ class DeepSpeedZeRoOffload:
                 if self._late.may_be_there:
                     self._take_in_late()
                 self.param_coordinator.begin_pass()
-                self._start_saving()
+                self._saved.start()
             self.backward_order.begin(recomputes)
             self._carries = recomputes  # nobody recomputes what has no gradients
         place = self.backward_order.here
@@ -368,26 +331,15 @@ class DeepSpeedZeRoOffload:
         self.backward_order.end()
         if not in_backward():  # recomputation is followed by its backward
             self.param_coordinator.end_forward()
-            if self._saving is not None:
-                self._saving.__exit__(None, None, None)
-                self._saving = None
+            self._saved.end()
 
     def _hand_up(self, frame: Frame, above: Frame, outputs: Any) -> None:
         """Who returns a parameter, or a view of one, lends it to its caller."""
         for tensor in _tensors(outputs):
-            buffer = self._buffer_of(tensor)
+            buffer = self._saved.buffer_of(tensor)
             if buffer is not None and buffer.owner in frame.units:
                 frame.units.remove(buffer.owner)
                 above.units.append(buffer.owner)
-
-    def _buffer_of(self, tensor: torch.Tensor) -> PoolBuffer | None:
-        """The gathered memory that a tensor lies in."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-        if tensor.layout is not torch.strided:
-            return None
-        buffer = self.resources.whole.by_pointer.get(tensor.untyped_storage().data_ptr())
-        return None if buffer is None or buffer.owner is None else buffer
 
     def _on_read(self, param: nn.Parameter) -> None:
         """A module's attribute is read, and is sharded."""
@@ -403,39 +355,12 @@ class DeepSpeedZeRoOffload:
 
     # Backward
 
-    def _start_saving(self) -> None:
-        if torch.is_grad_enabled():
-            self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        buffer = self._buffer_of(tensor)
-        if buffer is None:
-            # Without its node, which would keep itself alive by it; the version is checked in
-            # `_unpack`, because autograd does not check what is packed.
-            saved = tensor.detach() if tensor.grad_fn is not None else tensor
-            return saved, tensor._version
-        if tensor.dtype != buffer.tensor.dtype:
-            return tensor.clone(), 0
+    def _on_saved(self) -> None:
         self._frames[-1].has_saved = True
-        when, offset = self.backward_order.here, int(tensor.storage_offset())
-        return SavedPlace(when, buffer.owner, tensor.size(), tensor.stride(), offset)
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if type(saved) is not SavedPlace:
-            tensor, version = saved
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at "
-                    f"version {tensor._version}, expected version {version}"
-                )
-            whole: torch.Tensor = tensor
-            return whole
-        if saved.when is not None:
-            self.backward_order.come_to(saved.when)
-        self.param_coordinator.use_in_backward(saved.unit, from_memory=True)
-        return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
+    def give_shape(self, param: nn.Parameter) -> None:
+        """See `GradientShapes.give`."""
+        self._shapes.give(param)
 
     def _write_down(self, frame: Frame, use: Use, outputs: Any) -> None:
         """Let backward know what a forward that is over has used. What is trained is gathered on
@@ -458,14 +383,7 @@ class DeepSpeedZeRoOffload:
         """The whole backward is over: what it needed goes."""
         self.backward_order.end_backward()
         self.param_coordinator.end_backward()
-        self._drop_shapes()
-
-    def _drop_shapes(self) -> None:
-        for param in self._shaped:
-            if type(param) is ShardedParameter:
-                with torch._C.DisableTorchFunctionSubclass():
-                    param.data = placeholder(param.dtype, record_of(param).device)
-        self._shaped = []
+        self._shapes.drop()
 
     # Shards
 
@@ -500,7 +418,7 @@ class DeepSpeedZeRoOffload:
         """Shards are about to change."""
         self.param_coordinator.release_all()
         self.resources.before_update()
-        self._drop_shapes()
+        self._shapes.drop()
 
     def after_update(self) -> None:
         """Shards have changed: gather what persists."""
