@@ -225,10 +225,12 @@ def trl_sft_script(folder: Path, stage: int) -> None:
     saved = load_file(folder / "out" / "model.safetensors")
     assert saved.keys() == masters.keys()
     assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in saved)
-    # The order of sums is the same for two ranks.
+    # Stages sum the norm that clips in another order, which flips a bit of bf16 now and then.
     told = folder.parent / "losses"
     if told.exists():
-        assert json.loads(told.read_text()) == losses
+        pairs = zip(json.loads(told.read_text()), losses, strict=True)
+        worst = max(abs(a - b) for a, b in pairs)
+        assert worst < 5e-3, f"losses differ from an earlier stage's by {worst}"
     told.write_text(json.dumps(losses))
 
 
