@@ -55,10 +55,12 @@ class Interrupted(BaseException):
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end: all but those it was told to ignore, as
-    `nohup` does.
+    """Return the signals that ask this process to end: all but a SIGHUP that it was told to ignore,
+    as `nohup` does. Shells let every job in the background of a script ignore SIGINT; nobody asked
+    for that, and such a launch would leave its ranks behind.
     """
-    return [number for number in _ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _ENDING_SIGNALS if number != signal.SIGHUP or not ignored]
 
 
 def die_at_once() -> None:
@@ -67,7 +69,7 @@ def die_at_once() -> None:
     The first thing a program of the launcher does: while modules load, Python's own handler may
     raise where nobody hears.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

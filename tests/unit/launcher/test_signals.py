@@ -22,6 +22,7 @@ from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, leftovers
 from deepspeed.launcher import nodes
 from deepspeed.launcher.signals import (
     Interrupted,
+    dying_at_once,
     ending_signals,
     noting_signals,
     raising_signals,
@@ -155,6 +156,19 @@ def test_a_job_over_nodes_hears_what_was_noted() -> None:
         with nodes._signals_stop(coordinator):
             assert stops == [signal.SIGINT]
     assert take_noted() == []
+
+
+def test_a_job_in_the_background_of_a_script_hears_sigint() -> None:
+    # Kills: a launch that lives on, as a shell's `command &` ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Interrupted), raising_signals():
+            signal.raise_signal(signal.SIGINT)
+        with dying_at_once():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
