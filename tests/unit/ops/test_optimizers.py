@@ -130,7 +130,8 @@ def test_muon_steps_matrices_and_adam_the_rest() -> None:
         return both
 
     def together(params: list[nn.Parameter]) -> MuonWithAuxAdam:
-        made = MuonWithAuxAdam(params, lr=9.0, momentum=0.9, betas=(0.8, 0.9), weight_decay=0.1)
+        options: dict[str, Any] = {"momentum": 0.9, "betas": (0.8, 0.9), "weight_decay": 0.1}
+        made = MuonWithAuxAdam(params, lr=9.0, ns_method="standard", **options)  # torch's
         for group in made.param_groups:
             group["lr"] = 0.1
         return made
