@@ -152,11 +152,12 @@ class TestInit(DistributedTest):
     @pytest.mark.parametrize("order", ["turns", "data-first"])
     def test_as_built_plainly(self, order: str, tmpdir: Any) -> None:
         keys = {DATA_FIRST: order == "data-first"}
-        for ep_size, seed, more in (
+        cases: list[tuple[int, int, dict[str, Any]]] = [
             (2, 10, {}),
             (4, 20, {"bf16": {"enabled": True}}),
             (2, 3, {}),
-        ):
+        ]
+        for ep_size, seed, more in cases if order == "turns" else cases[:1]:
             settings = config(**keys, **more)
             groups.reset()  # made by what is built first
             inside = made(ep_size, settings, True, seed)
