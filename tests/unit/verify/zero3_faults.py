@@ -10,6 +10,7 @@ from unit.verify.mutation_form import Mutation
 UNIT = "deepspeed/runtime/zero/gather_unit.py"
 POOL = "deepspeed/runtime/zero/memory_pool.py"
 OFFLOAD = "deepspeed/runtime/zero/parameter_offload.py"
+SAVED = "deepspeed/runtime/zero/saved_tensors.py"
 ROWS = "deepspeed/runtime/sharding/cut_rows.py"
 COORDINATOR = "deepspeed/runtime/zero/partitioned_param_coordinator.py"
 STAGE3 = "deepspeed/runtime/zero/stage3.py"
@@ -90,7 +91,7 @@ ZERO3 = (
     ),
     Mutation(
         "autograd keeps memory that is given away",
-        OFFLOAD,
+        SAVED,
         (
             (
                 "        if buffer is None:\n            # Without",
