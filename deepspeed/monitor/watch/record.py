@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,7 +105,8 @@ def run_before(path: Path) -> Path | None:
     """The record of the run that began last before that of `path`: of the same folder, or without
     one of the folders beside it; None if it is the first.
     """
-    earlier = [record for record in records_in(path.parent) if record.name < path.name]
+    # By number, not by name: the ten-thousandth has a longer one.
+    earlier = list(takewhile(lambda record: record.name != path.name, records_in(path.parent)))
     if earlier:
         return earlier[-1]
     began = _began(path)

@@ -65,7 +65,7 @@ def test_a_record_reads_back_and_grows(tmp_path: Path) -> None:
 
 def test_which_run_was_before(tmp_path: Path) -> None:
     # Kills: the newest of all runs, a run of another folder although this one has one, one that
-    # began later.
+    # began later; of ten thousand the one with the greatest name.
     first = write_run(tmp_path / "a", 1, began=1.0)
     later = write_run(tmp_path / "c", 1, began=9.0)
     second = write_run(tmp_path / "b", 1, began=5.0)
@@ -75,6 +75,8 @@ def test_which_run_was_before(tmp_path: Path) -> None:
     assert run_before(third) == second
     assert run_before(later) == third
     assert [path.name for path in (second, third)] == ["run-0001.jsonl", "run-0002.jsonl"]
+    last = third.rename(third.with_name("run-9999.jsonl"))
+    assert run_before(write_run(tmp_path / "b", 1)) == last
 
 
 def test_a_long_run_costs_no_more_than_a_short_one() -> None:
