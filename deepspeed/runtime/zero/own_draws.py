@@ -25,6 +25,7 @@ def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
     bit, in their order; 0 where there are none (on the meta device).
     """
     total: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
     for param in params:
         if param.device.type == "meta":
             return torch.zeros((), dtype=torch.int64)
@@ -35,8 +36,9 @@ def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
         for words in (*raw[:whole].view(torch.int64).split(_WORDS), raw[whole:].to(torch.int64)):
             # Products wrap around, and upper bits (signs) would be lost in that: they count below
             # too. Every place has a factor of its own.
-            places = torch.arange(words.numel(), device=words.device)
-            own = ((words ^ (words >> 31)) * (2 * places + 1)).sum()
+            if factors is None or factors.numel() < words.numel() or factors.device != words.device:
+                factors = torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
+            own = (words >> 31).bitwise_xor_(words).mul_(factors[: words.numel()]).sum()
             total = own if total is None else total * 0x9E3779B97F4A7C1 + own
     return torch.zeros((), dtype=torch.int64) if total is None else total & _MASK
 
