@@ -2,7 +2,7 @@
 formats, and what this release refuses when it is switched on.
 
 Each is a thin delegate to the configuration's tree, for scripts that ask; `settings` has those
- that training itself is about.
+that training itself is about.
 """
 
 from __future__ import annotations
