@@ -11,6 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from unit.v1.gathering import from_all_ranks
 
 from .runs import by_name, differences
 
@@ -119,8 +120,7 @@ def whole(engine: Any) -> dict[str, Any]:
     """`by_name` of all stages, on every rank; all ranks that have something under a name must have
     the same.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, by_name(engine))
+    found = from_all_ranks(by_name(engine))
     merged = {name: value for own in found for name, value in own.items()}
     for rank, own in enumerate(found):
         assert differences(own, {name: merged[name] for name in own}) == [], f"rank {rank} differs"

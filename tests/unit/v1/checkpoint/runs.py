@@ -11,12 +11,18 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_fp32_params,
+    safe_get_full_optimizer_state,
+    safe_get_full_optimizer_states,
+)
 
 WIDTH = 8
 # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
 # epochs.
 SAMPLES = 20
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Net(nn.Module):
@@ -151,15 +157,25 @@ def by_name(engine: Any) -> dict[str, Any]:
 
     At stage 0 in fp32 the weights are the masters.
     """
-    found: dict[str, Any] = {}
-    for name, param in engine.module.named_parameters():
-        found[f"weight.{name}"] = whole(param)
-        if not param.requires_grad:
-            continue
-        master = safe_get_full_fp32_param(param)
-        found[f"master.{name}"] = None if master is None else master.clone()
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key}.{name}"] = moment(engine, param, key)
+    params = dict(engine.module.named_parameters())
+    if not params:
+        return {}  # of a pipeline's stage
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        found: dict[str, Any] = {f"weight.{name}": p.detach().clone() for name, p in params.items()}
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    sharded = {name: param for name, param in trained.items() if hasattr(param, "_hp_mapping")}
+    if sharded:
+        # Of all of them at once: ranks wait for each other at every collective.
+        masters = safe_get_full_fp32_params(list(sharded.values()))
+        found |= {f"master.{name}": own.clone() for name, own in zip(sharded, masters, strict=True)}
+        for key in MOMENTS:
+            moments = safe_get_full_optimizer_states(list(sharded.values()), key)
+            found |= {f"{key}.{name}": m.clone() for name, m in zip(sharded, moments, strict=True)}
+    for name, param in trained.items():
+        if name not in sharded:
+            master = safe_get_full_fp32_param(param)
+            found[f"master.{name}"] = None if master is None else master.clone()
+            found |= {f"{key}.{name}": moment(engine, param, key) for key in MOMENTS}
     return found
 
 

@@ -14,10 +14,11 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.expert_rows import rows_of
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
 from deepspeed.utils.tensor_fragment import logical_shape
 from unit.clients.architectures import ARCHITECTURES, LENGTH, VOCABULARY, Architecture, text
 from unit.v1.checkpoint.runs import by_name
+from unit.v1.gathering import from_all_ranks
 
 LR, CLIP = 0.5, 0.3
 # What is left is the order of sums: over ranks, over the tokens of an expert.
@@ -190,18 +191,32 @@ def own_rows(whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     return whole if rows is None else whole.narrow(0, rows.first, logical_shape(param)[0])
 
 
-def own_grad(param: nn.Parameter) -> torch.Tensor:
-    """What the next step will use of the gradient."""
-    grad = safe_get_full_grad(param) if hasattr(param, "_hp_mapping") else param.grad
-    return param.new_zeros(logical_shape(param)) if grad is None else grad
+Params = dict[str, nn.Parameter]
 
 
-def own_value(param: nn.Parameter) -> torch.Tensor:
-    """The master weight, or the parameter."""
-    if hasattr(param, "_hp_mapping"):
-        return safe_get_full_fp32_param(param)
-    with deepspeed.zero.GatheredParameters(param):
-        return param.detach().clone()
+def sharded(params: Params) -> Params:
+    """Those of which ranks have shards of masters, or masters at least."""
+    return {name: param for name, param in params.items() if hasattr(param, "_hp_mapping")}
+
+
+def own_grads(params: Params) -> dict[str, torch.Tensor]:
+    """What the next step will use of gradients."""
+    linked = sharded(params)
+    grads = {name: param.grad for name, param in params.items() if name not in linked}
+    grads |= dict(zip(linked, safe_get_full_grads(list(linked.values())) or (), strict=False))
+    missing = {name: param for name, param in params.items() if grads.get(name) is None}
+    zeros = {name: param.new_zeros(logical_shape(param)) for name, param in missing.items()}
+    return {**grads, **zeros}
+
+
+def own_values(params: Params) -> dict[str, torch.Tensor]:
+    """Master weights, or the parameters."""
+    linked = sharded(params)
+    masters = safe_get_full_fp32_params(list(linked.values()))
+    others = {name: param for name, param in params.items() if name not in linked}
+    with deepspeed.zero.GatheredParameters(list(others.values())):
+        values = {name: param.detach().clone() for name, param in others.items()}
+    return {**values, **dict(zip(linked, masters, strict=True))}
 
 
 def started(case: Case) -> Any:
@@ -235,10 +250,11 @@ def differences(case: Case) -> list[str]:
                     engine.step()
             norm = reference_step(whole, case, step, world)
             size = max(norm, 1e-3)
+            grads = own_grads(params)
             for name, wanted in whole.named_parameters():
                 grad = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
                 grad = own_rows(grad, params[name]).float()
-                error = (own_grad(params[name]).float() - grad).norm().item()
+                error = (grads[name].float() - grad).norm().item()
                 bound = min(case.tolerance * size, max(0.5 * grad.norm().item(), 1e-7))
                 if case.precision == "bf16":
                     bound = case.tolerance * size
@@ -249,8 +265,9 @@ def differences(case: Case) -> list[str]:
             got = float(engine.get_global_grad_norm())
             if not math.isclose(got, norm, rel_tol=case.tolerance):
                 found.append(f"step {step}: norm {got} instead of {norm}")
-            for name, wanted in whole.named_parameters() if case.precision == "fp32" else ():
-                error = (own_value(params[name]) - own_rows(wanted, params[name])).norm().item()
+            for name, value in own_values(params).items() if case.precision == "fp32" else ():
+                wanted = own_rows(whole.get_parameter(name), params[name])
+                error = (value - wanted).norm().item()
                 if not error <= 3 * case.tolerance * LR * CLIP:
                     found.append(f"step {step}: {name} is off by {error:.1e}")
     finally:
@@ -284,8 +301,7 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
         kind, name = kind_and_name.split(".", 1)
         rows = rows_of(engine.module.get_parameter(name))
         own[kind_and_name] = (None if rows is None else rows.first, value)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
+    everywhere = from_all_ranks(own)
     found = {}
     for name, (first, value) in own.items():
         parts = {} if first is None else dict(rank[name] for rank in everywhere)

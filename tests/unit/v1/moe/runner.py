@@ -22,6 +22,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
+from unit.v1.gathering import from_all_ranks
 from unit.v1.moe.slow_gate import Gate, Tensors, expert_forward, moe_forward
 
 WIDTH, ROWS, NUM_EXPERTS, STEPS = 6, 12, 4, 3
@@ -246,10 +247,8 @@ class CaseRun:
         bits.
         """
         own = {name: value.detach().clone() for name, value in zip(self.params, local, strict=True)}
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, own)
         whole: dict[str, torch.Tensor] = {}
-        for rank, tensors in enumerate(gathered):
+        for rank, tensors in enumerate(from_all_ranks(own)):
             for name, value in tensors.items():
                 if name in whole and not torch.equal(whole[name], value):
                     self.failures.append(

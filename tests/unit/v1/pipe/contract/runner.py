@@ -16,6 +16,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from unit.v1.contract import reference as contract
 from unit.v1.contract.reference import Expected, Tensors
 from unit.v1.contract.runner import Checks, config_of, on_host
+from unit.v1.gathering import from_all_ranks
 from unit.v1.pipe.contract import reference
 from unit.v1.pipe.contract.cases import PipeCase
 from unit.v1.pipe.contract.model import Embed, loss_of, make_layers, parameter_groups, project
@@ -101,10 +102,8 @@ class PipeRun(Checks):
 
     def everywhere(self, tensors: Tensors) -> Tensors:
         """Of all stages; a difference between ranks that hold the same is a failure."""
-        copies: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(copies, tensors)
         whole: Tensors = {}
-        for rank, copy in enumerate(copies):
+        for rank, copy in enumerate(from_all_ranks(tensors)):
             for name, value in copy.items():
                 if not torch.equal(whole.setdefault(name, value), value):
                     self.fail(self.engine.global_steps, f"rank {rank} has another {name}")

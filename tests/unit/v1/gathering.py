@@ -1,0 +1,24 @@
+"""What each rank has, on every rank."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed import comm as dist
+
+T = TypeVar("T")
+
+
+def from_all_ranks(own: T) -> list[T]:
+    """What each rank gives, by rank, on every rank; collective.
+
+    Tensors travel in one file of each rank: pickled one by one they take four times as long.
+    """
+    file = io.BytesIO()
+    torch.save(own, file)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    return [torch.load(io.BytesIO(found), weights_only=False) for found in files]
