@@ -42,7 +42,7 @@ GRACE_AFTER_FAILURE_S = 5.0
 # How long a rank that is being given up gets to write its stacks.
 DUMP_S = 0.2
 
-# What is imported when it is first needed, by most ranks.
+# What is imported when it is first needed, by most ranks: of this package, and of others.
 PRELOADED = (
     *(f"deepspeed.accelerator.{kind}_accelerator" for kind in ("cuda", "xpu", "npu", "hpu", "mps")),
     "deepspeed.accelerator.cpu_accelerator",
@@ -53,7 +53,10 @@ PRELOADED = (
     "deepspeed.runtime.config_models.training",
     *(f"deepspeed.ops.{kind}" for kind in ("adagrad", "lamb", "lion", "muon")),
     "deepspeed.runtime.optimizers.muon_groups",
+)
+OTHERS_PRELOADED = (
     "psutil",
+    "pydantic",
     # The first optimizer of a process imports it, which takes more than a second.
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",
@@ -334,27 +337,40 @@ def use_huge_pages() -> None:
                 libc.madvise(page, HUGE, MADV_COLLAPSE)  # or not: a page that is not in use
 
 
-def preload() -> None:
-    """Do here once what every rank would do at its start: import, and build the configuration's
-    models, which takes as long as a small test. Nothing else of deepspeed runs: a warning that is
-    given once, or a counter, would not be as new in the ranks.
+def become_template(with_deepspeed: bool = True) -> None:
+    """Make this process one that ranks are forked from: do here once what every rank would do at
+    its start.
+
+    Args:
+        with_deepspeed: Import this package, and build the configuration's models, which takes as
+            long as a small test. Nothing else of it runs: a warning that is given once, or a
+            counter, would not be as new in the ranks.
     """
     import torch
 
+    if hasattr(os, "SCHED_BATCH"):
+        # There are more ranks than cores. The thread that a message wakes would push its sender off
+        # the core while that still holds the connection, and gloo polls until it has let go: half
+        # of all time. Threads of this class do not push others off when they wake.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
-    for name in PRELOADED:
+    for name in (*OTHERS_PRELOADED, *(PRELOADED if with_deepspeed else ())):
         # A broken import is the tests' to report: they meet it again in the rank.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    with contextlib.suppress(Exception):
-        from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
-        from deepspeed.runtime.config_models.reader import read_block
-        from deepspeed.runtime.config_models.training import TrainingConfig
+    if with_deepspeed:
+        with contextlib.suppress(Exception):
+            from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
+            from deepspeed.runtime.config_models.reader import read_block
+            from deepspeed.runtime.config_models.training import TrainingConfig
 
-        read_block(TrainingConfig, {})
-        DeepSpeedMonitorConfig()
+            read_block(TrainingConfig, {})
+            DeepSpeedMonitorConfig()
     # Python remembers the folders of packages, among which each rank looks for accelerators.
     importlib.metadata.entry_points(group="deepspeed")
+    gc.collect()
+    # This keeps the collector from touching, and thereby copying, shared pages in every rank.
+    gc.freeze()
 
 
 def _serve(connection: socket.socket) -> None:
@@ -367,15 +383,7 @@ def _serve(connection: socket.socket) -> None:
     os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    if hasattr(os, "SCHED_BATCH"):
-        # There are more ranks than cores. The thread that a message wakes would push its sender off
-        # the core while that still holds the connection, and gloo polls until it has let go: half
-        # of all time. Threads of this class do not push others off when they wake.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    preload()
-    gc.collect()
-    # This keeps the collector from touching, and thereby copying, shared pages in every rank.
-    gc.freeze()
+    become_template()
     jobs = 0
     while (message := _receive(connection)) is not None:
         jobs += 1

@@ -2,7 +2,8 @@
 another and fast.
 
 A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner`
-keeps one that has imported torch and nothing else, and forks the ranks of each scenario from it.
+keeps one that has imported torch and nothing else; a process forked from it imports the copy, and
+the ranks of a scenario are forked from that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import IO
+
+from unit.rank_server import become_template, use_huge_pages
 
 LIMIT_S = 60.0
 
@@ -60,10 +63,8 @@ class MutantRunner:
 
 def serve() -> None:
     """Run jobs from standard input until it closes."""
-    import torch
-    import torch._dynamo
-    import torch.distributed  # noqa: F401
-
+    become_template(with_deepspeed=False)
+    use_huge_pages()
     for line in sys.stdin:
         package, scenario, world = json.loads(line)
         sys.stdout.write(json.dumps(_run_ranks(package, scenario, world)) + "\n")
@@ -71,18 +72,28 @@ def serve() -> None:
 
 
 def _run_ranks(package: str, scenario: str, world: int) -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = {
-            _fork(package, scenario, rank, world, port, Path(folder)): rank for rank in range(world)
-        }
-        _wait(set(ranks))
+        template = os.fork()
+        if template == 0:
+            try:
+                _serve_one(package, scenario, world, Path(folder))
+            finally:
+                os._exit(0)
+        os.waitpid(template, 0)
         return [finding for rank in range(world) for finding in _answer(Path(folder), rank)]
 
 
-def _fork(package: str, scenario: str, rank: int, world: int, port: int, folder: Path) -> int:
+def _serve_one(package: str, scenario: str, world: int, folder: Path) -> None:
+    """Import the package once for all ranks, and run them."""
+    sys.path.insert(0, package)
+    become_template()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    _wait({_fork(scenario, rank, world, port, folder) for rank in range(world)})
+
+
+def _fork(scenario: str, rank: int, world: int, port: int, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -98,7 +109,6 @@ def _fork(package: str, scenario: str, rank: int, world: int, port: int, folder:
         MASTER_PORT=str(port),
     )
     try:
-        sys.path.insert(0, package)
         from unit.verify.scenarios import run
 
         found = run(scenario)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 import deepspeed
-from unit.rank_server import preload
+from unit.rank_server import become_template
 
 from . import pipeline, runs
 
@@ -471,7 +471,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the instants")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
     arguments = parser.parse_args()
-    preload()
+    become_template()
     cases = [case for case in CASES if arguments.case in (None, case.name)]
     problems: list[str] = []
     for index, case in enumerate(cases):
