@@ -28,8 +28,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/requirements-ci.txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
-# One thread per process: tests and demo start several processes, which would otherwise fight for the cores.
-RUN = OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH"
+# One thread per process: tests and demo start several processes, which would otherwise fight for the cores. All of them
+# import the package, so bytecode is kept even where the environment says otherwise.
+RUN = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .PHONY: demo test check wheel campaign upstream-patches install clean
 
