@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, leftovers
+from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, hearing_hangups, leftovers
 
 from deepspeed.launcher import nodes
 from deepspeed.launcher.signals import (
@@ -172,12 +172,10 @@ def test_a_job_in_the_background_of_a_script_hears_sigint() -> None:
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hearing_hangups():
+        assert signal.SIGHUP in ending_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert signal.SIGHUP not in ending_signals()
         with raising_signals():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert signal.SIGHUP in ending_signals()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from unit.launcher.zombies import CHILDREN, Round, leftovers, play, random_round
+from unit.launcher.zombies import CHILDREN, Round, hearing_hangups, leftovers, play, random_round
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="processes are found in /proc"
@@ -58,7 +58,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
         folder.mkdir()
         return play(item[1], folder)
 
-    with ThreadPoolExecutor(4) as threads:
+    with hearing_hangups(), ThreadPoolExecutor(4) as threads:
         left = list(threads.map(outcome, enumerate(ROUNDS.values())))
     assert dict(zip(ROUNDS, left, strict=True)) == {name: [] for name in ROUNDS}
 

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +127,16 @@ def random_round(rng: random.Random) -> Round:
         when_ready,
         rng.random() < 0.4,
     )
+
+
+@contextmanager
+def hearing_hangups() -> Iterator[None]:
+    """Launches within do not inherit that this process ignores SIGHUP, if `nohup` started it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
@@ -263,7 +275,8 @@ def main() -> int:
         folder = args.folder / str(number)
         folder.mkdir(parents=True)
         started = time.monotonic()
-        left = play(launch, folder)
+        with hearing_hangups():
+            left = play(launch, folder)
         clean += not left
         print(
             f"{number}: {time.monotonic() - started:.1f} s, {len(left)} left {left or ''} {launch}",

@@ -156,6 +156,7 @@ class TestWithoutGroup(DistributedTest):
         assert not dist.is_initialized()
         deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
         assert dist.get_world_size() == 2 and os.environ["LOCAL_RANK"] == str(dist.get_rank())
+        dist.barrier()  # the first rank has the store, by which the other may still be joining
 
 
 def test_worker():
