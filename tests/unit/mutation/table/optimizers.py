@@ -37,7 +37,7 @@ FAULTS = (
         "a mark that another optimizer does not read",
         "deepspeed/runtime/optimizers/muon_groups.py",
         (("    if is_elementwise:\n", "    if False:\n"),),
-        "tests/unit/v1/zero/test_whole_parameters.py",
+        "tests/unit/v1/optimizers/test_whole_parameters.py",
         "test_refused",
     ),
     Fault(

@@ -16,7 +16,7 @@ FAULTS = (
                 "        arrived[: message.numel()] = message[: arrived.numel()]\n",
             ),
         ),
-        "tests/unit/v1/zero/test_whole_parameters.py",
+        "tests/unit/v1/optimizers/test_whole_parameters.py",
         "TestAsOneProcess",
     ),
     Fault(
@@ -35,7 +35,7 @@ FAULTS = (
                 "dist.all_reduce(summed.clone(), group=self._group.process_group)",
             ),
         ),
-        "tests/unit/v1/zero/test_whole_parameters.py",
+        "tests/unit/v1/optimizers/test_whole_parameters.py",
         "TestAsOneProcess",
     ),
     Fault(

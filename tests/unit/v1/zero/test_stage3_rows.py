@@ -11,7 +11,7 @@
 | | | `TestEdits` of `test_stage3_lifetimes` |
 | 6 | a gather during accumulation | `test_gathers_during_accumulation`, `TestBlocks` there |
 | 7 | shape `(0,)` in code | `test_a_sharded_parameter`, `test_generation_gathers_once`; |
-| | | Muon: `TestMuonIsNeverOffUnsaid` of `test_whole_parameters` |
+| | | Muon: `TestMuonIsNeverOffUnsaid` of `v1/optimizers/test_whole_parameters` |
 | 8 | embeddings resized, adapters late | `TestLate` of `test_stage3_adapters`, |
 | | | `test_resize_train_generate_save` of `clients/test_zero3_models` |
 | 9 | adapters of another dtype | `TestDtypes` of `test_stage3_adapters` |
