@@ -214,6 +214,7 @@ class TestJoin(DistributedTest):
 
     def test_env(self) -> None:
         dist.init_distributed()
+        dist.barrier()  # who leaves first would take the store along, by which the other is joining
         assert dist.get_rank() == int(os.environ["RANK"]) and dist.get_world_size() == 2
         first = dist.cdb
         dist.init_distributed(dist_init_required=False)  # one is there: adopted
