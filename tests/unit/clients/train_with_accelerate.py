@@ -157,21 +157,23 @@ def look_at(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the stages asked for; rank 0 writes the result."""
+    """Run what is asked for; rank 0 writes the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "cases", nargs="+", help="STAGE-KIND, one after the other; KIND: arguments, offload, config"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the state of an earlier run"
     )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
     result = {}
-    for stage in (1, 2, 3):
-        for kind in ("arguments", "offload", "config"):
-            name = f"{stage}-{kind}"
-            result[name] = train(
-                args.out / name, stage, args.resume, kind == "offload", kind == "config"
-            )
+    for name in args.cases:
+        stage, kind = name.split("-")
+        result[name] = train(
+            args.out / name, int(stage), args.resume, kind == "offload", kind == "config"
+        )
     if torch.distributed.get_rank() == 0:
         (args.out / "result.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()

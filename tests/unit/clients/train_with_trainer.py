@@ -145,24 +145,17 @@ def main() -> None:
         "--resume", action="store_true", help="go on from the checkpoint of an earlier run"
     )
     parser.add_argument(
-        "--stages", type=int, nargs="+", help="ZeRO stages, run one after the other"
-    )
-    parser.add_argument(
-        "--kinds",
-        choices=["config", "client", "adafactor"],
+        "runs",
         nargs="+",
-        help="whose optimizer and schedule: the configuration's, or the Trainer's own, AdamW or "
-        "Adafactor; one after the other",
+        help="KIND-STAGE, one after the other; KIND is whose optimizer and schedule: config, the "
+        "configuration's, or the Trainer's own, client (AdamW) or adafactor",
     )
     parser.add_argument("--local_rank", type=int, help="the launcher gives it")
     args = parser.parse_args()
-    result = {
-        kind: {
-            stage: train(args.out / kind / f"stage{stage}", stage, args.resume, kind)
-            for stage in args.stages
-        }
-        for kind in args.kinds
-    }
+    result = {}
+    for run in args.runs:
+        kind, stage = run.split("-")
+        result[run] = train(args.out / run, int(stage), args.resume, kind)
     if torch.distributed.get_rank() == 0:
         (args.out / "result.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
