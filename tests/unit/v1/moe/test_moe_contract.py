@@ -21,15 +21,19 @@ from unit.v1.moe.runner import Case, CaseRun
 PRODUCT = list(itertools.product((1, 2, 3), (True, False), (0, 1, 2), ("fp32", "bf16")))
 
 
-def cases_of(ep_size: int, turn: int) -> list[Case]:
-    """A third of the product for each expert-parallel size; sizes, residual and accumulation go
+def cases_of(ep_size: int, share: int) -> list[Case]:
+    """A sixth of the product for each expert-parallel size; sizes, residual and accumulation go
     round.
     """
     return [
         Case(ep_size, *chosen, residual=index % 2 == 0, accumulation=1 + index // 2 % 2)
         for index, chosen in enumerate(PRODUCT)
-        if (index + turn + index // 6) % 3 == 0
+        if (index + ep_size + index // 6 + share) % 6 == 0
     ]
+
+
+# Others are run by `make campaign NAME=contract`.
+SHARES = [0, *(pytest.param(share, marks=pytest.mark.contract) for share in range(1, 6))]
 
 
 def run_all(cases: list[Case]) -> None:
@@ -40,17 +44,19 @@ def run_all(cases: list[Case]) -> None:
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
+    @pytest.mark.parametrize("share", SHARES)
     @pytest.mark.parametrize("ep_size", [1, 2])
-    def test(self, ep_size: int) -> None:
-        run_all(cases_of(ep_size, ep_size))
+    def test(self, ep_size: int, share: int) -> None:
+        run_all(cases_of(ep_size, share))
 
 
 class TestFourRanks(DistributedTest):
     world_size = 4
 
+    @pytest.mark.parametrize("share", SHARES)
     @pytest.mark.parametrize("ep_size", [1, 2, 4])
-    def test(self, ep_size: int) -> None:
-        run_all(cases_of(ep_size, ep_size))
+    def test(self, ep_size: int, share: int) -> None:
+        run_all(cases_of(ep_size, share))
 
     def test_data_before_experts(self) -> None:
         run_all([Case(2, 2, True, stage, "fp32", data_first=True) for stage in (0, 2)])
