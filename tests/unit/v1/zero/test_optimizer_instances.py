@@ -222,9 +222,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
 }
 
-# Every second way, in turns, with options that change one thing.
+# Every third way, in turns, with options that change one thing.
 WAYS_WITH = {
-    name: WAYS if name in ("stage 2", "BF16_Optimizer") else WAYS[number % 2 :: 2]
+    name: WAYS if name in ("stage 2", "BF16_Optimizer") else WAYS[number % 3 :: 3]
     for number, name in enumerate(OPTIONS)
 }
 
