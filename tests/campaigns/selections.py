@@ -96,7 +96,7 @@ CAMPAIGNS = (
     ),
     printed(
         "stage3",
-        "every combination of the contract of ZeRO stage 3 (hours)",
+        "every combination of the contract of ZeRO stage 3 (an hour)",
         *("tests/unit/v1/contract/test_stage3.py", "-m", "contract"),
     ),
     tabled(
