@@ -75,8 +75,11 @@ def _run_ranks(package: str, scenario: str, world: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         template = os.fork()
         if template == 0:
+            os.dup2(2, 1)  # by standard output go answers
             try:
                 _serve_one(package, scenario, world, Path(folder))
+            except BaseException:  # in the test's own output; there is no rank yet to report it
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.waitpid(template, 0)
@@ -136,7 +139,8 @@ def _answer(folder: Path, rank: int) -> list[str]:
     if answer.exists():
         found: list[str] = json.loads(answer.read_text())
         return [f"rank {rank}: {finding}" for finding in found]
-    log = (folder / f"{rank}.log").read_text(errors="replace")
+    file = folder / f"{rank}.log"
+    log = file.read_text(errors="replace") if file.exists() else "it was not started"
     return [f"rank {rank}: HANG or crash within {LIMIT_S} s\n{log[-3000:]}"]
 
 
