@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.units import is_called, repeated_types
+from deepspeed.runtime.zero.gathering.units import is_called, repeated_types
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

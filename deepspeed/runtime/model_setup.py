@@ -17,7 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.zero.zero_parameter import is_zero_param
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 from deepspeed.utils.logging import logger
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name

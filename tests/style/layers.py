@@ -92,6 +92,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Parameters of stage 3, and who has them whole",
+        ("runtime.zero.gathering", "runtime.zero.parameters"),
+    ),
+    (
         "The optimizers",
         ("runtime.bf16_optimizer", "runtime.fp16", "runtime.zero"),
     ),

@@ -21,7 +21,7 @@ from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.runtime.checkpointing.sharded_loading import own_fragment
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 
 
 class LoadedSafetensors(NamedTuple):

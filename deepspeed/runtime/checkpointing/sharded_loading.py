@@ -40,8 +40,8 @@ from deepspeed.runtime.checkpointing.weight_resharding import foreign_names, sli
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
 from deepspeed.utils.tensor_fragment import logical_shape
 
 Parts = Mapping[nn.Parameter, torch.Tensor]

@@ -27,9 +27,9 @@ from deepspeed.runtime.checkpointing.whole_experts import (
 )
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
-from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go
+from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 
 
 def placeholders(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:

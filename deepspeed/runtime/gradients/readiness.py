@@ -87,7 +87,8 @@ class UnitReadiness(ReadinessTracker):
     """The same where units of parameters are gathered during backward too (stage 3).
 
     Reductions and gathers then come in one order, which must not depend on what has a gradient: a
-    bucket leaves when backward is done with its unit (`zero.backward_order`), whatever has fired.
+    bucket leaves when backward is done with its unit (`zero.gathering.backward_order`), whatever
+    has fired.
 
     Attributes:
         has_units: Whether there are gathers; without any, buckets leave as elsewhere.

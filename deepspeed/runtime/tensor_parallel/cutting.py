@@ -27,7 +27,7 @@ from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
 from deepspeed.runtime.tensor_parallel.ranks import tensor_ranks
 from deepspeed.runtime.tensor_parallel.sharded_models import refuse_trained, shard_anew
 from deepspeed.runtime.tensor_parallel.structure import LayerCut, Plan, plan_of
-from deepspeed.runtime.zero.zero_parameter import is_zero_param
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:

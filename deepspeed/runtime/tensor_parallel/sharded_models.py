@@ -17,9 +17,9 @@ from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.model_setup import broadcast_tensors
 from deepspeed.runtime.sharding.flattening import lies_on_host
-from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go
-from deepspeed.runtime.zero.shard_memory import ShardMemory
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
+from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     become_plain,
     cut_parameters,
     is_zero_param,

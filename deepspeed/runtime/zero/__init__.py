@@ -11,33 +11,23 @@ Optimizers:
     movable_weights                 weights of stage 3 that do, without an optimizer too
     partial_offload                 a part of the state on the host
 
-Parameters of stage 3, from how they are cut to who has them whole:
+Models under stage 3:
 
-    init_context, mics              `zero.Init`: cut as they are made
-    own_draws                       what a rank drew itself, which its experts are copies of
+    init_context, mics              `zero.Init`: parameters are cut as they are made
     model_sharding                  a model that was built plainly, taken over
-    late_parameters                 adapters and heads that come afterwards
-    zero_parameter                  what a parameter of stage 3 is
-    ordinary_copies, module_hooks   what is copied of a parameter, and of a module
-    shard_memory, secondary_shards  where shards lie, and a second time within a node
-    units                           which parameters are gathered together, found in the model
-    gather_unit, memory_pool        one gather, and the memory of what is gathered
     parameter_offload               whole where modules run: hooks of forward and backward
-    saved_tensors, gradient_shapes  what autograd asks of parameters that have gone
-    partitioned_param_coordinator   who needs which unit, from when until when
-    use_order, backward_order       in which order they were used, and are in backward
-    gathered_parameters             whole for scripts: `GatheredParameters`
-    agreement                       whether all ranks say the same
     tiling                          a linear layer as a grid of small ones
+    parameters                      folder: what a parameter of stage 3 is, and how it is cut
+    gathering                       folder: who has parameters whole, from when until when
 
-Configuration, and memory before anything is allocated:
+Configuration, and memory:
 
-    config, offload_config                   the block's enums
-    leaf_module_config, gather_settings      which modules are one, and what is whole when
-    memory_estimators                        stages 1 and 2
-    replicated_estimates, sharded_estimates  without ZeRO; stage 3
+    config, offload_config          the block's enums
+    leaf_module_config              which modules are one
+    estimates                       folder: memory before anything is allocated
 
-`partition_parameters` and `utils` are upstream's paths of names that live elsewhere.
+`partition_parameters`, `partitioned_param_coordinator` and `utils` are upstream's paths of names
+that live elsewhere.
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -36,12 +36,12 @@ from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.parameter_reads import watch_reads
-from deepspeed.runtime.zero.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.gathered_parameters import hold_whole, let_go, publish
-from deepspeed.runtime.zero.ordinary_copies import ordinary_copies
-from deepspeed.runtime.zero.own_draws import KEPT_NUMEL, OwnDraws, fingerprint
-from deepspeed.runtime.zero.shard_memory import ShardMemory
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go, publish
+from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
+from deepspeed.runtime.zero.parameters.own_draws import KEPT_NUMEL, OwnDraws, fingerprint
+from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     cut_parameters,
     is_zero_param,
     record_of,

@@ -20,14 +20,14 @@ from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.zero.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gathered_parameters import hold_whole
+from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole
+from deepspeed.runtime.zero.gathering.units import fine_grained
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
-from deepspeed.runtime.zero.units import fine_grained
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     become_plain,
     cut_parameters,
     hide,

@@ -31,19 +31,16 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
-from deepspeed.runtime.zero.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.backward_order import BackwardOrder, Use
-from deepspeed.runtime.zero.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
-from deepspeed.runtime.zero.gradient_shapes import GradientShapes
-from deepspeed.runtime.zero.late_parameters import LateParameters, refuse_untrained
-from deepspeed.runtime.zero.module_hooks import ModuleHook
-from deepspeed.runtime.zero.partitioned_param_coordinator import (
+from deepspeed.runtime.zero.gathering.backward_order import BackwardOrder, Use
+from deepspeed.runtime.zero.gathering.coordinator import (
     PartitionedParameterCoordinator,
     in_backward,
 )
-from deepspeed.runtime.zero.saved_tensors import SavedTensors
-from deepspeed.runtime.zero.units import (
+from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.gathering.gradient_shapes import GradientShapes
+from deepspeed.runtime.zero.gathering.saved_tensors import SavedTensors
+from deepspeed.runtime.zero.gathering.units import (
     UnitPlan,
     choose_persistent,
     fuse,
@@ -51,7 +48,10 @@ from deepspeed.runtime.zero.units import (
     is_called,
     plan_units,
 )
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.parameters.late_parameters import LateParameters, refuse_untrained
+from deepspeed.runtime.zero.parameters.module_hooks import ModuleHook
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     become_plain,
     hide,

@@ -12,13 +12,13 @@ from torch import nn
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.gathered_parameters import GatheredParameters
+from deepspeed.runtime.zero.gathering.gathered_parameters import GatheredParameters
 from deepspeed.runtime.zero.init_context import (
     Init,
     restore_init_context,
     shutdown_init_context,
 )
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     ZeroParamType,
     is_zero_param,

@@ -43,10 +43,11 @@ from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.movable_weights import have_back, let_leave, weights_of
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
 from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
 from deepspeed.runtime.zero.shard_writer import ShardWriter
 from deepspeed.runtime.zero.stage_1_and_2 import (
@@ -56,7 +57,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     Reduction,
 )
 from deepspeed.runtime.zero.unit_buckets import buckets_of
-from deepspeed.runtime.zero.zero_parameter import ZeroParamStatus, record_of
 
 # Upstream's further names here, or what to use instead of them.
 __getattr__ = lazy_attributes(
@@ -65,7 +65,7 @@ __getattr__ = lazy_attributes(
         "unwrap_model_for_generation": "deepspeed.runtime.zero.partition_parameters",
         **{
             f"estimate_zero3_model_states_mem_needs{kind}": (
-                "deepspeed.runtime.zero.sharded_estimates"
+                "deepspeed.runtime.zero.estimates.stage3"
             )
             for kind in ("", "_all_cold", "_all_live")
         },

@@ -52,13 +52,11 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 MAX_IN_FLIGHT = 2
 
 # Upstream's users look for the estimators here.
-_ESTIMATORS = ("", "_all_cold", "_all_live")
+_ESTIMATES = "deepspeed.runtime.zero.estimates.stages_1_and_2"
+_KINDS = ("", "_all_cold", "_all_live")
 __getattr__ = lazy_attributes(
     __name__,
-    {
-        f"estimate_zero2_model_states_mem_needs{kind}": "deepspeed.runtime.zero.memory_estimators"
-        for kind in _ESTIMATORS
-    },
+    {f"estimate_zero2_model_states_mem_needs{kind}": _ESTIMATES for kind in _KINDS},
 )
 
 

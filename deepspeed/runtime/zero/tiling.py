@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.gathered_parameters import GatheredParameters
+from deepspeed.runtime.zero.gathering.gathered_parameters import GatheredParameters
 
 
 def split_tensor_along_last_dim(

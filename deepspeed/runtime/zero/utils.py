@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from deepspeed._lazy import lazy_attributes
-from deepspeed.runtime.zero.zero_parameter import is_zero_param as is_zero_param  # upstream's path
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    is_zero_param as is_zero_param,  # upstream's path
+)
 
 # The list is the factory's, which stands above.
 __getattr__ = lazy_attributes(

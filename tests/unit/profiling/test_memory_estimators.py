@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero import stage_1_and_2 as zero
-from deepspeed.runtime.zero.memory_estimators import plan_model_states
+from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from unit.common import TORCH, DistributedTest
 from unit.wide_model import Wide
 

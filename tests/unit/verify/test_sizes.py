@@ -20,8 +20,8 @@ from unit.verify.oracle_runs import config_of, failures, plan_of, report_of
 PACKAGE = Path(deepspeed.__file__).parent
 # Constants of that kind which keep no path from a small model.
 OTHERS = {
-    ("runtime/zero/memory_estimators.py", "BUCKET_NUMEL"): "a formula's default",
-    ("runtime/zero/own_draws.py", "KEPT_NUMEL"): "a limit, beyond which is an error",
+    ("runtime/zero/estimates/stages_1_and_2.py", "BUCKET_NUMEL"): "a formula's default",
+    ("runtime/zero/parameters/own_draws.py", "KEPT_NUMEL"): "a limit, beyond which is an error",
 }
 LEAST = 1024
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 from unit.mutation.table.places import ZERO
 from unit.verify.mutation_form import Mutation
 
-UNIT = "deepspeed/runtime/zero/gather_unit.py"
-POOL = "deepspeed/runtime/zero/memory_pool.py"
+UNIT = "deepspeed/runtime/zero/gathering/gather_unit.py"
+POOL = "deepspeed/runtime/zero/gathering/memory_pool.py"
 OFFLOAD = "deepspeed/runtime/zero/parameter_offload.py"
-SAVED = "deepspeed/runtime/zero/saved_tensors.py"
+SAVED = "deepspeed/runtime/zero/gathering/saved_tensors.py"
 ROWS = "deepspeed/runtime/sharding/cut_rows.py"
-COORDINATOR = "deepspeed/runtime/zero/partitioned_param_coordinator.py"
+COORDINATOR = "deepspeed/runtime/zero/gathering/coordinator.py"
 STAGE3 = "deepspeed/runtime/zero/stage3.py"
-BY_HAND = "deepspeed/runtime/zero/gathered_parameters.py"
+BY_HAND = "deepspeed/runtime/zero/gathering/gathered_parameters.py"
 
 RACE = r"never waits for"
 OFF = r"stage 3: "

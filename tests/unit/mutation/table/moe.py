@@ -52,7 +52,7 @@ FAULTS = (
     ),
     Fault(
         "what a script makes of an expert is published by the modifier of others",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (("if has[group]]", "]"),),
         STAGE_3_INIT,
         "edits",

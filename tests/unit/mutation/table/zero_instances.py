@@ -8,14 +8,14 @@ from unit.mutation.table.places import HYBRID
 FAULTS = (
     Fault(
         "each instance of stage 3 starts with the values of its own first rank",
-        "deepspeed/runtime/zero/zero_parameter.py",
+        "deepspeed/runtime/zero/parameters/zero_parameter.py",
         (("    if across is not None and shard.numel():", "    if False:"),),
         HYBRID,
         "test_init",
     ),
     Fault(
         "an edit stays in the instance of the rank that made it",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (
             (
                 "        group = record_of(same[0]).instances.everyone\n"
@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "instances of stage 3 do not compare what they enter with",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (
             (
                 "dict.fromkeys(record_of(param).instances.everyone for param in self.params)",
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "copies of gathered shards outlive a pass",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (
             (
                 "        for unit in self.units:\n            unit.forget_secondary()\n",
@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "copies of gathered shards outlive an edit",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (
             (
                 "        self.forget_secondary()\n        self.resources.before_write()",
@@ -79,21 +79,21 @@ FAULTS = (
     ),
     Fault(
         "copies of gathered shards are those of another rank",
-        "deepspeed/runtime/zero/secondary_shards.py",
+        "deepspeed/runtime/zero/gathering/secondary_shards.py",
         (("start = dist.get_rank(group=group) * numel", "start = 0 * numel"),),
         HYBRID,
         "one_process",
     ),
     Fault(
         "backward gathers over all ranks though there are copies",
-        "deepspeed/runtime/zero/secondary_shards.py",
+        "deepspeed/runtime/zero/gathering/secondary_shards.py",
         (("self._is_wanted, self._is_right = False, True", "self._is_wanted = False"),),
         HYBRID,
         "collectives",
     ),
     Fault(
         "a shard is updated that a gather begun ahead still reads",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (("current_stream().wait_event(self.last_gather)", "current_stream()"),),
         HYBRID,
         "nobody_came",
@@ -107,7 +107,7 @@ FAULTS = (
     ),
     Fault(
         "rows are kept before they are gathered",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (
             (
                 "            pending.wait()\n            self._keep(rows)\n",

@@ -60,7 +60,7 @@ FAULTS = (
     ),
     Fault(
         "a failed gather counts as whole",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (
             (
                 "            unit.fetch()  # if it fails",
@@ -76,7 +76,7 @@ FAULTS = (
     ),
     Fault(
         "a block that was not entered still reads its parameters",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (
             (
                 "            hide(param)\n        raise",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "a weight that a forward changes is what it was in the next one",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (("        self.forget()\n        _refuse_lost(written)\n", "        self.forget()\n"),),
         LIFETIMES,
         "be_lost_raises",
@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "parameters are hidden when a block ends while their unit is whole",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (("                    record.unit.show_again(param)\n", ""),),
         LIFETIMES,
         "around_a_forward",
@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "a rank whose edit would be lost raises alone",
-        "deepspeed/runtime/zero/gathered_parameters.py",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (
             (
                 "                edited,\n                self",
@@ -180,14 +180,14 @@ FAULTS = (
     ),
     Fault(
         "rows of a failed gather are used again",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (("            shared.rows.drop(rows)\n", "            shared.rows.give_back(rows)\n"),),
         LIFETIMES,
         "memory_is_not_kept",
     ),
     Fault(
         "rows of a gather that nobody can wait for are kept",
-        "deepspeed/runtime/zero/gather_unit.py",
+        "deepspeed/runtime/zero/gathering/gather_unit.py",
         (
             (
                 "                self.resources.rows.drop(self._rows)"
@@ -262,14 +262,14 @@ FAULTS = (
     ),
     Fault(
         "a unit that several modules share stays when others are used",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (("or any(last.name != unit.name for last in self._last_fused):", "and False:"),),
         "tests/unit/v1/zero/test_stage3_fusion.py",
         "one_at_a_time",
     ),
     Fault(
         "a module whose unit others share does not wait on its own stream",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (
             (
                 "                unit.fetch()  # it may be another stream that reads now\n"
@@ -282,7 +282,7 @@ FAULTS = (
     ),
     Fault(
         "what a recomputation has used goes when another unit is used",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (("[unit for unit in units if unit not in self._recomputed]", "units"),),
         "tests/unit/v1/zero/test_stage3_fusion.py",
         "equals_one_process",
@@ -301,7 +301,7 @@ FAULTS = (
     ),
     Fault(
         "a unit that several modules share goes when one of them is done",
-        "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+        "deepspeed/runtime/zero/gathering/coordinator.py",
         (("        if unit in self._last_fused:\n            return\n", ""),),
         "tests/unit/v1/zero/test_stage3_fusion.py",
         "between_steps",
@@ -336,7 +336,7 @@ FAULTS = (
     ),
     Fault(
         "a copy of a sharded parameter has the same shard",
-        "deepspeed/runtime/zero/zero_parameter.py",
+        "deepspeed/runtime/zero/parameters/zero_parameter.py",
         (("of.shard.clone()", "of.shard"),),
         "tests/unit/v1/zero/test_stage3_modules.py",
         "copies_of_shards",

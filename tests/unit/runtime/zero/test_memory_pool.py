@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.units import choose_persistent, fine_grained, fuse, plan_units
+from deepspeed.runtime.zero.gathering.units import choose_persistent, fine_grained, fuse, plan_units
 
 
 class Block(nn.Module):

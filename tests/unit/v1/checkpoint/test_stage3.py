@@ -18,7 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.verification import verify_checkpoint
 from deepspeed.runtime.checkpointing import sharded_weights
-from deepspeed.runtime.zero.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest

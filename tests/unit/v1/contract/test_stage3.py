@@ -271,7 +271,7 @@ class TestStage3Product(DistributedTest):
 
 def test_what_is_covered() -> None:
     # Kills: factors that no case has, a kind of unit that the models do not have.
-    from deepspeed.runtime.zero.units import plan_units
+    from deepspeed.runtime.zero.gathering.units import plan_units
 
     def names(kind: type[ContractModel]) -> set[str]:
         return {plan.name for plan in plan_units(make_model(kind=kind), lambda _: False)}

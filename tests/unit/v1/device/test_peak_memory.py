@@ -10,8 +10,8 @@ import torch
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.zero.memory_estimators import plan_model_states
-from deepspeed.runtime.zero.replicated_estimates import plan_whole_gradients
+from deepspeed.runtime.zero.estimates.replicated import plan_whole_gradients
+from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.wide_model import Wide

@@ -14,7 +14,7 @@ from deepspeed.comm import intent
 from deepspeed.moe.expert_rows import rows_of
 from deepspeed.runtime.model_setup import cast_module
 from deepspeed.runtime.zero import model_sharding
-from deepspeed.runtime.zero.zero_parameter import is_zero_param
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

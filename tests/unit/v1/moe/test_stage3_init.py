@@ -15,8 +15,8 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.zero import own_draws
-from deepspeed.runtime.zero.own_draws import fingerprint
+from deepspeed.runtime.zero.parameters import own_draws
+from deepspeed.runtime.zero.parameters.own_draws import fingerprint
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,

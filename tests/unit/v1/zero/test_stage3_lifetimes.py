@@ -13,7 +13,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.zero import GatheredParameters, gather_unit
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.gathering import gather_unit
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
     LR,

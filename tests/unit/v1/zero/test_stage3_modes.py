@@ -10,8 +10,9 @@ import torch
 import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
-from deepspeed.runtime.zero import GatheredParameters, gather_unit
-from deepspeed.runtime.zero.zero_parameter import record_of
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.gathering import gather_unit
+from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.v1.zero.stage3_models import (
     SHARDED,

@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from deepspeed.runtime.zero.gather_unit import GatherUnit
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.gathering.coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 
 # Forwards whose backward has not come that are remembered.
 MAX_PENDING = 32

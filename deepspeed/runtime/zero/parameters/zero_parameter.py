@@ -25,7 +25,7 @@ from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
-from deepspeed.runtime.zero.shard_memory import ON_DEVICE, ShardMemory
+from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
 _ids = itertools.count()
@@ -100,7 +100,7 @@ def install_reads(reads: ReadsByHand) -> None:
 
 def reads_by_hand() -> ReadsByHand:
     """What was installed; whoever cuts parameters has imported it."""
-    assert _installed, "deepspeed.runtime.zero.gathered_parameters has not been imported"
+    assert _installed, "deepspeed.runtime.zero.gathering.gathered_parameters has not been imported"
     return _installed[0]
 
 

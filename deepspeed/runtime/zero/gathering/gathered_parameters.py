@@ -25,12 +25,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.streams import CommContext
-from deepspeed.runtime.zero.agreement import agree
-from deepspeed.runtime.zero.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gather_unit import GatherResources, GatherUnit
-from deepspeed.runtime.zero.memory_pool import poison
-from deepspeed.runtime.zero.ordinary_copies import ordinary_copies
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
+from deepspeed.runtime.zero.gathering.memory_pool import poison
+from deepspeed.runtime.zero.parameters.agreement import agree
+from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     hide,
     install_reads,

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.runtime.zero.backward_order import BackwardOrder, Place
-from deepspeed.runtime.zero.gather_unit import GatherUnit
-from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.gathering.backward_order import BackwardOrder, Place
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer
 
 
 class SavedPlace(NamedTuple):

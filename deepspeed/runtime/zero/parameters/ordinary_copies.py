@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.runtime.zero.zero_parameter import ShardedParameter, ZeroParameter, refusal
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ShardedParameter,
+    ZeroParameter,
+    refusal,
+)
 
 
 class _OrdinaryCopies:

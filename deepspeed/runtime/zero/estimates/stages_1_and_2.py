@@ -129,7 +129,7 @@ def plan_model_states(
     if stage not in (1, 2):
         raise ValueError(
             f"plan_model_states(stage={stage}): this plan is ZeRO-1's and ZeRO-2's; use 1 or 2, or "
-            "replicated_estimates.plan_whole_gradients for stage 0"
+            "estimates.replicated.plan_whole_gradients for stage 0"
         )
     model_order = range(len(numels))
     buckets = fill_buckets(numels, model_order, reduce_bucket_size)

@@ -45,10 +45,10 @@ from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.streams import CommContext
-from deepspeed.runtime.zero.gather_settings import GatherSettings
-from deepspeed.runtime.zero.memory_pool import MemoryPool, PoolBuffer, poison
-from deepspeed.runtime.zero.secondary_shards import SecondaryShards
-from deepspeed.runtime.zero.zero_parameter import (
+from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer, poison
+from deepspeed.runtime.zero.gathering.secondary_shards import SecondaryShards
+from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
     hide,

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.gather_unit import GatherUnit
-from deepspeed.runtime.zero.zero_parameter import ShardedParameter, placeholder, record_of
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ShardedParameter,
+    placeholder,
+    record_of,
+)
 
 
 class GradientShapes:

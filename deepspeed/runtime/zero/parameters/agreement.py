@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import lone_waits
-from deepspeed.runtime.zero.zero_parameter import is_zero_param, record_of
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 
 
 def agree(

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.zero.memory_pool import poison
+from deepspeed.runtime.zero.gathering.memory_pool import poison
 
 
 class SecondaryShards:

@@ -1,5 +1,5 @@
 """What training without ZeRO, and with `BF16_Optimizer`, allocates on each rank: the formulas of
-docs/devices.md that `memory_estimators`, which plans ZeRO-1 and ZeRO-2, has not.
+docs/devices.md that `stages_1_and_2`, which plans ZeRO-1 and ZeRO-2, has not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from deepspeed.runtime.gradients.local_accumulator import WIDENED_NUMEL
 from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
-from deepspeed.runtime.zero.memory_estimators import ADAM_MOMENTS, FP32_BYTES
+from deepspeed.runtime.zero.estimates.stages_1_and_2 import ADAM_MOMENTS, FP32_BYTES
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""Who needs which unit whole, from when and until when.
+
+[Note: who needs it]
+A unit is whole while a forward that uses it runs (`holds`), while the running backward needs it
+(`is_kept_for_backward`), or while somebody reads its parameters by hand (`ShardRecord.readers`,
+which is not ours). When nobody does it is *idle*: it goes back at once, or stays because it is used
+again within `max_reuse_numel` elements, as the order seen last time says, and no more than
+`max_live_numel` elements are whole. Nothing is idle over a step: shards change there.
+
+[Note: units of several modules]
+A unit that small neighbours share (`GatherUnit.is_fused`) is not retired while it is the last that
+was used: the next module is likely one of its own. It is retired when another unit is used, and
+when the forward or the backward is over. So its modules come and go without asking the order, and
+without hooks on their inputs that say when their backward is over. The same neighbours have several
+such units if their parameters are of several kinds; these have one name, and stay together.
+
+What is gathered when depends on the entries of modules alone and on numbers that are the same on
+all ranks, so all ranks issue the same gathers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.use_order import UseOrder
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread, recomputation included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class PartitionedParameterCoordinator:
+    """See module.
+
+    Args:
+        units: All units that do not persist; their `index` is set here.
+        prefetch_numel: Elements gathered ahead.
+        max_live_numel: Elements whole at a time that nobody needs at the moment.
+        max_reuse_numel: How soon a unit must be used again to stay.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[GatherUnit],
+        prefetch_numel: int,
+        max_live_numel: int,
+        max_reuse_numel: int,
+    ) -> None:
+        self.units = list(units)
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            unit.coordinator = self
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._max_reuse_numel = max_reuse_numel
+        self._order = UseOrder([unit.numel for unit in self.units])
+        self._idle: dict[GatherUnit, None] = {}
+        self._kept: dict[GatherUnit, None] = {}
+        self._ahead: dict[GatherUnit, None] = {}
+        self._last_fused: list[GatherUnit] = []  # of one name; if one of them was used last
+        self._recomputed: set[GatherUnit] = set()  # whose memory is kept by what autograd saved
+        self.live_numel = 0
+
+    # Forward
+
+    def begin_pass(self) -> None:
+        """An outermost forward begins. What one left whose backward never came goes."""
+        self.release_all()
+        self._order.begin(torch.is_grad_enabled())
+
+    def enter(self, units: Iterable[GatherUnit]) -> None:
+        """A forward that uses `units` begins."""
+        for unit in units:
+            unit.holds += 1
+            if in_backward():
+                self.use_in_recomputation(unit)
+            elif unit in self._last_fused:
+                unit.fetch()  # it may be another stream that reads now
+            else:
+                self._use(unit)
+
+    def leave(self, units: Iterable[GatherUnit]) -> None:
+        """It is over."""
+        for unit in units:
+            unit.holds -= 1
+            self._retire(unit)
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self._end_fused()
+
+    # Backward
+
+    def use_in_backward(self, unit: GatherUnit, from_memory: bool = False) -> None:
+        """The running backward is about to read the parameters of `unit`; `from_memory`: where a
+        gather puts them, though they may be whole elsewhere too.
+        """
+        if unit.is_kept_for_backward and unit.is_whole:
+            unit.fetch()  # it may be another stream that reads now
+            return
+        unit.is_kept_for_backward = True
+        self._kept[unit] = None
+        self._use(unit, from_memory)
+
+    def use_in_recomputation(self, unit: GatherUnit) -> None:
+        """The same, by what a recomputation runs."""
+        self._recomputed.add(unit)
+        if unit in self._last_fused:
+            unit.fetch()  # it may be another stream that reads now
+        else:
+            self.use_in_backward(unit)
+
+    def is_recomputed(self, unit: GatherUnit) -> bool:
+        """Whether a recomputation has used `unit`: what it saved of its memory stays as it is, no
+        note of a place, so the unit stays until backward is done with all of that.
+        """
+        return unit in self._recomputed
+
+    def done_in_backward(self, units: Iterable[GatherUnit]) -> None:
+        """The backward of a forward that used `units` is over."""
+        for unit in units:
+            self._recomputed.discard(unit)
+            if unit.is_kept_for_backward and unit not in self._last_fused:
+                unit.is_kept_for_backward = False
+                del self._kept[unit]
+                self._retire(unit)
+
+    def end_backward(self) -> None:
+        """The whole backward is over."""
+        self._end_fused()
+        self.done_in_backward(list(self._kept))
+        self._recomputed.clear()
+        self._release_idle()
+
+    # What is whole
+
+    def _use(self, unit: GatherUnit, from_memory: bool = False) -> None:
+        if not unit.is_fused or any(last.name != unit.name for last in self._last_fused):
+            self._end_fused()
+        self._order.visit(unit.index)
+        self._idle.pop(unit, None)
+        if unit.is_covered and not from_memory:
+            return
+        added = 0 if unit in self._ahead or unit.is_whole else unit.numel
+        if added:
+            self._make_room(added)
+        with torch._C._DisableFuncTorch():  # what vmap or jvp run makes plain tensors here too
+            unit.fetch()  # if it fails, nothing of it is counted
+            self._ahead.pop(unit, None)
+            if unit.is_fused and unit not in self._last_fused:
+                self._last_fused.append(unit)
+            self.live_numel += added
+            self._prefetch()
+
+    def _end_fused(self) -> None:
+        """What is used from now on is not the unit that was used last."""
+        units, self._last_fused = self._last_fused, []
+        self.done_in_backward([unit for unit in units if unit not in self._recomputed])
+        for unit in units:
+            self._retire(unit)
+
+    def _make_room(self, numel: int) -> None:
+        while self._idle and self.live_numel + numel > self._max_live_numel:
+            # The first to become idle in forward is the last to be used again in backward.
+            self._let_go_until_later(next(iter(self._idle)))
+
+    def _prefetch(self) -> None:
+        for index in self._order.ahead(self._prefetch_numel):
+            unit = self.units[index]
+            if unit.is_whole or unit.is_covered or unit in self._ahead:
+                continue
+            if self.live_numel + unit.numel > self._max_live_numel:
+                return
+            unit.start()
+            self._ahead[unit] = None
+            self.live_numel += unit.numel
+
+    def _retire(self, unit: GatherUnit) -> None:
+        if unit.holds or unit.is_kept_for_backward or not unit.is_whole:
+            return
+        if unit in self._last_fused:
+            return
+        distance = self._order.distance(unit.index)
+        if distance is not None and distance <= self._max_reuse_numel:
+            self._idle[unit] = None
+        else:
+            self._let_go_until_later(unit)
+
+    def _let_go_until_later(self, unit: GatherUnit) -> None:
+        self._release(unit)
+        self._order.name_again(unit.index)
+
+    def _release(self, unit: GatherUnit) -> None:
+        self._idle.pop(unit, None)
+        self._ahead.pop(unit, None)
+        self.live_numel -= unit.numel
+        unit.release()
+
+    def _release_idle(self) -> None:
+        for unit in [*self._idle, *self._ahead]:
+            self._release(unit)
+
+    def drop_ahead(self, unit: GatherUnit) -> None:
+        """A shard of `unit` has changed since its gather was begun, if it was."""
+        if unit in self._ahead:
+            self._release(unit)
+
+    def release_all(self) -> None:
+        """Shards are about to change: nothing is whole but what a running forward holds."""
+        self._end_fused()
+        self.done_in_backward(list(self._kept))
+        self._release_idle()
+        for unit in self.units:
+            unit.forget_secondary()
+
+    # Clients
+
+    def is_invalid_trace(self) -> bool:
+        """Whether the order seen last time gives no hint now."""
+        return not self._order.is_expected
+
+    def _invalidate_trace(self) -> None:
+        """Expect no order."""
+        self._order.forget()

@@ -1,0 +1,10 @@
+"""What a parameter of stage 3 is, and how it is cut. Nothing here makes one whole.
+
+zero_parameter   the interface that clients use, and what is known of a parameter
+shard_memory     where shards lie
+agreement        whether all ranks describe the same parameters
+own_draws        what a rank drew itself, which its experts are copies of
+late_parameters  adapters and heads that come after the model was taken over
+ordinary_copies  what is copied of a parameter
+module_hooks     what is copied of a module
+"""
