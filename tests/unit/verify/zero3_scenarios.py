@@ -245,7 +245,7 @@ def with_evaluations(zero: dict[str, Any]) -> list[str]:
     import deepspeed
     from deepspeed.accelerator.sim_accelerator import simulate
     from deepspeed.verify import check_streams
-    from unit.v1.zero.stage3_models import config_of, engine_of, loss_of, make_net, tokens_of
+    from unit.v1.zero.stage3.models import config_of, engine_of, loss_of, make_net, tokens_of
 
     deepspeed.init_distributed(dist_backend="gloo")
     with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:

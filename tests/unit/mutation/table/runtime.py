@@ -51,14 +51,14 @@ FAULTS = (
         "forwards stay compiled when an engine of stage 3 has ended",
         ENGINE,
         (("            compiled.remove()\n", "            pass\n"),),
-        "tests/unit/v1/zero/test_stage3_modes.py",
+        "tests/unit/v1/zero/stage3/test_modes.py",
         "same_gradients",
     ),
     Fault(
         "a model of stage 3 is compiled with the gathers of its blocks",
         "deepspeed/runtime/compiler.py",
         (("in parts_between_hooks(roots, has_hooks)", "in [model]"),),
-        "tests/unit/v1/zero/test_stage3_modes.py",
+        "tests/unit/v1/zero/stage3/test_modes.py",
         "same_gradients",
     ),
 )

@@ -18,7 +18,7 @@ from deepspeed.checkpoint import safetensors_files
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.utils import load_sharded_safetensors, safe_get_full_fp32_param
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import Net, config_of, engine_of, train
+from unit.v1.zero.stage3.models import Net, config_of, engine_of, train
 
 from .runs import whole
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedFixture, DistributedTest
-from unit.v1.zero.stage3_models import Net, config_of, train
+from unit.v1.zero.stage3.models import Net, config_of, train
 
 from .runs import differences, moment, whole
 

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     Tensors,

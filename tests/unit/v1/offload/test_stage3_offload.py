@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
 from deepspeed.utils import safe_set_full_fp32_param
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     Tensors,

@@ -23,7 +23,7 @@ from deepspeed.utils import (
 )
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     Tensors,

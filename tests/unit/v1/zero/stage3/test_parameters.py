@@ -18,7 +18,7 @@ from deepspeed.comm.observation import CollectiveCall, add_observer, remove_obse
 from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     check_as_one_process,

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.comm.observation import add_observer, remove_observer
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     check_as_one_process,
     config_of,

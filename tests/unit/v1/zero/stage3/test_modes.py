@@ -14,7 +14,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering import gather_unit
 from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     check_as_one_process,
     config_of,

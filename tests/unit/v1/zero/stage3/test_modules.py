@@ -21,7 +21,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters, Init
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import SHARDED
+from unit.v1.zero.stage3.models import SHARDED
 
 WIDTH = 8
 LR = 0.1

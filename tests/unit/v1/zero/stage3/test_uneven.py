@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import intent
 from deepspeed.comm.observation import add_observer, remove_observer
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import LR, SHARDED, Tensors, config_of, distance, engine_of
+from unit.v1.zero.stage3.models import LR, SHARDED, Tensors, config_of, distance, engine_of
 
 WIDTH = 5
 STEPS = 2

@@ -21,7 +21,7 @@ from deepspeed.comm.intent import CollectiveMismatchError
 from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import SHARDED, config_of, engine_of
+from unit.v1.zero.stage3.models import SHARDED, config_of, engine_of
 
 WIDTH = 5
 # What every rank may take to raise, where each core has no more than 4 processes to run: beside
@@ -188,7 +188,7 @@ class TestReported(DistributedTest):
             assert len(found) == (0 if is_late else 1), said
             for at, text in found:
                 assert at - started >= 0.5
-                assert "test_stage3_divergence.py" in text
+                assert "test_divergence.py" in text
                 assert f"rank {late} has not waited so long" in text
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
         logger.removeHandler(handler)

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering import gather_unit
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
     check_as_one_process,

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import LR, Tensors, config_of, distance, engine_of
+from unit.v1.zero.stage3.models import LR, Tensors, config_of, distance, engine_of
 
 WIDTH = 5
 LAYERS = 24

@@ -27,7 +27,7 @@ from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_set_
 from deepspeed.verify import Budget, check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     check_as_one_process,

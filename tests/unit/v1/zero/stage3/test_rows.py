@@ -3,37 +3,37 @@
 | | What goes wrong elsewhere | Held by |
 |---|---|---|
 | 1 | a recorded order that is stale | `test_another_order_every_time` |
-| 2 | ranks that part, and hang | `test_stage3_divergence`; what may differ: `test_stage3_uneven` |
+| 2 | ranks that part, and hang | `test_divergence`; what may differ: `test_uneven` |
 | 3 | experts that only some ranks run | `test_experts_chosen_by_each_rank`, |
 | | | `test_a_leaf_that_some_ranks_pass_by`; found: `test_experts_are_one_unit` of `test_units` |
-| 4 | a parameter used elsewhere | `Net.scale` of `stage3_models`, `test_a_sharded_parameter` |
+| 4 | a parameter used elsewhere | `Net.scale` of `models`, `test_a_sharded_parameter` |
 | 5 | edits lost, duplicates | `test_no_edit_is_lost`, `test_edits`, `test_gathering`, |
-| | | `TestEdits` of `test_stage3_lifetimes` |
+| | | `TestEdits` of `test_lifetimes` |
 | 6 | a gather during accumulation | `test_gathers_during_accumulation`, `TestBlocks` there |
 | 7 | shape `(0,)` in code | `test_a_sharded_parameter`, `test_generation_gathers_once`; |
 | | | Muon: `TestMuonIsNeverOffUnsaid` of `v1/optimizers/test_whole_parameters` |
-| 8 | embeddings resized, adapters late | `TestLate` of `test_stage3_adapters`, |
+| 8 | embeddings resized, adapters late | `TestLate` of `test_adapters`, |
 | | | `test_resize_train_generate_save` of `clients/test_zero3_models` |
-| 9 | adapters of another dtype | `TestDtypes` of `test_stage3_adapters` |
+| 9 | adapters of another dtype | `TestDtypes` of `test_adapters` |
 | 10 | wrappers that pass attributes on | `test_a_wrapper_that_passes_attributes_on` |
 | 11 | frozen weights and recomputation | `test_frozen_blocks_that_are_recomputed`, |
-| | | `test_frozen_behind_what_some_ranks_pass_by` of `test_stage3_uneven` |
+| | | `test_frozen_behind_what_some_ranks_pass_by` of `test_uneven` |
 | 12 | padding summed | the planted fault "padding is not zero" of `unit.verify`, |
-| | | `TestPoison` of `test_stage3_modes` |
+| | | `TestPoison` of `test_modes` |
 | 13 | shards of another step | the planted fault "what is gathered stays over a step", |
-| | | `TestCopiesAreNeverOld` and `test_memory` of `test_stage3_hybrid` |
+| | | `TestCopiesAreNeverOld` and `test_memory` of `test_hybrid` |
 | 14 | composite and packed models | `test_same_weights_as_without`, |
 | | | `test_an_architecture_equals_plain_torch` of `clients/test_zero3_models` |
 | 15 | loading | `test_each_rank_reads_what_it_owns` of `checkpoint/test_safetensors` |
 | 16 | `generate()` slow, or hanging | `test_generation_gathers_once`, |
 | | | `test_resize_train_generate_save`; a number of steps of each rank's own: |
-| | | `test_every_kind_raises_on_all_ranks` of `test_stage3_divergence` |
+| | | `test_every_kind_raises_on_all_ranks` of `test_divergence` |
 | 17 | gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays`, |
-| | | `TestFailedGather` of `test_stage3_lifetimes` |
+| | | `TestFailedGather` of `test_lifetimes` |
 | 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
 | 19 | buffers too small | `TestSameBits` and `TestCosts` of `offload/test_stage3_offload` |
-| 20 | compiled models | `TestCompiled` of `test_stage3_modes`, |
-| | | `test_compiled_on_each_rank_by_its_branches` of `test_stage3_uneven` |
+| 20 | compiled models | `TestCompiled` of `test_modes`, |
+| | | `test_compiled_on_each_rank_by_its_branches` of `test_uneven` |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.profiling.flops_profiler.module_profile import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
-from unit.v1.zero.stage3_models import (
+from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
     Tensors,

@@ -1,0 +1,1 @@
+"""Stage 3: parameters sharded. `test_rows` names a test for each fault that users hit most."""
