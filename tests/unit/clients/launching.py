@@ -36,7 +36,7 @@ def need(*modules: str) -> None:
     if missing:
         pytest.skip(
             f"not installed: {', '.join(missing)} (requirements/requirements-dev.txt has "
-            "accelerate and transformers; make campaign NAME=clients installs and tries all)"
+            "accelerate, transformers and peft; make campaign NAME=clients installs and tries all)"
         )
 
 
