@@ -60,8 +60,9 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         # As the agent's own handler, which it installs with its processes.
         return SignalException(f"signal {number}", signal.Signals(number))
 
+    watch = AgentWatch(lambda: kill_ranks(logs.history))
     try:
-        with AgentWatch(lambda: kill_ranks(logs.history)), raising_signals(interruption):
+        with watch, raising_signals(interruption):
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
         return {
@@ -73,7 +74,7 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
             f"or its node is gone ({error}); start its node first, and this one again"
         ) from error
     except SignalException as error:
-        raise Interrupted(int(error.sigval)) from error
+        raise Interrupted(int(error.sigval), watch.first_at) from error
     return {}
 
 

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, node_timeout, start_timeout
-from deepspeed.launcher.failures import Failure
+from deepspeed.launcher.failures import End, Failure, cause_of
 
 LOST_CODE = 1
 LINE_LIMIT = 1 << 22
@@ -391,6 +391,14 @@ class Coordinator:
         if self._verdict is not None or not all(member.settled for member in self._state.members):
             return
         ordered = sorted(self._state.failures, key=lambda entry: entry[0])
+        if ordered:
+            cause = cause_of(
+                [
+                    End(moment, moment + failure.lasted, failure.signal)
+                    for moment, _, failure in ordered
+                ]
+            )
+            ordered.insert(0, ordered.pop(cause))
         failures = [(label, failure) for _, label, failure in ordered]
         if self._state.interrupted_by is not None:
             self._verdict = Verdict(128 + self._state.interrupted_by, failures)

@@ -11,26 +11,29 @@ from pathlib import Path
 
 from deepspeed.launcher.constants import DEEPSPEED_ENVIRONMENT_NAME, DEEPSPEED_ENVIRONMENT_PATHS
 
-EXPORT_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP", "DS_")
-"""Variables of these names go to all nodes, and those that the accelerator adds."""
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP", "DS_"]
+"""Variables whose names begin so go to all nodes, and those that the accelerator adds. Programs
+that start the launcher add their own to `runner.EXPORT_ENVS`, which is this list.
+"""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def forwarded_environment(
-    environment: Mapping[str, str], accelerator_prefixes: list[str]
-) -> dict[str, str]:
+def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -> dict[str, str]:
     """Return the variables of a launching process that all nodes get, files of settings included;
     those win.
+
+    Args:
+        environment: of the launching process.
+        prefixes: how the names of variables begin that are handed on.
 
     Raises:
         ValueError: a line of a file is no `KEY=VALUE`.
     """
-    prefixes = (*EXPORT_PREFIXES, *accelerator_prefixes)
     chosen = {
         key: value
         for key, value in environment.items()
-        if key.startswith(prefixes) and _NAME.fullmatch(key)
+        if key.startswith(tuple(prefixes)) and _NAME.fullmatch(key)
     }
     # `python -m` on a node finds what it finds here: the current folder too.
     chosen["PYTHONPATH"] = os.pathsep.join(

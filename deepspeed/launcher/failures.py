@@ -5,6 +5,7 @@ stderr. Does not own:
 the choice among several launchers (`coordinator`). Called by: `launch`, `launch_rank`, `nodes`.
 """
 
+import math
 import signal
 import sys
 import time
@@ -14,6 +15,12 @@ from dataclasses import dataclass, field
 from deepspeed.launcher.logs import RankHistory
 
 TRACEBACK_WINDOW_SECONDS = 10.0
+DYING_SECONDS = 5.0
+"""How long a killed process may take to be gone: its connections close first, then its device's
+memory is cleared away. Its peers may have raised and ended by then.
+"""
+LOST_PEER = (b"c10::Dist", b"gloo::")
+"""In what a process says that aborts because a collective failed, as NCCL's watchdog does."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Failure:
         how: the way it ended.
         code: the code that the launch exits with on account of it.
         age: seconds between the failure and this report.
+        lasted: seconds between the failure and the end.
+        signal: number of the signal that ended it, unless a launcher sent that or it speaks of a
+            lost peer; else 0.
         others: sentences about processes that failed after it.
         heading: line above `last_words`.
         last_words: what the process last wrote to stderr.
@@ -42,13 +52,55 @@ class Failure:
     how: str
     code: int
     age: float = 0.0
+    lasted: float = 0.0
+    signal: int = 0
     others: list[str] = field(default_factory=list)
     heading: str = ""
     last_words: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class End:
+    """When a process, or one launcher's part of a job, failed.
+
+    Attributes:
+        moment: monotonic seconds of its traceback, or else of its end.
+        ended: of its end.
+        signal: as in `Failure`.
+    """
+
+    moment: float
+    ended: float
+    signal: int = 0
+
+
+def cause_of(ends: Sequence[End]) -> int:
+    """Return the position of the end that caused the others: the first, or the signal behind it.
+
+    A process that a signal ends closes its connections before its end can be seen, and its peers'
+    tracebacks may come in between. A signal of its own fault is no cause of what ended before it;
+    SIGKILL comes from outside, whatever else has happened.
+    """
+    first = min(ends, key=lambda end: end.moment)
+
+    def precedence(end: End) -> int:
+        killed = end.signal == signal.SIGKILL
+        if (
+            not end.signal
+            or end.moment > first.moment + TRACEBACK_WINDOW_SECONDS
+            or end.moment > first.ended + DYING_SECONDS * killed
+        ):
+            return 2
+        return 0 if killed else 1
+
+    return min(range(len(ends)), key=lambda at: (precedence(ends[at]), ends[at].moment))
+
+
 def make_failure(
-    exits: Mapping[int, Exit], history: Sequence[RankHistory], first_rank: int = 0
+    exits: Mapping[int, Exit],
+    history: Sequence[RankHistory],
+    first_rank: int = 0,
+    stopped_at: float | None = None,
 ) -> Failure:
     """Return the report on processes that failed.
 
@@ -56,98 +108,100 @@ def make_failure(
         exits: the failed processes by local rank; not empty.
         history: what was seen of every process, by local rank.
         first_rank: global rank of local rank 0.
+        stopped_at: when the launcher was told to end the processes (monotonic seconds), if it was.
     """
-    codes = {rank: end.code for rank, end in exits.items()}
-    first = first_failure(codes, history)
-    seen, code = history[first], codes[first]
+    ends = ends_of({rank: end.code for rank, end in exits.items()}, history, stopped_at)
+    first = list(ends)[cause_of(list(ends.values()))]
+    seen, code, end = history[first], exits[first].code, ends[first]
     others = [
         f"rank {first_rank + rank} (process {end.pid}) then ended with {describe_exit(end.code)}"
         for rank, end in sorted(exits.items())
         if rank != first
     ]
-    if code == -signal.SIGTERM and seen.traceback_at is not None:
+    if code == -signal.SIGTERM and not end.signal:
         # It raised, its peers noticed and ended, and it was then ended while it was still cleaning
         # up.
-        exit_code = 1
+        how, exit_code = "an exception", 1
     else:
-        exit_code = 128 - code if code < 0 else code
+        how, exit_code = describe_exit(code), 128 - code if code < 0 else code
     return Failure(
         subject=f"rank {first_rank + first} (process {exits[first].pid})",
-        how=describe_exit(code),
+        how=how,
         code=exit_code,
-        age=time.monotonic() - _moment(seen, code, _first_end(codes, history))[1],
+        age=time.monotonic() - end.moment,
+        lasted=end.ended - end.moment,
+        signal=end.signal,
         others=others,
-        heading=_heading(first_rank + first, seen),
-        last_words=_last_words(seen),
+        heading=(
+            f"what rank {first_rank + first} last wrote to stderr:"
+            if seen.stderr_tail
+            else f"rank {first_rank + first} wrote nothing to stderr"
+        ),
+        last_words=[line.decode(errors="replace") for line in seen.last_traceback()],
     )
 
 
-def raised_before(
+def failed_before(
     moment: float, history: Sequence[RankHistory], first_rank: int = 0
 ) -> Failure | None:
-    """Return the report on a process that raised shortly before `moment` and had not ended by then,
-    if there is one.
+    """Return the report on processes that failed shortly before `moment`, if there is one: the job
+    was told to stop before the agent had reported them.
 
-    Its exit code will never be known: it was ended from outside while it was cleaning up.
+    The exit code of one that raised and had not ended by then will never be known: it was ended
+    from outside while it was cleaning up.
     """
-    raised = {
-        rank: seen.traceback_at
-        for rank, seen in enumerate(history)
-        if seen.traceback_at is not None
-        and moment - TRACEBACK_WINDOW_SECONDS < seen.traceback_at < moment
-    }
-    if not raised:
-        return None
-    first = min(raised, key=raised.__getitem__)
-    seen = history[first]
-    return Failure(
-        subject=f"rank {first_rank + first} (process {seen.pid})",
-        how="an exception",
-        code=1,
-        age=time.monotonic() - raised[first],
-        heading=_heading(first_rank + first, seen),
-        last_words=_last_words(seen),
-    )
+    exits: dict[int, Exit] = {}
+    for rank, seen in enumerate(history):
+        if seen.pid is None:
+            continue
+        if seen.exited_at is not None and seen.exited_at < moment and seen.code is not None:
+            if seen.code:
+                exits[rank] = Exit(seen.pid, seen.code)
+        elif (
+            seen.traceback_at is not None
+            and moment - TRACEBACK_WINDOW_SECONDS < seen.traceback_at < moment
+        ):
+            exits[rank] = Exit(seen.pid, -signal.SIGTERM)
+    return make_failure(exits, history, first_rank, moment) if exits else None
 
 
-def _last_words(seen: RankHistory) -> list[str]:
-    return [line.decode(errors="replace") for line in seen.last_traceback()]
-
-
-def _heading(rank: int, seen: RankHistory) -> str:
-    return (
-        f"what rank {rank} last wrote to stderr:"
-        if seen.stderr_tail
-        else f"rank {rank} wrote nothing to stderr"
-    )
-
-
-def first_failure(exit_codes: Mapping[int, int], history: Sequence[RankHistory]) -> int:
-    """Return the rank whose failure caused the others: the one that raised, or else ended, first.
+def ends_of(
+    codes: Mapping[int, int], history: Sequence[RankHistory], stopped_at: float | None = None
+) -> dict[int, End]:
+    """Return the ends of failed processes by rank, without those that can only be consequences.
 
     Args:
-        exit_codes: codes of the failed ranks by rank; negative for a signal.
+        codes: exit codes of the failed ranks by rank; negative for a signal.
         history: what was seen of every rank, by rank.
+        stopped_at: see `make_failure`.
     """
-    first_end = _first_end(exit_codes, history)
-    return min(
-        sorted(exit_codes), key=lambda rank: _moment(history[rank], exit_codes[rank], first_end)
+    times = {rank: history[rank].exited_at for rank in codes}
+    # One that was gone before it had said its id ended first, unless a launcher ended it.
+    early = [rank for rank in codes if times[rank] is None and codes[rank] != -signal.SIGTERM]
+    first_end = min([end for end in times.values() if end is not None], default=time.monotonic())
+    launcher_began = (
+        -math.inf if early else first_end if stopped_at is None else min(first_end, stopped_at)
     )
+    ends: dict[int, End] = {}
+    consequences: dict[int, End] = {}
+    for rank, code in codes.items():
+        ended, seen = times[rank], history[rank]
+        by_launcher = code == -signal.SIGTERM and (ended is None or ended > launcher_began)
+        end = first_end if ended is None else ended
+        raised = seen.traceback_at
+        # An old traceback was caught and logged; one from just before the first end is a cause.
+        if raised is None or raised <= first_end - TRACEBACK_WINDOW_SECONDS:
+            raised = None
+        own = code < 0 and not by_launcher and not _speaks_of_a_lost_peer(code, seen)
+        found = End(end if own or raised is None else min(raised, end), end, -code if own else 0)
+        (consequences if by_launcher and raised is None else ends)[rank] = found
+    return ends or consequences
 
 
-def _first_end(exit_codes: Mapping[int, int], history: Sequence[RankHistory]) -> float:
-    ends = [end for rank in exit_codes if (end := history[rank].exited_at) is not None]
-    return min(ends, default=time.monotonic())
-
-
-def _moment(seen: RankHistory, exit_code: int, first_end: float) -> tuple[bool, float]:
-    """Return when a process failed, behind whether it can only be a consequence."""
-    raised, ended = seen.traceback_at, seen.exited_at
-    # An old traceback was caught and logged; one from just before the first end is a cause.
-    if raised is not None and raised > first_end - TRACEBACK_WINDOW_SECONDS:
-        return False, min(raised, ended if ended is not None else raised)
-    # Without a time of its end (no pidfd), a rank that the agent ended cannot be the first.
-    return ended is None and exit_code == -signal.SIGTERM, ended if ended is not None else first_end
+def _speaks_of_a_lost_peer(code: int, seen: RankHistory) -> bool:
+    return code == -signal.SIGABRT and any(
+        word in line for line in seen.stderr_tail for word in LOST_PEER
+    )
 
 
 def describe_exit(exit_code: int) -> str:

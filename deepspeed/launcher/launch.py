@@ -24,6 +24,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +40,8 @@ from deepspeed.launcher.failures import (
     Exit,
     Failure,
     describe_exit,
+    failed_before,
     make_failure,
-    raised_before,
     write_failures,
 )
 from deepspeed.launcher.logs import RankLogs
@@ -75,7 +76,7 @@ class Outcome:
     """
 
     failure: Failure | None = None
-    interrupted_by: int | None = None
+    interruption: Interrupted | None = None
 
 
 def run(
@@ -111,7 +112,7 @@ def _run_alone(plan: LaunchPlan, start: Start | None) -> int:
     if outcome.failure is not None:
         write_failures([("", outcome.failure)])
         return outcome.failure.code
-    return 128 + outcome.interrupted_by if outcome.interrupted_by is not None else 0
+    return 128 + outcome.interruption.signum if outcome.interruption is not None else 0
 
 
 class _Stopper:
@@ -191,12 +192,14 @@ def _run_between(
     if client.stopped_at is not None:
         # A stop that arrived when the processes had just ended by themselves.
         take_noted()
-    number = outcome.interrupted_by
-    if number is not None and client.stopped_at is None:
+    interruption = outcome.interruption
+    if interruption is not None and client.stopped_at is None:
         return Failure(
             f"the launcher on {socket.gethostname()} (process {os.getpid()})",
-            describe_exit(-number),
-            128 + number,
+            describe_exit(-interruption.signum),
+            128 + interruption.signum,
+            # Its processes have been ended since, and those of other nodes have noticed.
+            age=time.monotonic() - interruption.at,
         )
     return outcome.failure
 
@@ -234,10 +237,10 @@ def _run_ranks(
             logs.stop()
             moment = stopped_at()
             return Outcome(
-                raised_before(moment, logs.history, logs.first_rank)
+                failed_before(moment, logs.history, logs.first_rank)
                 if moment is not None
                 else None,
-                error.signum,
+                error,
             )
         finally:
             logs.stop()

@@ -9,6 +9,7 @@ Pipes instead of files that are followed: nothing accumulates on disk, and a lin
 written.
 """
 
+import contextlib
 import os
 import selectors
 import sys
@@ -49,18 +50,21 @@ class RankHistory:
     Attributes:
         pid: its process id; None until it has started.
         exited_at: monotonic seconds of its end; None while it runs.
+        code: its exit code, negative for a signal; None while it runs, and where its parent took
+            the code first.
         traceback_at: monotonic seconds of the last traceback on its stderr.
         stderr_tail: its last lines on stderr, without prefix.
     """
 
     pid: int | None = None
     exited_at: float | None = None
+    code: int | None = None
     traceback_at: float | None = None
     stderr_tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=MEMORY_LINES))
 
     def forget(self) -> None:
         """Begin anew, for another process in the same place."""
-        self.pid = self.exited_at = self.traceback_at = None
+        self.pid = self.exited_at = self.code = self.traceback_at = None
         self.stderr_tail.clear()
 
     def last_traceback(self) -> list[bytes]:
@@ -237,8 +241,17 @@ class RankLogs:
             self._selector.register(descriptor, selectors.EVENT_READ, local_rank)
 
     def _mark_exited(self, local_rank: int) -> None:
-        self.history[local_rank].exited_at = time.monotonic()
+        seen, moment = self.history[local_rank], time.monotonic()
         descriptor = self._pidfds.pop(local_rank)
+        with contextlib.suppress(ChildProcessError):
+            # The agent takes the code from the kernel; it may ask later than this thread, or not
+            # at all.
+            ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is not None:
+                exited = ended.si_code == os.CLD_EXITED
+                seen.code = ended.si_status if exited else -ended.si_status
+        # Last: who waits for the end may take the code from the kernel.
+        seen.exited_at = moment
         self._selector.unregister(descriptor)
         os.close(descriptor)
 

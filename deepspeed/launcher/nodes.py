@@ -46,13 +46,19 @@ ENGINE_END_SECONDS = 5.0
 SSH_CHECK_SECONDS = 20.0
 
 
-def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info: str) -> int:
+def run_nodes(
+    args: argparse.Namespace,
+    active: dict[str, list[int]],
+    world_info: str,
+    export_envs: list[str],
+) -> int:
     """Start the job over the engine that the flags name, and answer for its end.
 
     Args:
         args: parsed flags; `coordinator` is added to them.
         active: slots by host.
         world_info: the same, as `runner.encode_world_info` wrote it.
+        export_envs: how the names of variables begin that all nodes get.
 
     Returns:
         0, the exit code of the first failure anywhere, or 128 + n when this process was ended by
@@ -77,7 +83,8 @@ def run_nodes(args: argparse.Namespace, active: dict[str, list[int]], world_info
     # startup: importing this package must not look for devices
     from deepspeed.accelerator import get_accelerator
 
-    for key, value in forwarded_environment(environment, get_accelerator().export_envs()).items():
+    prefixes = [*export_envs, *get_accelerator().export_envs()]
+    for key, value in forwarded_environment(environment, prefixes).items():
         runner.add_export(key, value)
     commands = runner.get_cmds(environment, active)
     logger.info(

@@ -29,9 +29,10 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
         return _parse_hostfile(stream.read().splitlines(), hostfile_path)
 
 
-def _parse_hostfile(lines: list[str], path: str) -> dict[str, int]:
+def _parse_hostfile(hostfile_lines: list[str], path: str = "(lines)") -> dict[str, int]:
+    """`fetch_hostfile` of lines; upstream's name, in `runner` too."""
     pool: dict[str, int] = {}
-    for line in (raw.partition("#")[0].strip() for raw in lines):
+    for line in (raw.partition("#")[0].strip() for raw in hostfile_lines):
         if not line:
             continue
         entry = _HOSTFILE_ENTRY.fullmatch(line)

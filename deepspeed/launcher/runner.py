@@ -41,9 +41,11 @@ from deepspeed.launcher.constants import (
 )
 from deepspeed.launcher.devices import device_environment, visible_slots
 from deepspeed.launcher.elastic import Elastic, elastic_of
+from deepspeed.launcher.environment import EXPORT_ENVS
 from deepspeed.launcher.launch import exit_code, run
 from deepspeed.launcher.plan import LaunchPlan, bound_cores, build_command
 from deepspeed.launcher.resources import (
+    _parse_hostfile,
     fetch_hostfile,
     parse_inclusion_exclusion,
     parse_node_config,
@@ -60,6 +62,7 @@ __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "DEEPSPEED_ENVIRONMENT_PATHS",
     "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
     "IMPI_LAUNCHER",
     "MPICH_LAUNCHER",
     "MVAPICH_LAUNCHER",
@@ -68,6 +71,7 @@ __all__ = [
     "SLURM_LAUNCHER",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "SSH_LAUNCHER",
+    "_parse_hostfile",
     "encode_world_info",
     "fetch_hostfile",
     "main",
@@ -422,7 +426,7 @@ def launch(args: argparse.Namespace) -> int:
             f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or "
             "add --no_ssh"
         )
-    return run_nodes(args, active, world_info)
+    return run_nodes(args, active, world_info, EXPORT_ENVS)
 
 
 def read_elastic(args: argparse.Namespace) -> Elastic | None:

@@ -43,15 +43,16 @@ has one set of handlers."""
 
 
 class Interrupted(BaseException):
-    """This process got a signal that asks it to end.
+    """This process got a signal that asks it to end; `at` is when, in monotonic seconds.
 
     No `Exception`, like KeyboardInterrupt: code that goes on after any error must not go on after
     this.
     """
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, at: float | None = None) -> None:
         super().__init__(f"signal {signum}")
         self.signum = int(signum)
+        self.at = time.monotonic() if at is None else at
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -145,12 +146,15 @@ class AgentWatch:
     Works on a thread through the wakeup descriptor, into which Python writes each signal's number
     whatever handlers do with it; the agent replaces handlers while it runs.
 
+    `first_at` is when the first signal came, in monotonic seconds.
+
     Args:
         on_second: called on the thread when SIGINT arrives after another signal.
     """
 
     def __init__(self, on_second: Callable[[], None]) -> None:
         self._on_second = on_second
+        self.first_at: float | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(
@@ -194,6 +198,7 @@ class AgentWatch:
             for number in numbers:
                 if first is None and number in _ENDING_SIGNALS:
                     first = (number, now)
+                    self.first_at = now
                 elif first is not None and repeated and number == first[0]:
                     repeated -= 1
                 elif (

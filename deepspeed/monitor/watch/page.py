@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.monitor.watch.charts import charts_of
 from deepspeed.monitor.watch.numbers import change, milliseconds, number, number_of_bytes
-from deepspeed.monitor.watch.run import PHASES, Run
+from deepspeed.monitor.watch.run import PHASES, Point, Run, same_steps
 from deepspeed.utils import html_page
 
 PAGE_NAME = "watch.html"
@@ -148,23 +148,21 @@ def _figures(run: Run, before: Run | None) -> str:
     if run.last is None:
         return '<p class="quiet">No step has been recorded yet.</p>'
     line = run.last
-    point = before.curves.at(line["step"]) if before else None
-    # Of the same step, unless the run before has ended before it.
-    beyond = point is not None and point.last < line["step"]
-    where = f" at step {point.last:,.0f}" if point is not None and beyond else ""
+    pair = same_steps(run, before)
 
-    def of_step(name: str, title: str, key: str, better: bool | None) -> Figure:
-        value: float | None = float(line[key]) if key in line else None
-        return _compared(title, value, point.mean(name) if point else None, where, better)
+    def of_step(title: str, name: str, value: float | None, better: bool | None) -> Figure:
+        if pair is None:
+            return Figure(title, number(value))
+        mine, theirs = (point.mean(name) for point in pair)
+        here = "" if _is_last(run, pair[0]) else f"{_which(pair[0])}, here {number(mine)}"
+        shown = _compared(title, mine, theirs, here, better)
+        return shown._replace(value=number(value))
 
     reached = (before.last or {}).get("step", 0) if before else 0
     figures = [Figure("step", f"{line['step']:,}", f"{reached:,}" if before else "")]
-    figures.append(of_step("loss", "loss", "loss", False))
-    figures.append(of_step("norm", "gradient norm", "norm", None))
-    rates = line.get("lr") or [None]
-    figures.append(
-        _compared("learning rate", rates[0], point.mean("lr.0") if point else None, where, None)
-    )
+    figures.append(of_step("loss", "loss", _float(line.get("loss")), False))
+    figures.append(of_step("gradient norm", "norm", _float(line.get("norm")), None))
+    figures.append(of_step("learning rate", "lr.0", (line.get("lr") or [None])[0], None))
     figures.append(_step_time(run, before))
     figures.append(_speed(run, before))
     peak = _largest_peak(run), _largest_peak(before)
@@ -173,6 +171,21 @@ def _figures(run: Run, before: Run | None) -> str:
     theirs = f"{before.skipped:,}" if before else ""
     figures.append(Figure("skipped steps", share, theirs, "", not run.skipped or None))
     return f'<div class="figures">{"".join(map(_figure, figures))}</div>'
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _is_last(run: Run, point: Point) -> bool:
+    """Whether a point is the run's last step and no other."""
+    return run.last is not None and point.first == point.last == run.last["step"]
+
+
+def _which(point: Point) -> str:
+    if point.first == point.last:
+        return f" at step {point.last:,.0f}"
+    return f" in steps {point.first:,.0f} to {point.last:,.0f}"
 
 
 def _step_time(run: Run, before: Run | None) -> Figure:
@@ -282,7 +295,7 @@ def _groups(run: Run, before: Run | None) -> str:
     last = run.last or {}
     norms, rates = last.get("group_norms", ()), last.get("lr", ())
     names = run.about.get("groups", ())
-    point = before.curves.at(last["step"]) if before and last else None
+    pair = same_steps(run, before)
     rows = []
     for index in range(max(len(norms), len(rates))):
         name = names[index] if index < len(names) else f"group {index}"
@@ -290,12 +303,13 @@ def _groups(run: Run, before: Run | None) -> str:
         for values, key in ((norms, "norm"), (rates, "lr")):
             row.append(number(float(values[index]) if index < len(values) else None))
             if before:
-                row.append(number(point.mean(f"{key}.{index}") if point else None))
+                row.append(number(pair[1].mean(f"{key}.{index}") if pair else None))
         rows.append(row)
     heads = ["parameter group", "norm", "rate"]
     if before:
         heads = ["parameter group", "norm", "before", "rate", "before"]
-    return _table("Parameter groups", heads, rows) if rows else ""
+    note = f"Before:{_which(pair[1])}." if pair and not _is_last(run, pair[1]) else ""
+    return _table("Parameter groups", heads, rows, note) if rows else ""
 
 
 def _skips(run: Run) -> str:

@@ -105,11 +105,16 @@ class Curves:
         self._steps_per_point *= 2
 
     def at(self, x: float) -> Point | None:
-        """The point that has that step, otherwise the last; None without any."""
-        for point in self.points:
-            if point.last >= x:
-                return point
-        return self.points[-1] if self.points else None
+        """The point that has that step; None if none has."""
+        return next((p for p in reversed(self.points) if p.first <= x <= p.last), None)
+
+    def over(self, first: float, last: float) -> Point:
+        """All points that have one of these steps, as one."""
+        found = [point for point in self.points if first <= point.last and point.first <= last]
+        whole = Point(found[0].first)
+        for point in found:
+            whole.take(point)
+        return whole
 
     def names(self) -> list[str]:
         """The names of all values, in the order in which they came."""
@@ -224,6 +229,20 @@ class Run:
         """The same over the whole run."""
         amount, total = self._counted[of].value, self.means.get("total", Mean()).value
         return 1e3 * amount / total if amount and total else None
+
+
+def same_steps(run: Run, before: Run | None) -> tuple[Point, Point] | None:
+    """The last steps that both runs have, as a point of each; None if they have none in common.
+    Several where a point of one of them stands for several.
+    """
+    if not (before and run.curves.points and before.curves.points):
+        return None
+    last = min(each.curves.points[-1].last for each in (run, before))
+    points = [each.curves.at(last) for each in (run, before)]
+    if None in points:
+        return None
+    first = min(point.first for point in points if point)
+    return run.curves.over(first, last), before.curves.over(first, last)
 
 
 def values_of(line: Line) -> dict[str, float]:

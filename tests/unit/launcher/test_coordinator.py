@@ -85,6 +85,20 @@ def test_the_older_failure_is_the_cause_whoever_reports_first(coordinator: Coord
     assert verdict.failures[0][1].last_words == ["boom"]
 
 
+def test_a_killed_rank_is_the_cause_of_an_older_traceback_elsewhere(
+    coordinator: Coordinator,
+) -> None:
+    # Kills: ordering launchers' reports by their moments alone.
+    stops: list[int | None] = []
+    with connect(coordinator, 0) as first, connect(coordinator, 1, stops) as second:
+        first.join(), second.join()
+        first.report_end(Failure("rank 0", "exit code 1", 1, age=2.5, lasted=2.0))
+        until(lambda: bool(stops))
+        second.report_end(Failure("rank 3", "signal SIGSEGV (11)", 139, age=1.0, signal=11))
+        assert first.wait().code == 139
+    assert [failure.subject for _, failure in ended(coordinator).failures] == ["rank 3", "rank 0"]
+
+
 def test_a_closed_connection_ends_the_others(coordinator: Coordinator) -> None:
     stops: list[int | None] = []
     with connect(coordinator, 0, stops) as first:

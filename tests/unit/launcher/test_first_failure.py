@@ -6,7 +6,15 @@ import signal
 
 import pytest
 
-from deepspeed.launcher.failures import describe_exit, first_failure
+from deepspeed.launcher.failures import (
+    End,
+    Exit,
+    cause_of,
+    describe_exit,
+    ends_of,
+    failed_before,
+    make_failure,
+)
 from deepspeed.launcher.logs import RankHistory
 
 
@@ -32,10 +40,65 @@ def seen(exited_at: float | None, traceback_at: float | None = None) -> RankHist
         ),
         pytest.param({0: -15, 1: 3}, [seen(None), seen(None)], 1, id="no-times-known"),
         pytest.param({0: -15, 1: -9}, [seen(50.1), seen(50.0)], 1, id="killed"),
+        # Kills: taking the first traceback for the cause: a killed process's connections close
+        # before its end can be seen.
+        pytest.param({0: -15, 1: -9}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-killed"),
+        pytest.param({0: 1, 1: -9}, [seen(50.3, 49.9), seen(50.4)], 1, id="killed-is-slow-to-go"),
+        pytest.param({0: 1, 1: -9}, [seen(50.0, 49.9), seen(56.0)], 0, id="killed-much-later"),
+        pytest.param({0: -6, 1: -9}, [seen(50.3), seen(50.4)], 1, id="killed-and-peer-aborts"),
+        pytest.param({0: -15, 1: -6}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-aborted"),
+        pytest.param({0: 1, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-crashed"),
+        pytest.param({0: 1, 1: -6}, [seen(50.3, 49.9), seen(50.4)], 0, id="aborted-after-an-end"),
+        pytest.param({0: -15, 1: -15}, [seen(50.3, 49.9), seen(50.0)], 1, id="terminated-by-user"),
+        pytest.param({0: -15, 1: -9}, [seen(50.3, 49.9), seen(None)], 1, id="killed-as-it-began"),
+        pytest.param({0: -15, 1: -9}, [seen(50.3), seen(None)], 1, id="killed-before-its-id"),
+        pytest.param({0: -15, 1: 1}, [seen(50.3), seen(None)], 1, id="ended-before-its-id"),
+        pytest.param({0: -6, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1, id="raises-then-aborts"),
     ],
 )
-def test_first_failure(codes: dict[int, int], history: list[RankHistory], rank: int) -> None:
-    assert first_failure(codes, history) == rank
+def test_the_cause(codes: dict[int, int], history: list[RankHistory], rank: int) -> None:
+    ends = ends_of(codes, history)
+    assert list(ends)[cause_of(list(ends.values()))] == rank
+    failure = make_failure({rank: Exit(1, code) for rank, code in codes.items()}, history)
+    code = codes[rank]
+    raised = code == -signal.SIGTERM and history[rank].exited_at != 50.0
+    assert failure.code == (1 if raised else 128 - code if code < 0 else code)
+    assert failure.how == ("an exception" if raised else describe_exit(code))
+
+
+def test_an_abort_that_speaks_of_a_lost_peer_is_no_cause() -> None:
+    # NCCL's watchdog aborts the peers of one that raised, which may take long to end.
+    history = [seen(52.0, 49.9), seen(50.0)]
+    history[1].stderr_tail.append(b"terminate called after throwing 'c10::DistBackendError'")
+    assert make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history).code == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([End(50.0, 50.0), End(49.9, 50.5)], 1),
+        ([End(50.0, 50.0, signal.SIGSEGV), End(49.9, 50.5)], 0),
+        ([End(50.0, 50.0, signal.SIGSEGV), End(49.9, 49.95)], 1),
+        ([End(50.0, 50.0, signal.SIGKILL), End(49.9, 49.95)], 0),
+        ([End(50.0, 50.0, signal.SIGKILL), End(30.0, 49.95)], 1),
+    ],
+)
+def test_the_cause_among_launchers(ends: list[End], cause: int) -> None:
+    assert cause_of(ends) == cause
+
+
+def test_a_death_just_before_a_stop_is_reported() -> None:
+    # Kills: a stop from a peer's launcher that comes before the agent has reported the cause.
+    history = [seen(50.0), seen(50.6, 49.9), seen(50.5)]
+    history[0].code, history[2].code = -9, -15
+    failure = failed_before(50.4, history, 4)
+    assert failure is not None
+    assert (failure.subject, failure.code, failure.signal) == ("rank 4 (process 1)", 137, 9)
+    history[0].code, history[0].exited_at = 0, 49.5
+    failure = failed_before(50.4, history, 4)
+    assert failure is not None
+    assert (failure.subject, failure.code, failure.how) == ("rank 5 (process 1)", 1, "an exception")
+    assert failed_before(49.0, history) is None
 
 
 def test_last_traceback_keeps_its_chain() -> None:

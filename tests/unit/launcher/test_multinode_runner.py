@@ -162,7 +162,7 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "HOME": "/root",
         "OPAL_X": "5",
     }
-    found = environment.forwarded_environment(given, ["OPAL"])
+    found = environment.forwarded_environment(given, [*environment.EXPORT_ENVS, "OPAL"])
     assert found == {
         **{"NCCL_A": "from home", "NCCL_B": "2", "UCX_X": "3", "DS_X": "4", "OPAL_X": "5"},
         **{"MINE": "the current folder wins", "PYTHONPATH": f"{tmp_path}{os.pathsep}/lib"},

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from unit.launcher.ports import free_pair
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120
@@ -217,20 +218,6 @@ def test_nodes_started_by_hand(nodes: Nodes) -> None:
     assert [process.returncode for process in started] == [0, 0], said
     check_places(shown(said[0][0] + said[1][0]), [2, 1])
     assert nodes.left() == []
-
-
-def free_pair() -> int:
-    """A port that is free, and the next one too."""
-    import socket
-
-    while True:
-        with socket.create_server(("", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("", port + 1)).close()
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def test_mpi_starts_each_rank_and_keeps_its_descriptors(nodes: Nodes) -> None:

@@ -1,11 +1,13 @@
 """What the launcher shows of processes' output: read through real pipes, without processes."""
 
 import io
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -124,4 +126,15 @@ def test_the_end_of_a_process_is_noticed_without_reaping_it(logs: RankLogs) -> N
     write(logs.control_path, f"1 {process.pid} 1\n".encode())
     eventually(lambda: logs.history[1].exited_at is not None)
     assert logs.history[1].pid == process.pid
-    assert process.wait() == 7
+    assert process.wait() == logs.history[1].code == 7
+
+
+def test_a_process_that_its_parent_has_reaped_first_has_no_code(logs: RankLogs) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    write(logs.control_path, f"1 {process.pid} 1\n".encode())
+    eventually(lambda: logs.history[1].pid is not None)
+    with patch.object(os, "waitid", side_effect=ChildProcessError):
+        process.kill()
+        eventually(lambda: logs.history[1].exited_at is not None)
+    assert logs.history[1].code is None
+    assert process.wait() == -9

@@ -18,7 +18,15 @@ from deepspeed.monitor.watch.cli import MISUSED, main
 from deepspeed.monitor.watch.numbers import change, milliseconds, number, number_of_bytes
 from deepspeed.monitor.watch.page import PAGE_NAME, render
 from deepspeed.monitor.watch.record import RecordReader, encoded, new_record, run_before
-from deepspeed.monitor.watch.run import POINTS, RECENT, SCRIPT_CURVES, WARM_UP, Curves, Run
+from deepspeed.monitor.watch.run import (
+    POINTS,
+    RECENT,
+    SCRIPT_CURVES,
+    WARM_UP,
+    Curves,
+    Run,
+    same_steps,
+)
 
 
 def step_line(step: int, **values: Any) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def test_steps_taken_back_by_a_checkpoint_are_forgotten() -> None:
     for step in (*range(1, 11), 6, 7):
         curves.add(step, {"y": float(step)})
     assert [point.last for point in curves.points] == [*range(1, 6), 6, 7]
-    assert curves.at(100).last == 7  # type: ignore[union-attr]  # it has points
+    assert curves.at(7).last == 7 and curves.at(8) is None  # type: ignore[union-attr]  # it has 7
 
 
 def test_what_is_kept_of_a_run() -> None:
@@ -189,6 +197,27 @@ def test_the_page_compares_with_the_run_before(tmp_path: Path) -> None:
     assert shown["skipped steps"] == ("1 of 6", "before 0")
     assert page.count("</script>") == 2
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_only_equal_steps_are_compared(tmp_path: Path) -> None:
+    # Kills: a run's end against the earlier end of the run before, a single step against a mean of
+    # several, steps that the run before did not have against its last ones.
+    record = write_run(tmp_path, 4, loss=8.0)
+    assert main([str(write_run(tmp_path, 8, loss=2.0))]) == 0
+    shown = figures((tmp_path / PAGE_NAME).read_text())
+    assert shown["loss"] == ("2", "before 8 at step 4, here 2 -75.0%")
+    assert shown["gradient norm"] == ("9", "before 5 at step 4, here 5")
+    resumed = Run()
+    for step in range(5, 9):
+        resumed.add(step_line(step, loss=1.0))
+    assert same_steps(resumed, Run.of_record(record)) is None
+    assert figures(render(resumed, Run.of_record(record)))["loss"] == ("1", "&nbsp;")
+    long, short = Run(), Run()
+    for step in range(1, 4 * POINTS + 1):
+        long.add(step_line(step, loss=10.0 if step % 2 else 30.0))
+        if step < POINTS:
+            short.add(step_line(step, loss=20.0))
+    assert [point.mean("loss") for point in same_steps(short, long) or ()] == [20.0, 20.0]
 
 
 def test_the_command_follows_a_run_to_its_end(tmp_path: Path) -> None:

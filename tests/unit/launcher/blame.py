@@ -1,0 +1,183 @@
+"""One of two ranks ends at a random moment, and whom the launcher blames: the campaign `blame` has
+200 such ends and prints how many were blamed right.
+
+The other rank notices at once that its peer is gone, raises, and is still cleaning up when the
+launcher ends it. Which of both ends is seen first is chance.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from unit.launcher.ports import free_pair
+from unit.launcher.zombies import ROOT, hearing_hangups
+
+RANK = """
+import ctypes, os, random, sys, time
+rank, end, delay = os.environ["RANK"], os.environ["END"], float(os.environ["DELAY"])
+folder = os.environ["READY"]
+def ready(name):
+    with open(os.path.join(folder, name + rank + ".new"), "w") as stream:
+        stream.write(str(os.getpid()))
+    os.rename(stream.name, os.path.join(folder, name + rank))
+ready("started")
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1000)
+dist.all_reduce(value)
+ready("joined")
+until = time.monotonic() + delay
+while True:
+    dist.all_reduce(value)
+    if rank == os.environ["VICTIM"] and time.monotonic() > until:
+        if end == "raise":
+            raise ValueError("boom")
+        if end == "abort":
+            os.abort()
+        if end == "crash":
+            ctypes.string_at(0)
+"""
+FROM_OUTSIDE = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM")
+ENDS = {
+    **{name: signal.Signals[name].value for name in FROM_OUTSIDE},
+    "abort": signal.SIGABRT.value,
+    "crash": signal.SIGSEGV.value,
+    "raise": 0,
+}
+"""How the rank ends, and the number of the signal that ends it: sent to it, or its own fault."""
+LIMIT = 120.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """One launch.
+
+    Attributes:
+        end: one of `ENDS`.
+        victim: the rank that ends.
+        delay: seconds until then, from the first all-reduce.
+        early: count from when the rank's program begins; only for what comes from outside.
+        nodes: launchers, with one rank each if there are two.
+    """
+
+    end: str
+    victim: int
+    delay: float
+    early: bool = False
+    nodes: int = 1
+
+
+def random_round(rng: random.Random) -> Round:
+    """Every second rank is killed, as by the kernel when memory is short; every fourth launch has
+    two nodes.
+    """
+    end = "SIGKILL" if rng.random() < 0.5 else rng.choice(sorted(set(ENDS) - {"SIGKILL"}))
+    early = end in FROM_OUTSIDE and rng.random() < 0.2
+    delay = rng.uniform(0.0, 4.0 if early else 0.5)
+    return Round(end, rng.randrange(2), delay, early, 2 if rng.random() < 0.25 else 1)
+
+
+def play(launch: Round, folder: Path) -> str:
+    """Run one launch in an empty folder; returns "", or what was said if the wrong rank or code
+    was named.
+    """
+    (folder / "rank.py").write_text(RANK)
+    port = free_pair()
+    launchers = [start(launch, folder, node, port) for node in range(launch.nodes)]
+    try:
+        pid = rank_id(launch, folder, launchers)
+        if launch.end in FROM_OUTSIDE:
+            time.sleep(launch.delay)
+            os.kill(pid, signal.Signals[launch.end])
+        codes = [launcher.wait(LIMIT) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    said = [(folder / f"output{node}").read_text() for node in range(launch.nodes)]
+    number = ENDS[launch.end]
+    expected = 128 + number if number else 1
+    blamed = re.findall(r"rank (\d+) \(process (\d+)\) failed first, with (.*)", said[0])
+    how = f"signal {signal.Signals(number).name} ({number})" if number else ""
+    right = (
+        codes == [expected] * launch.nodes
+        and [found[:2] for found in blamed] == [(str(launch.victim), str(pid))]
+        and (blamed[0][2] == how if number else said[0].rstrip().endswith("ValueError: boom"))
+    )
+    return "" if right else f"codes {codes}, rank {launch.victim} was process {pid}\n" + said[0]
+
+
+def start(launch: Round, folder: Path, node: int, port: int) -> "subprocess.Popen[bytes]":
+    """Start one node's launcher; all nodes meet at `port`."""
+    flags = ["--num_gpus", "2"]
+    if launch.nodes > 1:
+        flags = ["--num_gpus", "1", "--no_ssh", "--num_nodes", str(launch.nodes), "--node_rank"]
+        flags += [str(node), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        "READY": str(folder),
+        "END": launch.end,
+        "VICTIM": str(launch.victim),
+        "DELAY": str(launch.delay),
+    }
+    with open(folder / f"output{node}", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *flags, "rank.py"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+
+def rank_id(launch: Round, folder: Path, launchers: "list[subprocess.Popen[bytes]]") -> int:
+    """The victim's process id, once it and its peer are where the delay is counted from."""
+    name = "started" if launch.early else "joined"
+    deadline = time.monotonic() + LIMIT
+    while not all((folder / f"{name}{rank}").exists() for rank in (0, 1)):
+        if time.monotonic() > deadline or any(other.poll() is not None for other in launchers):
+            raise RuntimeError(f"the ranks did not start: {(folder / 'output0').read_text()}")
+        time.sleep(0.005)
+    return int((folder / f"{name}{launch.victim}").read_text())
+
+
+def main() -> int:
+    """Run random rounds and print how many were blamed right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one every time")
+    parser.add_argument("--end", choices=ENDS, help="only ranks that end like this")
+    args = parser.parse_args()
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1 << 30)
+    rng = random.Random(seed)
+    print(f"seed {seed}", flush=True)
+    right = number = 0
+    while number < args.rounds:
+        launch = random_round(rng)
+        if args.end not in (None, launch.end):
+            continue
+        with tempfile.TemporaryDirectory() as folder, hearing_hangups():
+            wrong = play(launch, Path(folder))
+        right += not wrong
+        number += 1
+        print(f"{number}: {'wrong' if wrong else 'right'} {launch}\n{wrong}".rstrip(), flush=True)
+    print(f"{right} of {args.rounds} blamed right", flush=True)
+    return 0 if right == args.rounds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

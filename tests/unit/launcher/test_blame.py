@@ -1,0 +1,22 @@
+"""The launcher names the rank that ended, not the peer that noticed: a share of what the campaign
+`blame` does two hundred times.
+"""
+
+from pathlib import Path
+
+import pytest
+from unit.launcher.blame import Round, hearing_hangups, play
+
+ROUNDS = {
+    "killed": Round("SIGKILL", 1, 0.1),
+    "terminated from outside": Round("SIGTERM", 1, 0.1),
+    "crashes": Round("crash", 0, 0.1),
+    "aborts on one of two nodes": Round("abort", 1, 0.1, nodes=2),
+    "raises": Round("raise", 1, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_the_one_that_ended_is_named(name: str, tmp_path: Path) -> None:
+    with hearing_hangups():
+        assert play(ROUNDS[name], tmp_path) == ""
