@@ -1,12 +1,14 @@
 # The project's commands. Each makes the virtual environment it needs; running one again reuses it.
 #   make demo       train a small GPT with 2 processes
 #   make demo NAME=pipeline, NAME=moe   the same GPT as a pipeline, and with experts; each checked against one process
+#   make demo NAME=lora   LoRA on a small Llama with transformers' Trainer, peft and ZeRO stage 3
 #   make test       the whole test suite
 #   make check      ruff, mypy, style tests (the pre-commit hooks)
 #   make wheel      build the wheel into dist/
 #   make campaign   list what runs long on purpose; NAME=... runs one, ARGS="--help" tells its parameters
 #   make upstream-patches UPSTREAM=0.19.6   this project's fixes as patches for an upstream release, or for the checkout
-#                   at a path, each proved (docs/fixes/README.md); ARGS="--only NAME ..." tests some of them
+#                   at a path, each proved (docs/fixes/README.md); ARGS="--only NAME ..." tests some of them,
+#                   ARGS=--branch leaves a branch per fix in the checkout
 # Overridable: PYTHON (interpreter that makes the environment), VENV (where), NPROC (processes of the demo),
 # DEMO_DEVICE (accelerator of the demo), DEMO_ARGS (its flags), TESTS (what `make test` runs), PYTEST_ARGS (flags for
 # it), ARGS (those of a campaign), PIP_ARGS (flags for pip, such as an index with the build of torch that you want).
@@ -58,9 +60,13 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-install
 	$(PIP_INSTALL) matplotlib
 	touch $@
 
+$(VENV)/.stamp-lora: $(VENV)/.stamp-demo
+	$(PIP_INSTALL) -r requirements/requirements-transformers.txt peft
+	touch $@
+
 install: $(VENV)/.stamp-install
 
-demo: $(VENV)/.stamp-demo
+demo: $(VENV)/.stamp-$(or $(filter lora,$(NAME)),demo)
 	$(RUN) DS_ACCELERATOR=$(DEMO_DEVICE) deepspeed --num_gpus $(NPROC) examples/$(or $(NAME),train)_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-dev
@@ -80,7 +86,7 @@ $(UPSTREAM_VENV)/.stamp: $(CONSTRAINTS) requirements/requirements-upstream.txt
 
 upstream-patches: $(UPSTREAM_VENV)/.stamp
 	@test -n "$(UPSTREAM)" || { echo "say which release or checkout: make upstream-patches UPSTREAM=0.19.6" >&2; exit 1; }
-	PYTHONPATH= $(UPSTREAM_VENV)/bin/python scripts/upstream $(UPSTREAM) $(ARGS)
+	PYTHONPATH= $(UPSTREAM_VENV)/bin/python scripts/upstream "$(UPSTREAM)" $(ARGS)
 
 # pre-commit wants a git checkout; the hooks themselves are local and need no network.
 check: $(VENV)/.stamp-dev

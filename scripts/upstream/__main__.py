@@ -3,17 +3,20 @@ and proves them; `make upstream-patches UPSTREAM=0.19.6` runs it in an environme
 requirements.
 
 Its argument is a version, whose source distribution comes from the package index, or the path of an
-upstream checkout. Below ``--folder`` it leaves a git repository with a branch per fix, and the
-patches as `git format-patch` writes them. Then every regression test is run without its fix, with
-its fix alone, and with all fixes; a small training of every stage follows. The result goes into the
-table of docs/fixes/README.md. A command that was ended goes on where it was: what a test file has
-shown is kept in ``logs``, for as long as the tree and the file stay the same.
+upstream checkout, of which it takes what is committed. Below ``--folder`` it leaves a git repository
+with a branch per fix, and the patches as `git format-patch` writes them. Then every regression test
+is run without its fix, with its fix alone, and with all fixes; a small training of every stage
+follows, and then the checkout's own unit tests of the files touched, before and after. The result
+goes into the table of docs/fixes/README.md. A command that was ended goes on where it was: what a
+test file has shown is kept in ``logs``, for as long as the tree and the file stay the same. With
+``--branch`` the checkout gets a branch per fix that was proved, and is otherwise left as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import shutil
 import subprocess
@@ -24,25 +27,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fix
+import own_tests
 import table
 from catalogue import FIXES
-from releases import ALL, BASE, NoSource, Repository, download, orders
+from releases import ALL, BASE, Checkout, NoSource, Repository, download, held, orders, version_of
 from runs import HERE, ROOT, Counts, Run, run_all
 
 DOCUMENT = ROOT / "docs" / "fixes" / "README.md"
 
 
-def signer() -> tuple[str, str]:
-    """Who signs the commits off: the git user.
+def signer(source: Path) -> tuple[str, str]:
+    """Who signs the commits off: the git user of ``source``.
 
     Raises:
-        SystemExit: git knows none.
+        NoSource: git knows none.
     """
     values = []
     for key in ("user.name", "user.email"):
-        done = subprocess.run(["git", "config", key], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(["git", "config", key], cwd=source, capture_output=True, text=True)
         if not done.stdout.strip():
-            raise SystemExit(f"commits are signed off: set git's {key} first")
+            raise NoSource(f"commits are signed off: set git's {key} first")
         values.append(done.stdout.strip())
     return values[0], values[1]
 
@@ -85,16 +89,13 @@ def prove(
     ]
     runs: list[Run] = []
 
-    def on(branch: str, fixes: Sequence[fix.Fix], *more: Path) -> Run:
+    def on(branch: str, label: str, fixes: Sequence[fix.Fix], *more: Path) -> Run:
         checkout = folder / "checkouts" / branch
-        files = (*(checkout / one.test_path for one in fixes), *more)
-        for one in fixes:
-            fix.put_test(one, checkout)
-        run = Run(checkout, files, folder / "logs" / f"{branch}.log", repository.tree(branch))
+        files = (*(fix.REGRESSIONS / one.test for one in fixes), *more)
+        log = folder / "logs" / f"{branch}.log"
+        run = Run(checkout, files, log, label, repository.tree(branch))
         if run.missing():
             repository.copy_at(branch, checkout)
-            for one in fixes:
-                fix.put_test(one, checkout)
         runs.append(run)
         return run
 
@@ -103,9 +104,9 @@ def prove(
     run_all([Run(repository.root, (), folder / "logs" / "import.log")], 1)
     applied = [one for one, row in chosen if row.outcome.what == fix.APPLIED]
     smoke = HERE / "smoke.py"
-    before = on(BASE, [one for one, _ in chosen])
-    alone = {one.name: on(one.name, [one]) for one in applied}
-    together = on(ALL, applied, smoke) if not only else None
+    before = on(BASE, "without", [one for one, _ in chosen])
+    alone = {one.name: on(one.name, f"with {one.name}", [one]) for one in applied}
+    together = on(ALL, "with all", applied, smoke) if not only else None
     run_all(runs, jobs)
     proved = []
     for one, row in chosen:
@@ -115,12 +116,44 @@ def prove(
             counts[2] = together.counts()[one.test] if together is not None else None
         proved.append(table.Row(row.name, row.outcome, *counts))
     trained = together.counts()[smoke.name] if together is not None else Counts()
-    shutil.rmtree(folder / "checkouts")
     return proved, trained
+
+
+def compared(
+    repository: Repository, rows: list[table.Row], folder: Path, minutes: float
+) -> own_tests.Compared | None:
+    """Run the tree's own tests of the files touched, before and after; None if it has none."""
+    outcomes = [(one, row.outcome) for one, row in zip(FIXES, rows, strict=True)]
+    repository.git("checkout", "--quiet", BASE)
+    files = own_tests.chosen(repository.root, outcomes) if minutes > 0 else ()
+    if not files:
+        return None
+    tree = folder / "checkouts" / "own"
+    repository.copy_at(BASE, tree)
+    say = functools.partial(print, flush=True)
+    suite = own_tests.Suite(tree, folder / "logs", folder / "extensions", say)
+    branches = [(branch, repository.tree(branch)) for branch in (BASE, ALL)]
+    return own_tests.compare(suite, outcomes, files, branches[0], branches[1], minutes)
 
 
 def main() -> int:
     """Returns the exit code: 0 if every fix is applied or there, and everything is proved."""
+    try:
+        return command(arguments())
+    except NoSource as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        # Of git: patches that do not apply beside each other, above all.
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ended; the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(prog="upstream-patches", description=__doc__)
     parser.add_argument("upstream", help="version, or path of an upstream source tree")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "upstream")
@@ -134,42 +167,84 @@ def main() -> int:
         metavar="FIX",
         help="run the tests of these fixes, without and with each alone; the table stays as it is",
     )
-    arguments = parser.parse_args()
-    source = Path(arguments.upstream)
-    release = arguments.upstream
-    try:
-        if source.is_dir():
-            release = (source / "version.txt").read_text(encoding="ascii").strip()
-        else:
-            source = download(release, arguments.folder / "sources")
-    except NoSource as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder = arguments.folder.absolute() / release
-    repository = Repository(folder / "tree", signer())
-    repository.begin(source, f"DeepSpeed {release}")
+    parser.add_argument(
+        "--branch",
+        action="store_true",
+        help="leave a branch per fix that was proved in the checkout (with --no-tests: that applies)",
+    )
+    parser.add_argument(
+        "--own-minutes",
+        type=float,
+        default=30.0,
+        metavar="MINUTES",
+        help="after so long no other of the checkout's own tests begins; those that have ended run "
+        "again with all fixes; 0 for none (default: 30)",
+    )
+    return parser.parse_args()
+
+
+def command(options: argparse.Namespace) -> int:
+    """Make the patches, and prove them. Returns the exit code.
+
+    Raises:
+        NoSource: The tree cannot be had, or cannot take the branches.
+    """
+    source = Path(options.upstream).expanduser()
+    checkout = None
+    if source.is_dir():
+        source = source.resolve()
+        checkout = Checkout.at(source)
+    elif source.name != options.upstream:
+        raise NoSource(f"there is no folder {source}")
+    else:
+        source = download(options.upstream, options.folder / "sources")
+    if options.branch and checkout is None:
+        raise NoSource(f"--branch needs a git checkout with a commit, which {source} is not")
+    release = version_of(source)
+    folder = options.folder.absolute() / (f"{release}-checkout" if checkout else release)
+    lock = held(folder)
+    repository = Repository(folder / "tree", signer(source if checkout else ROOT))
+    repository.begin(checkout or source, f"DeepSpeed {release}")
+    if checkout and (left := checkout.uncommitted()):
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        print(f"not committed, and left out: {', '.join(left[:5])}{more}")
     rows, patches = make(repository, folder / "patches")
     tried = same_in_every_order(repository, patches)
     print(f"{len(patches)} patches in {folder / 'patches'}, the same tree in {tried} orders")
-    if arguments.no_tests:
-        return int(any(row.outcome.what == fix.FAILED for row in rows))
-    proved, smoke = prove(repository, rows, folder, arguments.jobs, arguments.only)
-    if arguments.only:
-        for row in proved:
-            alone = f", with it alone {row.alone}" if row.alone is not None else ""
-            print(f"{row.name}: without it {row.before}{alone}")
-        return int(not all(row.shown for row in proved))
-    section = table.Section(
-        release,
-        datetime.date.today().isoformat(),
-        f"torch {importlib.metadata.version('torch').split('+')[0]}",
-        tuple(proved),
-        tried,
-        smoke,
-    )
-    table.write(DOCUMENT, section)
-    print(section.text())
-    return int(not section.good)
+    applied = [row.name for row in rows if row.outcome.what == fix.APPLIED]
+    if checkout and options.branch:
+        # Before the proof, which takes long.
+        checkout.lacking(repository, applied)
+    if options.no_tests:
+        good = not any(row.outcome.what == fix.FAILED for row in rows)
+    else:
+        proved, smoke = prove(repository, rows, folder, options.jobs, options.only)
+        if options.only:
+            for row in proved:
+                alone = f", with it alone {row.alone}" if row.alone is not None else ""
+                print(f"{row.name}: without it {row.before}{alone}")
+            good = all(row.shown for row in proved)
+        else:
+            section = table.Section(
+                f"{release}, a git checkout" if checkout else release,
+                datetime.date.today().isoformat(),
+                f"torch {importlib.metadata.version('torch').split('+')[0]}",
+                tuple(proved),
+                tried,
+                smoke,
+                compared(repository, rows, folder, options.own_minutes),
+            )
+            table.write(DOCUMENT, section)
+            print(section.text())
+            good = section.good
+        shutil.rmtree(folder / "checkouts", ignore_errors=True)
+        shown = [row.name for row in proved if (row.shown if options.only else row.good)]
+        applied = [name for name in applied if name in shown]
+    if checkout and options.branch:
+        checkout.leave(repository, checkout.lacking(repository, applied))
+        print(f"branches in {checkout.root}: {', '.join(applied) or 'none'}")
+    lock.close()
+    return int(not good)
 
 
 if __name__ == "__main__":

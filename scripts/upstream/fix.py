@@ -42,12 +42,17 @@ class Fix:
         return f"{self.folder}/{self.test}"
 
     def message(self) -> str:
-        """The commit's message, without the sign-off."""
-        tested = (
-            f"Tested by {self.test_path}, which fails without this change. "
-            "It needs no device: DS_ACCELERATOR=cpu, gloo."
+        """The commit's message, without the sign-off: why, what, and how it was tested, which a
+        description of the pull request can begin with.
+        """
+        parts = (
+            f"Why: {self.hazard}",
+            f"What: {self.change}",
+            "How tested: this test fails without the change and passes with it. It needs no device, "
+            "but a host that is told how many ranks it is for:",
         )
-        return "\n\n".join([self.subject, *map(_wrap, (self.hazard, self.change, tested))]) + "\n"
+        command = f"    DS_ACCELERATOR=cpu LOCAL_SIZE=2 pytest \\\n    {self.test_path}"
+        return "\n\n".join([self.subject, *map(_wrap, parts), command]) + "\n"
 
 
 @dataclass(frozen=True)

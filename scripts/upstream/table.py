@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import own_tests
 from fix import ALREADY, APPLIED, Outcome
 from runs import Counts
 
@@ -60,12 +61,13 @@ class Section:
     """One release.
 
     Attributes:
-        release: Its version.
+        release: Its version, and what kind of tree it was.
         date: When this was run.
         beside: With which torch.
         rows: One per fix.
         orders: In how many orders the patches gave the same tree.
         smoke: The trainings with all fixes.
+        own: The tree's own tests before and after; None if there are none.
     """
 
     release: str
@@ -74,11 +76,13 @@ class Section:
     rows: tuple[Row, ...]
     orders: int
     smoke: Counts
+    own: own_tests.Compared | None = None
 
     @property
     def good(self) -> bool:
-        """Whether everything was proved."""
-        return all(row.good for row in self.rows) and self.smoke.good
+        """Whether everything was proved, and nothing of upstream's fails by it."""
+        proved = all(row.good for row in self.rows) and self.smoke.good
+        return proved and (self.own is None or self.own.good)
 
     def text(self) -> str:
         """The section as it stands in the document."""
@@ -87,14 +91,16 @@ class Section:
             f"{self.date}, {self.beside}. {count} patches; {self.orders} orders of `git am` give "
             f"the same tree. Trainings with all of them: {self.smoke}."
         )
+        if self.own is not None:
+            summary += f"\n\n{self.own.text()}"
         return "\n".join(
             [f"### {self.release}", "", summary, "", _HEAD, *(row.line() for row in self.rows)]
         )
 
 
-def numbers(release: str) -> list[int]:
+def numbers(release: str) -> tuple[list[int], str]:
     """To sort releases by."""
-    return [int(number) for number in re.findall(r"\d+", release)]
+    return [int(number) for number in re.findall(r"\d+", release)], release
 
 
 def merged(document: str, section: Section) -> str:

@@ -1,9 +1,10 @@
 """A source tree that is made up: upstream's names, in the shapes that the programs look for, and
-nothing of its code.
+nothing of its code. `checkout` puts it under git, with a test suite and a harness.
 """
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 FILES = {
@@ -121,6 +122,9 @@ class FP16_Optimizer:
             if group.expert:
                 expert_grads_for_norm = {}
                 expert_grads_for_norm[group.name].append(self.fp32_groups_flat[i])
+        self.check(self.groups)
+        self.log(self.groups)
+        self.count(self.groups)
         self._global_grad_norm = self.norm() / self.loss_scale_config.cur_scale
         print("reducing to", self.loss_scale_config.cur_scale)
 
@@ -255,10 +259,97 @@ def _generate_layout_params(scatter_idx, batch_dim_idx, seq_world_size, input):
 }
 
 
-def write(root: Path) -> Path:
+PACKAGE = {
+    "version.txt": "0.99.1\n",
+    "deepspeed/__init__.py": "",
+    "deepspeed/comm/__init__.py": "",
+    # Building an op leaves a line, and another where it would have to wait for a lock.
+    "deepspeed/ops.py": """
+import os
+from pathlib import Path
+
+
+def build(name):
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    with (folder / "built.txt").open("a") as file:
+        file.write("waits\\n" if (folder / "op" / "lock").exists() else f"{name}\\n")
+""",
+    "deepspeed/comm/torch.py": """
+from deepspeed.ops import build
+
+
+def build_shm_op():
+    build("shared memory")
+""",
+    "deepspeed/accelerator/__init__.py": """
+from deepspeed.ops import build
+
+
+class Builder:
+
+    def __init__(self, name):
+        self.load = lambda: build(name)
+
+
+class CPU:
+    _name = "cpu"
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def create_op_builder(self, name):
+        return Builder(name)
+
+
+def get_accelerator():
+    return CPU()
+""",
+}
+"""As much of a package as test runs import."""
+HARNESS = """
+import os
+import pytest
+
+
+class DistributedTest:
+
+    @pytest.fixture(autouse=True)
+    def needs_a_size(self):
+        if "LOCAL_SIZE" not in os.environ:
+            pytest.skip("the host has to say how many ranks it is for")
+"""
+"""What it shares with upstream's is that nothing runs where LOCAL_SIZE is not set."""
+
+
+def write(root: Path, files: dict[str, str] = FILES) -> Path:
     """Make the tree below ``root``; returns it."""
-    for name, text in FILES.items():
+    for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="ascii")
+    return root
+
+
+def git(root: Path, *words: str) -> str:
+    """What git prints."""
+    who = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org")
+    done = subprocess.run(
+        ["git", "-C", str(root), *who, *words], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def checkout(root: Path, tests: dict[str, str] | None = None) -> Path:
+    """Make a git checkout with one commit, on which all patches apply together; ``tests`` are files
+    below tests/unit. Returns it.
+    """
+    suite = {"common.py": HARNESS, "__init__.py": "", **(tests or {})}
+    # As in releases, no hook asks for the default stream: that fix changes lines that fix 1 does.
+    files = {name: text.replace("default_", "current_") for name, text in FILES.items()}
+    write(root, {**files, **PACKAGE, **{f"tests/unit/{n}": text for n, text in suite.items()}})
+    git(root.parent, "init", "--quiet", "--initial-branch=main", str(root))
+    for key, value in (("user.name", "A Contributor"), ("user.email", "who@example.org")):
+        git(root, "config", key, value)
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "all")
     return root

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,41 +47,6 @@ NAMES = (
 pytest.importorskip(
     "libcst", reason="the programs edit syntax trees with libcst (requirements-dev.txt)"
 )
-
-
-@pytest.fixture(scope="module")
-def programs() -> Any:
-    """The modules of scripts/upstream by name."""
-    sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
-    before = set(sys.modules)
-    try:
-        import catalogue
-        import fix
-        import releases
-        import runs
-        import table
-        import trees
-
-        modules: dict[str, ModuleType] = {
-            "catalogue": catalogue,
-            "fix": fix,
-            "releases": releases,
-            "runs": runs,
-            "table": table,
-            "trees": trees,
-        }
-        yield modules
-    finally:
-        sys.path.remove(str(ROOT / "scripts" / "upstream"))
-        for name in set(sys.modules) - before:
-            path = getattr(sys.modules[name], "__file__", None) or ""
-            if path.startswith(str(ROOT / "scripts")):
-                del sys.modules[name]
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return made_up.write(tmp_path / "upstream")
 
 
 def fix_of(programs: Any, name: str) -> Any:
@@ -235,7 +199,7 @@ def a_run(programs: Any, folder: Path, state: str = "one state") -> Any:
     file = folder / "test_something.py"
     if not file.exists():
         file.write_text("def test(): pass\n")
-    return programs["runs"].Run(folder, (file,), folder / "run.log", state)
+    return programs["runs"].Run(folder, (file,), folder / "run.log", "", state)
 
 
 def test_what_a_file_has_shown_is_kept_while_nothing_changes(programs: Any, tmp_path: Path) -> None:
