@@ -84,4 +84,11 @@ CAMPAIGNS = (
         rounds=50,
         scratch=True,
     ),
+    trials(
+        "blame",
+        "one of two ranks ends at a random moment, and whether the launcher names it (minutes)",
+        "unit.launcher.blame",
+        rounds=200,
+        choice="end",
+    ),
 )

@@ -13,11 +13,13 @@ _TITLE = """\
 # Supported versions
 
 `make campaign NAME=versions` makes a virtual environment for each version, runs the tests in it and
-writes this page; `ARGS="--only torch=2.6.0"` runs one row again. For torch it is the whole suite
-(`tests/unit`); for the client libraries, with the torch that the tests are pinned to, their tests
-(`tests/unit/clients`). *oldest* is the oldest version that the requirements accept, *newest* the
-newest that there was on that day. Errors count as failures. What was skipped needs a device or a
-program that the machine lacked, or something that this torch does not have.
+writes this page; `ARGS="--only torch=2.6.0"` runs one row again. For torch and Python it is the
+whole suite (`tests/unit`); for accelerate and transformers, with the torch that the tests are
+pinned to, the tests of all clients (`tests/unit/clients`); for lightning, trl and peft the
+scenarios of that library (`tests/unit/clients/matrix`). *oldest* is the oldest version that the
+requirements accept, *newest* the newest that there was on that day. Errors count as failures. What
+was skipped needs a device or a program that the machine lacked, or something that this torch does
+not have.
 """
 _HEAD = """\
 | version | which | with | date | passed | failed | skipped |
@@ -70,6 +72,10 @@ def parse_counts(log: str) -> Counts:
     Raises:
         ValueError: There is none, or no test was run: that is no result.
     """
+    scenarios = re.findall(r"^(\d+) of (\d+) passed", log, re.MULTILINE)
+    if scenarios:  # of the clients' matrix
+        passed, count = map(int, scenarios[-1])
+        log = f"{passed} passed, {count - passed} failed in 0s"
     closing = [line for line in log.splitlines() if re.search(r"\b\d+ \w+.* in [\d.:]+s", line)]
     if not closing:
         raise ValueError("pytest wrote no closing line: it did not come to its end")

@@ -1,5 +1,5 @@
-"""Which versions are truly supported: the suite with the oldest, a middle and the newest torch, and
-the clients' tests with the oldest and the newest accelerate and transformers.
+"""Which versions are truly supported: the suite with the oldest, a middle and the newest torch and
+Python, and the clients' tests with the oldest and the newest of each client library.
 
 Each version gets a virtual environment of its own outside the tree, one after the other. The
 version in question goes in first (clients: after the pinned torch), so that it chooses what it
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -42,18 +41,32 @@ CLAIMED_IN = {
     "torch": "requirements.txt",
     "accelerate": "requirements-transformers.txt",
     "transformers": "requirements-transformers.txt",
+    "lightning": "requirements-clients.txt",
+    "trl": "requirements-clients.txt",
+    "peft": "requirements-clients.txt",
 }
+PYTHON = "python"
+PYTHONS = {OLDEST: "3.10", BETWEEN: "3.11", NEWEST: "3.13"}
+PACKAGES = (PYTHON, *CLAIMED_IN)
+# What `python -m` runs, and the library's pages and scenarios where they are no tests of pytest.
+WHOLE, OF_CLIENTS = "pytest tests/unit", "pytest tests/unit/clients"
 SUITES = {
-    "torch": "tests/unit",
-    "accelerate": "tests/unit/clients",
-    "transformers": "tests/unit/clients",
+    PYTHON: WHOLE,
+    "torch": WHOLE,
+    "accelerate": OF_CLIENTS,
+    "transformers": OF_CLIENTS,
+    "lightning": "unit.clients.matrix lightning fabric",
+    "trl": "unit.clients.matrix trl",
+    "peft": "unit.clients.matrix peft",
 }
 TORCH_BETWEEN = "2.9.1"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One version to run; ``version`` is `NEWEST` for what the index has."""
+    """One version to run; ``version`` is `NEWEST` for what the index has. Of `PYTHON` it is that of
+    an interpreter on the PATH.
+    """
 
     package: str
     version: str
@@ -62,8 +75,15 @@ class Target:
         return f"{self.package}-{self.version}"
 
     @property
+    def interpreter(self) -> str:
+        """What makes the environment."""
+        return f"python{self.version}" if self.package == PYTHON else sys.executable
+
+    @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """What pip is asked for; of `PYTHON` the pinned torch."""
+        if self.package == PYTHON:
+            return f"torch=={pins(PINS.read_text(encoding='ascii'))['torch']}"
         return self.package if self.version == NEWEST else f"{self.package}=={self.version}"
 
 
@@ -93,10 +113,11 @@ def constraints(pinned: dict[str, str], installed: dict[str, str]) -> str:
 
 def claims() -> list[Row]:
     """What is claimed, as rows that have not been run."""
-    rows = [Row("torch", TORCH_BETWEEN, BETWEEN)]
+    rows = [Row(PYTHON, version, which) for which, version in PYTHONS.items()]
+    rows.append(Row("torch", TORCH_BETWEEN, BETWEEN))
     for package in CLAIMED_IN:
         rows += [Row(package, floor(package), OLDEST), Row(package, "", NEWEST)]
-    return sorted(rows, key=lambda row: list(CLAIMED_IN).index(row.package))
+    return sorted(rows, key=lambda row: PACKAGES.index(row.package))
 
 
 def targets(only: Sequence[str]) -> list[Target]:
@@ -110,22 +131,28 @@ def targets(only: Sequence[str]) -> list[Target]:
     found = []
     for word in only:
         package, _, version = word.partition("=")
-        if package not in CLAIMED_IN or not version:
+        if package not in PACKAGES or not version:
             raise ValueError(
-                f"--only {word}: write PACKAGE=VERSION, PACKAGE one of {', '.join(CLAIMED_IN)}, "
+                f"--only {word}: write PACKAGE=VERSION, PACKAGE one of {', '.join(PACKAGES)}, "
                 f"VERSION a version or '{NEWEST}'"
             )
         found.append(Target(package, version))
     return found
 
 
+def _is_same(claimed: str, version: str, package: str) -> bool:
+    """Whether this version is the claimed one; of Python any release of it."""
+    found = numbers_of(version)
+    return numbers_of(claimed) == (found[:2] if package == PYTHON else found)
+
+
 def _which(target: Target, version: str) -> str:
-    if target.version == NEWEST:
+    if target.version == NEWEST and target.package != PYTHON:
         return NEWEST
     same = [
         row.which
         for row in claims()
-        if row.package == target.package and numbers_of(row.version) == numbers_of(version)
+        if row.package == target.package and _is_same(row.version, version, target.package)
     ]
     return same[0] if same else ""
 
@@ -148,7 +175,8 @@ class Environment:
         """The environment of a command that uses it: its programs first, and no other code."""
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        return {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
+        tests = {"PYTHONPATH": str(ROOT / "tests")}
+        return {**kept, **tests, "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def steps(
         self, target: Target, constraint_file: Path, also: Sequence[str] = ()
@@ -157,9 +185,9 @@ class Environment:
         requirements = [
             str(ROOT / "requirements" / name) for name in ("requirements", "requirements-dev")
         ]
-        first = [[sys.executable, "-m", "venv", str(self.folder)]]
+        first = [[target.interpreter, "-m", "venv", str(self.folder)]]
         wanted = [target.requirement, *also]
-        if target.package != "torch":
+        if target.package not in ("torch", PYTHON):
             # torch alone before it: no other package's requirement may choose its build.
             pinned = f"torch=={pins(PINS.read_text(encoding='ascii'))['torch']}"
             first.append([*self._install, pinned])
@@ -172,9 +200,10 @@ class Environment:
         return first, [rest, package]
 
     def installed(self) -> dict[str, str]:
-        """Version by name of all that is installed."""
-        frozen = self._call([*self._pip, "freeze"], capture=True)
-        return pins(frozen)
+        """Version by name of all that is installed, `PYTHON` among them."""
+        told = "import platform; print(f'python=={platform.python_version()}')"
+        version = self._call([str(self.python), "-c", told], capture=True)
+        return pins(version + self._call([*self._pip, "freeze"], capture=True))
 
     def install(self, target: Target, also: Sequence[str] = ()) -> None:
         """Make it, with the newest of the packages ``also``.
@@ -186,8 +215,11 @@ class Environment:
         first, rest = self.steps(target, constraint_file, also)
         for command in first:
             self._call(command)
-        pinned = pins(PINS.read_text(encoding="ascii"))
-        constraint_file.write_text(constraints(pinned, self.installed()), encoding="ascii")
+        text = PINS.read_text(encoding="ascii")
+        if target.package != PYTHON:  # for another Python, as the file says it
+            kept = {name: at for name, at in self.installed().items() if name != PYTHON}
+            text = constraints(pins(text), kept)
+        constraint_file.write_text(text, encoding="ascii")
         for command in rest:
             self._call(command)
 
@@ -216,14 +248,13 @@ def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Ro
         installed = environment.installed()
         version = installed[target.package].split("+")[0]
         log = RESULTS / "versions" / f"{target.package}-{version}.log"
-        tests = [str(environment.python), "-m", "pytest", *_tests(target, arguments)]
+        tests = [str(environment.python), "-m", *_tests(target, arguments)]
         run_and_keep(tests, log, environment.variables())
     finally:
         if not arguments.keep:
             shutil.rmtree(environment.folder, ignore_errors=True)
-    others = [name for name in CLAIMED_IN if name != target.package]
-    beside = [f"Python {platform.python_version()}"]
-    beside += [f"{name} {installed[name]}" for name in others if name in installed]
+    others = [name for name in PACKAGES if name != target.package]
+    beside = [f"{name} {installed[name]}" for name in others if name in installed]
     return Row(
         target.package,
         version,
@@ -235,7 +266,8 @@ def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Ro
 
 
 def _tests(target: Target, arguments: argparse.Namespace) -> list[str]:
-    return shlex.split(arguments.tests or SUITES[target.package])
+    tests = f"pytest {arguments.tests}" if arguments.tests else SUITES[target.package]
+    return shlex.split(tests)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="this version instead of all that are claimed; may be given several times",
     )
     parser.add_argument(
-        "--tests", help="what pytest runs (default: tests/unit; of clients tests/unit/clients)"
+        "--tests", help="what pytest runs, instead of the suite or what the client has"
     )
     parser.add_argument(
         "--venvs", type=Path, help="folder of the environments (default: a temporary one)"
@@ -303,14 +335,14 @@ def _print_commands(wanted: Sequence[Target], arguments: argparse.Namespace) -> 
         folder = (arguments.venvs or Path("VENVS")) / str(target)
         environment = Environment(folder, arguments.pip_args)
         first, rest = environment.steps(target, folder / "constraints.txt")
-        tests = [str(environment.python), "-m", "pytest", *_tests(target, arguments)]
+        tests = [str(environment.python), "-m", *_tests(target, arguments)]
         print(f"# {target}", *(shlex.join(command) for command in [*first, *rest, tests]), sep="\n")
     return 0
 
 
 CAMPAIGN = Campaign(
     "versions",
-    "the suite with the oldest, a middle and the newest torch, accelerate and transformers (hours)",
+    "the suite with other versions of Python and torch, and each client library's tests (hours)",
     add_arguments,
     run,
     DOCUMENT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,17 @@ import pytest
 from campaigns import support_table, versions
 from campaigns.__main__ import CAMPAIGNS, listing, main
 from campaigns.campaign import ROOT, Campaign, run_and_keep
-from campaigns.support_table import BETWEEN, NEWEST, OLDEST, Counts, Row, merge, parse, render
+from campaigns.support_table import (
+    BETWEEN,
+    NEWEST,
+    OLDEST,
+    Counts,
+    Row,
+    merge,
+    parse,
+    parse_counts,
+    render,
+)
 from campaigns.versions import Target, claims, constraints, floor, pins, targets
 
 CLAIMED = [
@@ -85,7 +96,7 @@ def test_what_a_command_prints_is_kept_with_its_exit_code(
 )
 def test_counts_are_those_of_the_closing_line(line: str, counts: tuple[int, int, int]) -> None:
     log = f"SKIPPED [1] x.py:3: ended in 3s\n1 passed, 7 failed in 2.00s\nFAILED x.py\n{line}\n"
-    assert support_table.parse_counts(log) == Counts(*counts)
+    assert parse_counts(log) == Counts(*counts)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +104,7 @@ def test_counts_are_those_of_the_closing_line(line: str, counts: tuple[int, int,
 )
 def test_a_run_without_an_end_or_without_tests_is_no_result(log: str) -> None:
     with pytest.raises(ValueError, match="pytest"):
-        support_table.parse_counts(log)
+        parse_counts(log)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -139,8 +150,9 @@ def test_the_claims_are_those_of_the_requirements() -> None:
     assert floor("torch") in (ROOT / "requirements" / "requirements.txt").read_text()
     found = {(claim.package, claim.which): claim.version for claim in claims()}
     assert set(found) == {
-        *((package, which) for package in versions.CLAIMED_IN for which in (OLDEST, NEWEST)),
+        *((package, which) for package in versions.PACKAGES for which in (OLDEST, NEWEST)),
         ("torch", BETWEEN),
+        ("python", BETWEEN),
     }
     assert found["torch", OLDEST] == floor("torch") and found["torch", NEWEST] == ""
 
@@ -205,7 +217,7 @@ def test_a_target_is_installed_run_and_removed(
     def call(self: versions.Environment, command: list[str], capture: bool = False) -> str:
         called.append(command)
         self.python.parent.mkdir(parents=True, exist_ok=True)
-        return "torch==2.6.0+cpu\nsympy==1.13.1\n" if capture else ""
+        return "torch==2.6.0+cpu\nsympy==1.13.1\npython==3.10.13\n" if capture else ""
 
     def run_and_note(command: list[str], output: Path, environment: dict[str, str]) -> int:
         output.parent.mkdir(parents=True)
@@ -222,3 +234,16 @@ def test_a_target_is_installed_run_and_removed(
     (found,) = parse(document.read_text())
     assert (found.version, found.which, found.counts) == ("2.6.0", OLDEST, Counts(2, 1, 0))
     assert called[-1][1:] == ["-m", "pytest", "tests/unit"] and not list(venvs.iterdir())
+    shutil.rmtree(tmp_path / "results")
+    words[1] = "python=3.10"
+    assert main(["versions", *words]) == 1
+    (found,) = [row for row in parse(document.read_text()) if row.package == "python"]
+    assert (found.version, found.which) == ("3.10.13", OLDEST)
+    assert "torch 2.6.0+cpu" in found.beside
+    assert ["python3.10", "-m", "venv", str(venvs / "python-3.10")] in called
+
+
+def test_the_scenarios_of_a_client_are_counted() -> None:
+    assert parse_counts("lightning a@0 PASS\n46 of 47 passed\n    lightning b@1\n") == Counts(
+        46, 1, 0
+    )
