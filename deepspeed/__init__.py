@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from deepspeed._lazy import lazy_attributes
-from deepspeed.git_version_info import git_branch, git_hash
-from deepspeed.git_version_info import version as __version__
+from deepspeed.git_version_info import git_branch, git_hash, version
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__git_hash__, __git_branch__ = git_hash, git_branch
+__version__, __git_hash__, __git_branch__ = version, git_hash, git_branch
 __version_major__, __version_minor__, __version_patch__ = (
     int(part) for part in __version__.split("+")[0].split(".")[:3]
 )

@@ -5,21 +5,12 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from deepspeed._absent_internals import CONVERSION, HELPERS, MODULE_NAMES, OPTIMIZER_METHODS
-
-OUT_OF_SCOPE = (
-    "InferenceEngine",
-    "DeepSpeedInferenceConfig",
-    "init_inference",
-    "default_inference_config",
-    "DeepSpeedHybridEngine",
-    "DeepSpeedTransformerLayer",
-    "DeepSpeedTransformerConfig",
-    "replace_transformer_layer",
-    "revert_transformer_layer",
-    "inference",
-    "compression",
-    "autotuning",
+from deepspeed._absent_internals import (
+    CONVERSION,
+    HELPERS,
+    INTERNAL_MODULES,
+    MODULE_NAMES,
+    OPTIMIZER_METHODS,
 )
 
 
@@ -37,6 +28,7 @@ class Absence(NamedTuple):
     why: str
 
 
+FRAGMENTS = "use deepspeed.utils.safe_get_full_fp32_param and its like, which every stage has"
 _CONFIG = r"deepspeed\.runtime\.(config|constants)"
 _ZERO = r"deepspeed\.runtime\.(zero\.(stage_1_and_2|stage3|partition_parameters)|bf16_optimizer)"
 _OPTIMIZERS = (
@@ -44,10 +36,26 @@ _OPTIMIZERS = (
     r"|bf16_optimizer|fp16\.(un)?fused_optimizer|base_optimizer)\.\w+"
 )
 _ENGINE = r"deepspeed\.runtime\.engine\.DeepSpeedEngine"
-_INTERNAL = "it is a part of upstream's implementation, which this package does not share"
+_INTERNAL = (
+    "it is a part of upstream's implementation, which this package does not share; "
+    "docs/architecture.md says where its work is done"
+)
+_NVME = 'NVMe offload comes in a later release; use offload_optimizer.device "cpu"'
+_CUT = (
+    "the tensor_parallel block and deepspeed.tp_model_init cut a model; see docs/tensor-parallel.md"
+)
+_ZENFLOW = "ZenFlow comes in a later release; use offload_optimizer"
+_QUANTIZED = "quantized weights and training are not in this release; use bf16 or fp16"
 
 ABSENCES: tuple[Absence, ...] = (
-    # Packages
+    # Packages and modules
+    Absence(
+        "deepspeed",
+        r"InferenceEngine|DeepSpeedInferenceConfig|init_inference|default_inference_config"
+        r"|DeepSpeedHybridEngine|DeepSpeedTransformer(Layer|Config)|re(place|vert)_transformer_layer"
+        r"|inference|compression|autotuning",
+        "this project is for training; inference, compression and autotuning are out of scope",
+    ),
     Absence(
         "deepspeed", "linear", "low-rank and quantized layers are not in this release; use peft"
     ),
@@ -56,6 +64,99 @@ ABSENCES: tuple[Absence, ...] = (
         "io",
         "files are written by deepspeed.checkpoint.file_writer; choose one by checkpoint.writer",
     ),
+    Absence("deepspeed", "compile", "DeepCompile comes in a later release; use engine.compile()"),
+    Absence("deepspeed", "nvme", _NVME),
+    Absence(r"deepspeed\.ops", "gds", _NVME),
+    Absence(r"deepspeed\.runtime\.swap_tensor", r"aio_config|\w+_swapper", _NVME),
+    Absence("deepspeed", "git_version_info_installed", "read deepspeed.git_version_info"),
+    Absence(
+        r"deepspeed(\.runtime(\.checkpoint_engine)?)?",
+        r"datastates(_checkpoint_engine)?|nebula_checkpoint_engine|model_checkpointing",
+        "choose how files are written by checkpoint.writer",
+    ),
+    Absence(
+        r"deepspeed\.module_inject",
+        r"auto_ep\w*",
+        "the expert_parallel block spreads a model's experts; see docs/moe.md",
+    ),
+    Absence(
+        r"deepspeed\.module_inject",
+        r"auto_?tp\w*|fusedqkv_utils|tp_\w+|replace_\w+|inject|load_checkpoint|policy|utils",
+        _CUT,
+    ),
+    Absence(r"deepspeed\.runtime\.tensor_parallel", "init_utils|tp_manager", _CUT),
+    Absence(
+        r"deepspeed\.(module_inject|ops|runtime)",
+        r"module_quantize|(fp_)?quantizer|quantize|weight_quantizer|eigenvalue",
+        _QUANTIZED,
+    ),
+    Absence(
+        r"deepspeed\.ops\.(adam|lion)",
+        "multi_tensor_apply",
+        "use FusedAdam and FusedLion, whose kernels are torch's",
+    ),
+    Absence(
+        r"deepspeed\.ops",
+        "random_ltd",
+        "random layer-token drop is not in this release; curriculum_learning lets sequences grow",
+    ),
+    Absence(
+        r"deepspeed\.runtime\.data_pipeline\.data_sampling",
+        "variable_batch_size_and_lr",
+        "a loop makes batches by their tokens; see docs/data.md",
+    ),
+    Absence(
+        r"deepspeed\.runtime\.data_pipeline",
+        "config|constants",
+        "the data_efficiency block is read into deepspeed.runtime.config.DeepSpeedConfig(config)"
+        ".tree; see docs/data.md",
+    ),
+    Absence(
+        r"deepspeed\.runtime\.activation_checkpointing",
+        "offload_activations",
+        "use activation_checkpointing.cpu_checkpointing",
+    ),
+    Absence(
+        r"deepspeed\.runtime",
+        "comm|sparse_tensor",
+        "gradients are reduced by deepspeed.comm; sparse and 1-bit ones are not in this release",
+    ),
+    Absence(
+        r"deepspeed\.runtime(\.fp16)?",
+        "onebit|compression",
+        "1-bit optimizers come in a later release; use Adam or Lamb",
+    ),
+    Absence(
+        r"deepspeed\.runtime",
+        r"hybrid_engine\w*|rollout",
+        "this project is for training; generate with an inference server, or inside "
+        "deepspeed.zero.unwrap_model_for_generation",
+    ),
+    Absence(
+        r"deepspeed\.runtime",
+        "domino",
+        "tensor parallelism that overlaps half batches is not in this release; "
+        "use the tensor_parallel block",
+    ),
+    Absence(
+        r"deepspeed\.runtime",
+        "progressive_layer_drop",
+        "progressive layer drop is not in this release; drop layers in the model's forward",
+    ),
+    Absence(
+        r"deepspeed\.runtime",
+        "superoffload",
+        "SuperOffload comes in a later release; use offload_optimizer",
+    ),
+    Absence(r"deepspeed\.runtime", "zenflow", _ZENFLOW),
+    Absence(r"deepspeed\.ops\.adam", r"zenflow\w+", _ZENFLOW),
+    Absence(
+        r"deepspeed\.sequence",
+        r"auto_sp|autosp_\w+|test_autosp",
+        "use UlyssesSPAttentionHF of deepspeed.runtime.sequence_parallel.ulysses_sp; "
+        "see docs/sequence-parallel.md",
+    ),
+    # Names of packages
     Absence(
         "deepspeed",
         "set_autotp_mode|load_ds_config|(merge|record)_tp_model_init\\w+",
@@ -105,7 +206,7 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     Absence(
         r"deepspeed\.checkpoint(\.constants)?",
-        r"(AUTOEP|AUTOTP|DS_AUTOTP|EP_|EXPERT_PARAMETER|FOLDING)\w*",
+        r"(AUTOEP|AUTOTP|DS_AUTOTP|EP_|EXPERT_PARAMETER|FOLDING|autoep_)\w*",
         "files describe slices by universal_checkpoint_info and experts by ds_autoep_layers; "
         "see docs/checkpoint-internals.md",
     ),
@@ -134,8 +235,8 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(
         r"deepspeed\.utils(\.tensor_fragment)?",
         r"(get|set)_(full_)?hp_\w+|get_full_hp\w+|set_full_hp\w+|map_to_flat_opt_states"
-        r"|link_hp_params|lazy_init_hp_params_optimizer_state|tensor_fragment",
-        "use deepspeed.utils.safe_get_full_fp32_param and its like, which every stage has",
+        r"|link_hp_params|lazy_init_hp_params_optimizer_state",
+        FRAGMENTS,
     ),
     Absence(
         r"deepspeed\.runtime\.zero\.config\.DeepSpeedZeroConfig",
@@ -207,7 +308,7 @@ ABSENCES: tuple[Absence, ...] = (
     ),
     Absence(
         r"deepspeed\.checkpoint(\.reshape_\w+)?",
-        r"\w*(reshape_meg|merge_state|meg_2d)\w*",
+        r"\w*(reshape_(meg|utils)|merge_state|meg_2d)\w*",
         "use the command ds_to_universal, which converts for any number of ranks",
     ),
     # Helpers
@@ -243,13 +344,10 @@ def reason(package: str, name: str) -> str | None:
         package: A module, or a class as `module.Class`.
         name: The attribute.
     """
-    if name in OUT_OF_SCOPE:
-        return (
-            f"{package}.{name}: this project is for training; inference, compression and "
-            "autotuning are out of scope"
-        )
     if name.startswith("__"):  # Python's own questions
         return None
+    if f"{package}.{name}" in INTERNAL_MODULES:
+        return f"{package}.{name}: {_INTERNAL}"
     for absence in ABSENCES:
         if re.fullmatch(absence.where, package) and re.fullmatch(absence.names, name):
             return f"{package}.{name}: {absence.why}"

@@ -72,3 +72,17 @@ CONVERSION = frozenset(
     """.split()
 )
 """Of `deepspeed.checkpoint.ds_to_universal`."""
+
+INTERNAL_MODULES = frozenset(
+    f"deepspeed.{name}"
+    for name in """
+    comm.backend comm.mori compat launcher.launcher_helper monitor.utils moe.ep_count moe.ep_experts
+    moe.ep_kernels moe.ep_repack moe.ep_router moe.ep_tp_dispatch moe.fused_expert_layout
+    ops.compile ops.pin_memory ops.triton_ops runtime.data_pipeline.data_sampling.utils
+    runtime.zero.contiguous_memory_allocator runtime.zero.linear
+    runtime.zero.partitioned_param_profiler runtime.zero.test utils.debug
+    utils.mixed_precision_linkage utils.pin_memory utils.pin_memory_tracker utils.static_cache
+    utils.types
+    """.split()
+)
+"""Modules."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed._absent import reason
+from deepspeed._modules import is_made
 
 
 def lazy_attributes(
@@ -35,7 +36,7 @@ def lazy_attributes(
     def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(names[name]), name)
-        if name in submodules:
+        if name in submodules or is_made(f"{package}.{name}"):
             return importlib.import_module(f"{package}.{name}")
         if name == "__all__" and not submodules:
             own = (own for own in vars(sys.modules[package]) if not own.startswith("_"))

@@ -38,12 +38,16 @@ def _read_version() -> tuple[str, str, str]:
 version, git_hash, git_branch = _read_version()
 
 
-def __getattr__(name: str) -> dict[str, Any]:
-    """Compute ``installed_ops``, ``compatible_ops`` and ``torch_info`` on first use: asking for
-    them looks for a compiler, or loads torch.
+def __getattr__(name: str) -> Any:
+    """Compute ``installed_ops``, ``compatible_ops``, ``torch_info`` and ``accelerator_name`` on
+    first use: asking for them looks for a compiler, or loads torch.
     """
     if name == "torch_info":
         return _torch_info()
+    if name == "accelerator_name":
+        from deepspeed.accelerator import get_accelerator  # startup: loads torch
+
+        return get_accelerator()._name
     if name not in ("installed_ops", "compatible_ops"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # startup: `import deepspeed` reads the version only and must not pay for op builders

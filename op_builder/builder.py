@@ -117,6 +117,13 @@ class OpBuilder(ABC):
         missing = [str(path) for path in self._resolved(self.sources()) if not path.is_file()]
         return f"source files are missing: {', '.join(missing)}" if missing else None
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Say whether torch was built for AMD's devices."""
+        import torch  # startup: setup.py has none
+
+        return torch.version.hip is not None
+
     def is_prebuilt(self) -> bool:
         """Say whether the installed package carries this op compiled (a wheel made with
         DS_BUILD_OPS=1).

@@ -42,7 +42,7 @@ from deepspeed.runtime.optimizers.lr_tuning import (
     override_warmupLR_params,
     parse_arguments,
 )
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 __all__ = [
     "COS_MIN_RATIO",
@@ -282,9 +282,7 @@ class OneCycle(_Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.cycle_momentum = cycle_momentum
         if cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
-            logger.warning(
-                "cycle_momentum is disabled: %s has no betas", type(self.optimizer).__name__
-            )
+            warn_once(f"cycle_momentum is disabled: {type(self.optimizer).__name__} has no betas")
             self.cycle_momentum = False
         self.min_moms = _per_group(self.optimizer, cycle_min_mom, "cycle_min_mom")
         self.max_moms = _per_group(self.optimizer, cycle_max_mom, "cycle_max_mom")
@@ -379,7 +377,7 @@ class WarmupLR(_Schedule):
         optimizer: Any,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
+        warmup_num_steps: float = 1000,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -415,7 +413,7 @@ class WarmupLR(_Schedule):
         self._advance(last_batch_iteration)
 
 
-def _warmup_steps(given: int) -> int:
+def _warmup_steps(given: float) -> float:
     """Return the number of warmup steps that is reckoned with; log(1) is 0, so one step counts as
     two.
     """
@@ -430,11 +428,11 @@ def _warmup_steps(given: int) -> int:
 def _warmup_type(given: str) -> str:
     if given in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         return given
-    logger.warning('%s: %r is neither "log" nor "linear"; "log" is used', WARMUP_TYPE, given)
+    warn_once(f'{WARMUP_TYPE}: {given!r} is neither "log" nor "linear"; "log" is used')
     return WARMUP_LOG_RATE
 
 
-def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
+def _warmup_fraction(iteration: int, steps: float, kind: str) -> float:
     if iteration < 0:
         return 0.0
     return (
@@ -458,10 +456,10 @@ class WarmupDecayLR(WarmupLR):
     def __init__(
         self,
         optimizer: Any,
-        total_num_steps: int,
+        total_num_steps: float,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
-        warmup_num_steps: int = 1000,
+        warmup_num_steps: float = 1000,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -508,9 +506,9 @@ class WarmupCosineLR(_Schedule):
     def __init__(
         self,
         optimizer: Any,
-        total_num_steps: int,
+        total_num_steps: float,
         warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
+        warmup_num_steps: float = 1000,
         cos_min_ratio: float = 0.0001,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
@@ -552,6 +550,6 @@ class WarmupCosineLR(_Schedule):
         self._advance(last_batch_iteration)
 
 
-def _warn_if_short(total: int, warmup: int) -> None:
+def _warn_if_short(total: float, warmup: float) -> None:
     if total < warmup:
-        logger.warning("%s %d is less than %s %d", TOTAL_NUM_STEPS, total, WARMUP_NUM_STEPS, warmup)
+        warn_once(f"{TOTAL_NUM_STEPS} {total:g} is less than {WARMUP_NUM_STEPS} {warmup:g}")

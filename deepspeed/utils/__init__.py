@@ -1,5 +1,9 @@
 """Utilities that scripts and client libraries import."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from deepspeed._lazy import lazy_attributes
 from deepspeed.utils.logging import log_dist, logger
 
@@ -24,6 +28,7 @@ _NAMES = {
             "safe_set_local_grad",
             "safe_set_local_optimizer_state",
             "safe_update_full_grad_vectorized",
+            "tensor_fragment",
         ),
         _FRAGMENTS,
     ),
@@ -81,9 +86,20 @@ __getattr__ = lazy_attributes(
         "groups",
         "logging",
         "nvtx",
-        "tensor_fragment",
         "timer",
         "torch",
         "zero_to_fp32",
     ),
 )
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing a submodule sets it here; the name that it shares with another one stays that
+        one's.
+        """
+        if name not in _NAMES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -194,6 +194,11 @@ def log_once(message: Any, level: int = logging.WARNING) -> None:
     _log_once(str(message), level)
 
 
+def warn_once(message: str) -> None:
+    """Log a warning to the user once per process, on the first rank: for what all ranks see."""
+    _log_dist_once(message, (0,), logging.WARNING)
+
+
 def warning_once(message: Any) -> None:
     """Log a warning once per process."""
     _log_once(str(message), logging.WARNING)

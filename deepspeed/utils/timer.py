@@ -418,7 +418,7 @@ class ThroughputTimer:
             bool(self.steps_per_output)
             and self.global_step_count % (self.steps_per_output or 1) == 0
         )
-        if report_speed and due:
+        if report_speed and due and self.global_step_count > self.start_step:
             self._report()
 
     def _report(self) -> None:

@@ -125,7 +125,7 @@ NAMES = [
     "utils.nvtx.instrument_w_nvtx",
     "utils.safe_get_full_fp32_param",
     "utils.safe_get_full_grad",
-    "utils.tensor_fragment.fragment_address",
+    "utils.fragment_address",
     "utils.timer.SynchronizedWallClockTimer",
 ]
 

@@ -1,16 +1,20 @@
-"""Every public name of upstream's is here, or says what to use instead.
+"""Every public name of upstream's is here and of upstream's kind, or says what to use instead.
 
-`upstream_names.txt` is read off DeepSpeed 0.19.6: names that scripts can import or call. `pytest
--s` prints the table.
+`upstream_names.txt` is read off DeepSpeed 0.19.6: names that scripts can import or call, and
+whether they are functions, classes, constants, methods, properties or fields. `pytest -s` prints
+the table.
 """
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,20 +28,28 @@ NAMES = Path(__file__).with_name("upstream_names.txt")
 HAS, REFUSES, MISSING = "has", "refuses", "missing"
 
 
-def listed() -> Iterator[tuple[str, str, str]]:
-    """(module, name, method or an empty string)"""
+class Listed(NamedTuple):
+    """A name; one of a class has `method`, otherwise it is empty."""
+
+    module: str
+    name: str
+    method: str
+    kind: str
+
+
+def listed() -> Iterator[Listed]:
     module = name = ""
     for line in NAMES.read_text(encoding="ascii").splitlines():
-        text = line.strip()
+        text, _, kind = line.strip().partition(" ")
         if not text or line.startswith("#"):
             continue
         if not line.startswith(" "):
             module = text
         elif not line.startswith("    "):
             name = text
-            yield module, name, ""
+            yield Listed(module, name, "", kind)
         else:
-            yield module, name, text
+            yield Listed(module, name, text, kind)
 
 
 def answer(module: str, name: str, method: str) -> str:
@@ -63,10 +75,10 @@ def test_no_name_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     table: dict[str, Counter[str]] = {}
     missing = []
     for entry in listed():
-        kind = answer(*entry)
-        table.setdefault(entry[0], Counter())[kind] += 1
+        kind = answer(*entry[:3])
+        table.setdefault(entry.module, Counter())[kind] += 1
         if kind == MISSING:
-            missing.append(".".join(filter(None, entry)))
+            missing.append(".".join(filter(None, entry[:3])))
     for module, counts in table.items():
         print(f"{module:55} {counts[HAS]:4} has {counts[REFUSES]:4} refuses")
     total = sum(table.values(), Counter())
@@ -76,13 +88,67 @@ def test_no_name_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert total[HAS] > 2 * total[REFUSES]
 
 
+def kind_of(found: Any) -> str:
+    if isinstance(found, ModuleType):
+        return "module"
+    return "class" if isinstance(found, type) else "function" if callable(found) else "constant"
+
+
+def test_what_is_there_is_of_the_same_kind() -> None:
+    # Kills: a submodule in the place of upstream's function of the same name, and a property that
+    # scripts call, or the other way round.
+    others = []
+    for module, name, method, kind in listed():
+        if answer(module, name, method) != HAS:
+            continue
+        found = getattr(importlib.import_module(module), name)
+        if not method:
+            here = kind_of(found)
+        elif callable(getattr(found, method, None)):
+            here = "method"
+        else:
+            here = "field" if method in getattr(found, "model_fields", {}) else "property"
+        if here != kind:
+            others.append(f"{module}.{name}.{method}: {kind}, here a {here}")
+    assert others == []
+
+
+NAMESAKES = """
+import importlib, sys, types
+import deepspeed.utils.tensor_fragment as fragment
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules, z3_leaf_module
+import deepspeed, deepspeed.utils
+import deepspeed.utils.z3_leaf_module
+assert deepspeed.utils.z3_leaf_module is z3_leaf_module
+assert isinstance(fragment, type) and fragment is deepspeed.utils.tensor_fragment
+from deepspeed.utils import tensor_fragment, z3_leaf_module
+assert not any(isinstance(value, types.ModuleType) for value in (tensor_fragment, z3_leaf_module))
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment as again
+assert again is tensor_fragment and importlib.import_module(fragment_address.__module__)
+assert isinstance(deepspeed.utils.timer, types.ModuleType)
+deepspeed.utils.z3_leaf_module = print  # a patch stays
+assert deepspeed.utils.z3_leaf_module is print
+"""
+
+
+def test_a_name_wins_over_the_submodule_of_the_same_name() -> None:
+    # Kills: importing `deepspeed.utils.z3_leaf_module` that replaces the function, as imports do.
+    subprocess.run([sys.executable, "-c", NAMESAKES], check=True, timeout=120)
+    with pytest.raises(
+        NotImplementedError, match="tensor_fragment: use .*safe_get_full_fp32_param"
+    ):
+        deepspeed.utils.tensor_fragment()
+
+
 def test_each_absence_is_upstreams() -> None:
     # Kills: a rule that answers what nobody would ask for.
     names = [
         (f"{module}.{name}" if method else module, method or name)
-        for module, name, method in listed()
+        for module, name, method, _ in listed()
     ]
-    names += [("deepspeed", "linear"), ("deepspeed", "io"), ("deepspeed.checkpoint", "merge_state")]
+    modules = NAMES.with_name("upstream_modules.txt").read_text(encoding="ascii").split()
+    names += [(package, name) for package, _, name in (name.rpartition(".") for name in modules)]
+    names += [("deepspeed.checkpoint", "merge_state")]
     told = [reason(*entry) for entry in names]
     ends = tuple(text for text in told if text)
     used = [absence for absence in ABSENCES if any(end.endswith(absence.why) for end in ends)]

@@ -9,7 +9,7 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config_models.training import CheckpointConfig, CheckpointWriterConfig
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 
 def make_checkpoint_engine(config: CheckpointConfig) -> CheckpointEngine:
@@ -33,12 +33,12 @@ def make_checkpoint_engine(config: CheckpointConfig) -> CheckpointEngine:
 def _warn_of_unused(writer: CheckpointWriterConfig) -> None:
     given = writer.model_fields_set
     if writer.type == "DCP" and given & {"io_buffer_size", "io_buffer_double"}:
-        logger.warning(
+        warn_once(
             'checkpoint.writer.io_buffer_*: no effect on tensors with type "dcp", which buffers '
             "itself"
         )
     elif writer.decoupled and writer.io_buffer_double and "io_buffer_double" in given:
-        logger.warning(
+        warn_once(
             "checkpoint.writer.io_buffer_double: no effect with decoupled, whose one thread writes "
             "and sums in turn"
         )

@@ -4,6 +4,7 @@ upstream 0.19.6's.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed.checkpoint import (
     get_model_3d_descriptor,
     model_3d_desc,
 )
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.git_version_info import torch_info
 from deepspeed.runtime import utils
 from deepspeed.runtime.zero import offload_states
@@ -143,7 +145,39 @@ def test_numbers_of_ranks() -> None:
     assert found.can_reshape(model_3d_desc(2, 4, 1))[1] == [
         "Expansion reshape not supported - TP: 2 ---> 4"
     ]
+    with pytest.raises(ValueError, match="Expansion reshape not supported - TP: 2 ---> 4"):
+        found.reshape(model_3d_desc(2, 4, 1))
+    with pytest.raises(ValueError, match="PP: 3 ---> 2 is uneven"):
+        model_3d_desc(3, 1, 1).reshape(model_3d_desc(2, 1, 1))
     assert UNIVERSAL_CHECKPOINT_INFO == "universal_checkpoint_info"
+
+
+Numbers = tuple[int, int, int]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "dealt"),
+    [
+        # As 0.19.6 deals them.
+        ((2, 2, 2), (1, 1, 1), [[[0, 4, 1, 5, 2, 6, 3, 7]]]),
+        ((2, 2, 2), (2, 2, 1), [[[0, 4], [1, 5], [2, 6], [3, 7]]]),
+        ((2, 2, 2), (1, 2, 2), [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]),
+        ((2, 2, 2), (2, 1, 2), [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]),
+        ((2, 4, 1), (1, 2, 1), [[[0, 1, 4, 5], [2, 3, 6, 7]]]),
+        ((1, 1, 4), (1, 1, 2), [[[0, 1]], [[2, 3]]]),
+    ],
+)
+def test_ranks_are_dealt_to_fewer(old: Numbers, new: Numbers, dealt: list[list[list[int]]]) -> None:
+    # Kills: ranks in another order than files are numbered.
+    found = model_3d_desc(*old).reshape(model_3d_desc(*new), verbose=True)
+    for places, own in zip(found, dealt, strict=True):
+        wanted = iter(own)
+        for stage in range(new[0]):
+            for rank in range(new[1]):
+                assert places.get_data(pp_index=stage, tp_index=rank) == next(wanted)
+        assert places.get_data() == [number for numbers in own for number in numbers]
+        with pytest.raises(ValueError, match=r"\(9, 0\) are not among"):
+            places.get_data(9, 0)
 
 
 class TestOnRanks(DistributedTest):
@@ -191,6 +225,18 @@ class TestOnRanks(DistributedTest):
             found.get_files_for_rank(0, 0, 2)
         with pytest.raises(RuntimeError, match="no pipeline saved it"):
             DeepSpeedCheckpoint(folder).get_embedding_files(0)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            # Kills: counting the files, whatever they are: a rank of another run's is there, and
+            # one of this run's is not.
+            os.rename(path, path.replace("mp_rank_00", "mp_rank_02"))
+            with pytest.raises(
+                CheckpointError, match=r"= \(1, 1, 2\), .* ranks \[\(1, 0\), \(1, 2\)\] are missing"
+            ):
+                get_model_3d_descriptor(folder)
+            os.remove(os.path.join(folder, "mp_rank_00_model_states.pt"))
+            with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt"):
+                get_model_3d_descriptor(folder)
 
     def test_getters_are_upstreams(self) -> None:
         # Kills: a getter that answers for another key.

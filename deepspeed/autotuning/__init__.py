@@ -1,5 +1,0 @@
-"""Autotuning: not in this release; importing it says why."""
-
-from deepspeed._absent import reason
-
-raise ImportError(reason("deepspeed", "autotuning"))

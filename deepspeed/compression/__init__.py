@@ -1,5 +1,0 @@
-"""Model compression: not in this release; importing it says why."""
-
-from deepspeed._absent import reason
-
-raise ImportError(reason("deepspeed", "compression"))
