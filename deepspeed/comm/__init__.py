@@ -14,7 +14,8 @@ as dist` is enough.
     observation                                    who wants to hear of each operation
     operation_log, logging_control                 statistics of operations, and their switch
     intent                                         ranks compare what they are about to do
-    lone_waits, stuck_ranks                        ranks that wait for what does not come
+    lone_waits, stuck_ranks, lookout               ranks that wait for what does not come, and
+                                                   the thread that looks at them
     stream_collectives                             collectives of a device whose work is deferred
 
 `config`, `utils`, `torch` and `ccl` have upstream's names for what is asked of them.

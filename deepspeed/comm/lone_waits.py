@@ -1,17 +1,28 @@
 """Operations that this rank waits for and that other ranks do not join, reported while it waits.
 
-For code in which ranks may take different ways. Whoever waits says for what, in words; when that
-lasts longer than `report_s`, a thread writes it to the log, once, with where the program is and
-what the other ranks say that they wait for, which they leave in the process group's store. Nothing
-is ended: a rank may only be slow. A wait that is over in time costs two assignments.
+For code in which ranks may take different ways: gathers, reductions of gradients, what ranks agree
+on while they save and load, messages between pipeline stages. Whoever waits says for what, in
+words; when that lasts longer than `report_s`, a thread writes it to the log, once, with where the
+program is and what the other ranks say that they wait for, which they leave in the process group's
+store. Nothing is ended: a rank may only be slow. A wait that is over in time costs a few
+assignments, and a process that is alone has no thread.
 
 What a device waits for is told by events: the host goes on, and the oldest operation that is not
-complete is the one that is reported.
+complete is the one that is reported. Time counts from when the device has come to it.
+
+[Note: questions to events]
+While a program records a graph, in any thread, nobody may ask an event. The program's own thread
+asks when it waits for the next operation; the thread that looks asks only about what is due.
+
+[Note: meetings]
+Where ranks meet to hear how long work has gone (a file that one of them writes), those that wait
+for it are not alone. They say in the store that they have come before they begin the work; a wait
+for ranks that have all come is not reported.
 
 `stuck_ranks` is no twin of this. It knows every operation of the simulated device, which rank has
 begun its part and what stands in front of it, so it can prove that ranks wait for each other for
 ever, and raises then. On a real device nobody knows that: here is only time, which proves nothing,
-so this logs, for the operations that say so, on every device.
+so this logs, for the operations that say so, on every device but the simulated one.
 """
 
 from __future__ import annotations
@@ -20,15 +31,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
+from deepspeed.accelerator import Event, get_accelerator
 from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.comm import process_groups
+from deepspeed.comm.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 DEFAULT_REPORT_S = 60.0
+# How often somebody looks, at least.
+_LOOK_S = 1.0
 # Operations of a device that are remembered; those that come later are behind them anyway.
 _MAX_ON_DEVICE = 64
 # After a report is posted in the store: what the other ranks post about the same moment.
@@ -37,15 +52,72 @@ _PREFIX = "deepspeed_lone/"
 # Of a report, which is written once: a gather that has yet to connect is ten calls below the
 # program's own line.
 _MAX_FRAMES = 20
+_NOBODY: AbstractContextManager[None, None] = nullcontext()
 
 
-class _Wait(NamedTuple):
-    """What is waited for, since when, by which thread, and whether it is complete."""
+class _Wait:
+    """What somebody waits for, and the context in which the host does.
 
-    what: Callable[[], str]
-    since: float
-    thread: int
-    is_done: Callable[[], bool]
+    Args:
+        watch: Who is told.
+        what: In words.
+        meeting: Its number, if ranks have said that they come; see [Note: meetings].
+        is_done: Whether a device has completed it; None: the host waits.
+        is_begun: Whether the device has come to it.
+
+    Attributes:
+        since: When it began, as far as is known.
+        thread: Whose.
+        is_reported: It is told once.
+    """
+
+    __slots__ = (
+        "what", "meeting", "is_done", "is_begun", "since", "thread", "is_reported",
+        "_watch", "_outer", "_begun",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        watch: LoneWaits,
+        what: Callable[[], str],
+        meeting: int = 0,
+        is_done: Callable[[], bool] | None = None,
+        is_begun: Callable[[], bool] | None = None,
+    ) -> None:
+        self._watch = watch
+        self.what = what
+        self.meeting = meeting
+        self.is_done = is_done
+        self.is_begun = is_begun
+        self.since = time.monotonic()
+        self.thread = threading.get_ident()
+        self.is_reported = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a device has completed it."""
+        return self.is_done is not None and self.is_done()
+
+    def __enter__(self) -> None:
+        """The wait begins."""
+        on_host = self._watch.on_host
+        self._outer = on_host.get(self.thread)
+        self._begun = _event()
+        on_host[self.thread] = self
+        self._watch.lookout.call()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """It is over; on a device, issued."""
+        if self._outer is None:
+            del self._watch.on_host[self.thread]
+        else:
+            self._watch.on_host[self.thread] = self._outer
+        if self._begun is not None and kind is None:
+            done = _event()
+            assert done is not None, "the device has changed while it was waited for"
+            self._watch.remember(
+                _Wait(self._watch, self.what, self.meeting, done.query, self._begun.query)
+            )
 
 
 class LoneWaits:
@@ -53,81 +125,155 @@ class LoneWaits:
 
     Attributes:
         report_s: After how many seconds a wait is reported; 0: never.
+        on_host: What hosts wait for, by thread.
+        lookout: The thread that looks.
     """
 
     def __init__(self) -> None:
         self.report_s = DEFAULT_REPORT_S
-        self._on_host: _Wait | None = None
+        self.on_host: dict[int, _Wait] = {}
         self._on_device: deque[_Wait] = deque()
-        self._thread: threading.Thread | None = None
+        # Of `_on_device`, which two threads take from.
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._num_meetings = 0
+        self.lookout = Lookout(
+            "lone waits", self._look, self._is_wanted, lambda: min(self.report_s / 4 or 1, _LOOK_S)
+        )
 
-    @contextmanager
-    def waiting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Within it this thread waits for other ranks."""
-        self._watch()
-        self._on_host = _Wait(what, time.monotonic(), threading.get_ident(), lambda: False)
-        try:
-            yield
-        finally:
-            self._on_host = None
+    # What the program tells
+
+    def waiting(
+        self, what: Callable[[], str], meeting: int = 0
+    ) -> AbstractContextManager[None, None]:
+        """Within it this thread, or the device's current stream, waits for other ranks.
+
+        Args:
+            what: For what.
+            meeting: What `coming` has returned, where ranks work before they wait.
+        """
+        return _Wait(self, what, meeting) if self._is_watched() else _NOBODY
 
     def issued(self, what: Callable[[], str], is_done: Callable[[], bool]) -> None:
         """A device will wait for other ranks until `is_done()`."""
-        self._watch()
-        self._prune()
-        if len(self._on_device) < _MAX_ON_DEVICE:
-            wait = _Wait(what, time.monotonic(), threading.get_ident(), is_done)
-            self._on_device.append(wait)
+        if self._is_watched():
+            self.remember(_Wait(self, what, is_done=is_done))
 
-    def _prune(self) -> None:
-        while self._on_device and self._on_device[0].is_done():
-            self._on_device.popleft()
+    def coming(self) -> int:
+        """This rank comes to where all ranks of the world meet, and may have work to do before it
+        waits; see [Note: meetings]. All ranks call it.
 
-    def _watch(self) -> None:
-        if self.report_s > 0 and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._look, name="lone waits", daemon=True)
-            self._thread.start()
+        Returns:
+            For `waiting`.
+        """
+        if not self._is_watched():
+            return 0
+        store = process_groups.get_store()
+        if store is not self._store:  # a new world
+            self._store, self._num_meetings = store, 0
+        self._num_meetings += 1
+        store.set(f"{_PREFIX}met/{process_groups.get_rank()}", str(self._num_meetings))
+        return self._num_meetings
+
+    def forget(self) -> None:
+        """An engine ends: nothing that a device still does for it is looked at."""
+        with self._lock:
+            self._on_device.clear()
+
+    def _is_watched(self) -> bool:
+        # Nobody is asked in every wait who there is; the simulated device has `stuck_ranks`.
+        return self.report_s > 0 and (
+            self.lookout.is_alive
+            or (process_groups.get_world_size() > 1 and not get_accelerator().defers_collectives)
+        )
+
+    def remember(self, wait: _Wait) -> None:
+        """A device has been given what waits for other ranks."""
+        with self._lock:
+            while self._on_device and self._on_device[0].is_over:
+                self._on_device.popleft()
+            if len(self._on_device) < _MAX_ON_DEVICE:
+                self._on_device.append(wait)
+        self.lookout.call()
+
+    # The thread
+
+    def _is_wanted(self) -> bool:
+        if not process_groups.is_initialized():
+            self.forget()
+        return self.report_s > 0 and bool(self.on_host or self._on_device)
 
     def _look(self) -> None:
-        reported: _Wait | None = None
-        while self.report_s > 0:
-            time.sleep(min(self.report_s / 4, 1.0))
-            wait = self._oldest()
-            if wait is None or wait is reported or wait.is_done():
-                continue
-            if time.monotonic() - wait.since > self.report_s:
-                reported = wait
-                # The store ends with the process that hosts it.
-                with suppress(RuntimeError):
+        # The store ends with the process that hosts it; a device that has failed answers nothing.
+        with suppress(RuntimeError):
+            for wait in [*list(self.on_host.values()), *self._due_on_device()]:
+                if self._is_due(wait) and not wait.is_reported:
                     self._report(wait)
 
-    def _oldest(self) -> _Wait | None:
-        with suppress(IndexError):  # the program's thread may just have taken it out
-            return self._on_host or self._on_device[0]
-        return None
+    def _is_due(self, wait: _Wait) -> bool:
+        return time.monotonic() - wait.since > self.report_s > 0
+
+    def _due_on_device(self) -> list[_Wait]:
+        """The oldest operation that is not complete, if it is due."""
+        with self._lock:
+            while self._on_device and self._is_due(self._on_device[0]):
+                oldest = self._on_device[0]
+                if not oldest.is_over:
+                    if oldest.is_begun is not None and not oldest.is_begun():
+                        oldest.since = time.monotonic()
+                    return [oldest]
+                self._on_device.popleft()
+        return []
 
     def _report(self, wait: _Wait) -> None:
         own, store = process_groups.get_rank(), process_groups.get_store()
+        others = [rank for rank in range(process_groups.get_world_size()) if rank != own]
+        absent = [rank for rank in others if not _has_come(store, rank, wait.meeting)]
+        wait.is_reported = True
+        if not absent:
+            return  # who has come does not leave: nobody has to look again
         store.set(f"{_PREFIX}{own}", wait.what())
         time.sleep(_SETTLE_S)
         frame = sys._current_frames().get(wait.thread)
+        who = f"{_have(absent)} not joined" if wait.meeting else "not all ranks have joined"
         lines = [
             f"rank {own} has waited {time.monotonic() - wait.since:.0f} s for {wait.what()}, which "
-            "not all ranks have joined. Its program is at"
+            f"{who}. Its program is at"
         ]
         lines += describe(capture(_MAX_FRAMES, frame), "    ") if frame is not None else []
-        for rank in range(process_groups.get_world_size()):
-            key = f"{_PREFIX}{rank}"
-            if rank != own and store.check([key]):
-                lines.append(f"rank {rank} has last waited so long for {store.get(key).decode()}")
-            elif rank != own:
-                lines.append(f"rank {rank} has not waited so long for anything of this kind")
+        told: dict[str, list[int]] = {}
+        for rank in others:
+            key, text = f"{_PREFIX}{rank}", "not waited so long for anything of this kind"
+            if store.check([key]):
+                text = f"last waited so long for {store.get(key).decode()}"
+            told.setdefault(text, []).append(rank)
+        lines += [f"{_have(ranks)} {text}" for text, ranks in told.items()]
         lines.append(
-            'If ranks take different ways, "verify": {"collectives": true} (or DS_VERIFY='
-            "collectives) raises on all of them where they part. verify.lone_gather_report says "
-            "after how many seconds this is written"
+            "A rank that only takes longer will come. If ranks take different ways, "
+            '"verify": {"collectives": true} (or DS_VERIFY=collectives) raises on all of them '
+            "where they part. verify.lone_gather_report says after how many seconds this is written"
         )
         logger.error("%s", "\n".join(lines))
+
+
+def _event() -> Event | None:
+    """An event behind what the current stream was given; None where the host itself waits."""
+    accelerator = get_accelerator()
+    if accelerator.resolves_data_dependency() or accelerator.defers_collectives:
+        return None
+    event: Event = accelerator.Event()
+    event.record(accelerator.current_stream())
+    return event
+
+
+def _have(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} has" if len(ranks) == 1 else f"ranks {names} have"
+
+
+def _has_come(store: Any, rank: int, meeting: int) -> bool:
+    key = f"{_PREFIX}met/{rank}"
+    return meeting > 0 and store.check([key]) and int(store.get(key)) >= meeting
 
 
 watch = LoneWaits()

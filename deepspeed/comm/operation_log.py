@@ -106,6 +106,12 @@ class CommsLogger:
         self._read(all_of_them=True)
         return self._recorded
 
+    @comms_dict.setter
+    def comms_dict(self, recorded: dict[str, dict[int, list[Any]]]) -> None:
+        """Go on from these records, such as none; what was recorded is forgotten."""
+        self._unread.clear()
+        self._recorded = recorded
+
     def _read(self, all_of_them: bool = False) -> None:
         unread = self._unread
         while unread and (all_of_them or unread[0][2].is_over()):
@@ -204,8 +210,7 @@ class CommsLogger:
 
     def reset_data(self) -> None:
         """Forget what was recorded."""
-        self._unread.clear()
-        self._recorded.clear()
+        self.comms_dict = {}
 
     def get_operation_names(self) -> list[str]:
         """The record names, in the order of their first appearance."""

@@ -25,6 +25,7 @@ a thread; an operation that completes is charged a few assignments.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import threading
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator.call_stacks import Stack, capture, describe
 from deepspeed.comm import process_groups
+from deepspeed.comm.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 # How often a blocked rank looks at the others.
@@ -86,6 +88,27 @@ class Operation(NamedTuple):
     place: Stack
 
 
+@dataclasses.dataclass(slots=True)
+class _Wait:
+    """What was seen of one wait.
+
+    Attributes:
+        epoch: Which.
+        since: When it was seen first.
+        beat: How often it was looked at since.
+        circle: Ranks that waited for each other at the last look.
+        sightings: How often in a row.
+        is_reported: See `REPORT_S`.
+    """
+
+    epoch: int
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    beat: int = 0
+    circle: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    sightings: int = 0
+    is_reported: bool = False
+
+
 def _lines(place: Stack) -> str:
     return "\n".join(describe(place, "      "))
 
@@ -99,8 +122,8 @@ class StuckRanks:
         self._operation: Operation | None = None
         self._blocked_thread = 0
         self._epoch = 0
-        self._entered = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._wait = _Wait(0)
+        self._lookout = Lookout("stuck ranks", self._look, self._is_blocked, lambda: LOOK_S)
 
     def _forget(self) -> None:
         self._issued: Counter[str] = Counter()
@@ -146,12 +169,9 @@ class StuckRanks:
         Raises:
             HostWaitError: It never will be.
         """
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._watch, name="stuck ranks", daemon=True)
-            self._thread.start()
         self._epoch += 1
         self._operation, self._blocked_thread = operation, threading.get_ident()
-        self._entered.set()
+        self._lookout.call()
         try:
             yield
         except RuntimeError as error:
@@ -162,7 +182,6 @@ class StuckRanks:
             raise HostWaitError(verdict) from None
         finally:
             self._operation = None
-            self._entered.clear()
 
     def _told(self) -> str | None:
         """What the first rank that found out says of all."""
@@ -173,43 +192,36 @@ class StuckRanks:
 
     # The thread
 
-    def _watch(self) -> None:
-        while True:
-            self._entered.wait()
-            epoch, since = self._epoch, time.monotonic()
-            time.sleep(LOOK_S)
-            if self._is_blocked(epoch):
-                # The store ends with the process that hosts it.
-                with suppress(RuntimeError):
-                    self._look_on(epoch, since)
+    def _is_blocked(self) -> bool:
+        return self._operation is not None and self._verdict is None
 
-    def _is_blocked(self, epoch: int) -> bool:
-        return self._epoch == epoch and self._operation is not None
+    def _look(self) -> None:
+        wait = self._wait
+        if wait.epoch != self._epoch:
+            self._wait = _Wait(self._epoch)  # only those that last are worth a look
+            return
+        # The store ends with the process that hosts it.
+        with suppress(RuntimeError):
+            self._look_on(wait)
 
-    def _look_on(self, epoch: int, since: float) -> None:
-        """Look until the wait is over."""
-        before: dict[int, dict[str, Any]] = {}
-        sightings, is_reported, beat = 0, False, 0
-        while self._is_blocked(epoch):
-            beat += 1
-            seen = self._seen(epoch, beat)
-            circle = _circle(process_groups.get_rank(), seen)
-            if circle and before.keys() == circle.keys():
-                sightings += _are_still_blocked(before, circle)
-            else:
-                sightings = 1 if circle else 0
-            before = circle
-            if sightings >= _SIGHTINGS and self._is_blocked(epoch):
-                # First, for those whose operations end because this rank's do.
-                self._store.set(_VERDICT, _verdict(circle))
-            self._verdict = self._told()
-            if self._verdict is not None:
-                process_groups.abort_groups()
-                return
-            if not is_reported and time.monotonic() - since > REPORT_S:
-                is_reported = True
-                logger.error("the simulated device has waited %d s:\n%s", REPORT_S, _report(seen))
-            time.sleep(LOOK_S)
+    def _look_on(self, wait: _Wait) -> None:
+        wait.beat += 1
+        seen = self._seen(wait.epoch, wait.beat)
+        circle = _circle(process_groups.get_rank(), seen)
+        if circle and wait.circle.keys() == circle.keys():
+            wait.sightings += _are_still_blocked(wait.circle, circle)
+        else:
+            wait.sightings = 1 if circle else 0
+        wait.circle = circle
+        if wait.sightings >= _SIGHTINGS and self._epoch == wait.epoch and self._is_blocked():
+            # First, for those whose operations end because this rank's do.
+            self._store.set(_VERDICT, _verdict(circle))
+        self._verdict = self._told()
+        if self._verdict is not None:
+            process_groups.abort_groups()
+        elif not wait.is_reported and time.monotonic() - wait.since > REPORT_S:
+            wait.is_reported = True
+            logger.error("the simulated device has waited %d s:\n%s", REPORT_S, _report(seen))
 
     def _seen(self, epoch: int, beat: int) -> dict[int, dict[str, Any]]:
         """The states of all blocked ranks that this one waits for, directly or not."""

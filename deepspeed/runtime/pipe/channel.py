@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.failure import FailureWatch
+from deepspeed.comm import lone_waits
+from deepspeed.runtime.pipe.failure import FailureWatch, transferring
 from deepspeed.runtime.pipe.pending_sends import PendingSends
 from deepspeed.runtime.pipe.wire import (
     HEADER_BYTES,
@@ -142,7 +144,7 @@ class Channel:
         self.messages = 0
         self.metadata_messages = 0
         self._tag, self._group, self._device, self._watch = tag, group, device, watch
-        self._peer = dst if src == dist.get_rank() else src
+        self._what = f"{name}, with rank {dst if src == dist.get_rank() else src}"
         is_gloo = not transfers_are_ordered(device)
         # gloo carries host memory only.
         self._wire_device = torch.device("cpu") if is_gloo else device
@@ -227,7 +229,9 @@ class Channel:
             self._send_piece(piece)
 
     def _send_piece(self, piece: torch.Tensor) -> None:
-        self._pending_sends.add(dist.isend(piece, self.dst, self._group, self._tag), piece)
+        with self._transferring():
+            work = dist.isend(piece, self.dst, self._group, self._tag)
+        self._pending_sends.add(work, piece)
 
     def finish(self) -> None:
         """Return when everything that was sent has left.
@@ -235,7 +239,8 @@ class Channel:
         Raises:
             PipelinePeerError: Another rank has failed.
         """
-        self._pending_sends.finish()
+        with self._transferring():
+            self._pending_sends.finish()
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -377,7 +382,8 @@ class Channel:
         posted.works = [self._receive_piece(piece) for piece in posted.arrival.pieces]
 
     def _receive_piece(self, piece: torch.Tensor) -> Any:
-        return dist.irecv(piece, self.src, self._group, self._tag)
+        with self._transferring():
+            return dist.irecv(piece, self.src, self._group, self._tag)
 
     def _described(self, posted: _Posted) -> MessageSpec:
         self.metadata_messages += 1
@@ -422,10 +428,12 @@ class Channel:
             self._watch.check()
 
     def _wait(self, work: Any) -> None:
-        if self._watch is None:
+        with lone_waits.watch.waiting(lambda: self._what), self._transferring():
             work.wait()
-        else:
-            self._watch.wait(work, f"{self.name}, with rank {self._peer}")
+
+    def _transferring(self) -> AbstractContextManager[None]:
+        """Whatever begins a transfer or waits for one is inside."""
+        return transferring(self._watch, self._what)
 
 
 def _known(posted: _Posted) -> MessageSpec:

@@ -23,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.dataloader import RepeatingLoader
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled
 from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope, Passes
 from deepspeed.runtime.pipe import schedule
@@ -436,7 +436,7 @@ class PipelineEngine(DeepSpeedEngine):
         inputs = buffer.take_inputs()
         data = (inputs,) if self._is_first_part(chunk) else ()
         self.timers.start_forward(self._training_batch, data)
-        with self._autocast():
+        with autocast_if_enabled(self):
             outputs = self.module.forward_chunk(chunk, inputs)
             if self._is_last_part(chunk):
                 self._take_output(buffer, outputs)

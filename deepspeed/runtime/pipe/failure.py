@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from deepspeed import comm as dist
 from deepspeed.comm import intent
+from deepspeed.comm.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 # How often the thread looks.
@@ -35,6 +36,8 @@ _NAMELESS_S = 1.0
 # How long a rank that has failed stays so that the others can read why.
 _STAY_S = 2.0
 
+_LOST = "lost its connection"
+
 _num_made: Counter[str] = Counter()
 
 
@@ -42,6 +45,53 @@ class PipelinePeerError(RuntimeError):
     """Another rank has failed; the text has its number and its traceback. The engine cannot be used
     any more.
     """
+
+
+@contextmanager
+def transferring(watch: FailureWatch | None, what: str) -> Iterator[None]:
+    """For a transfer that is begun or waited for inside. No function that calls it: reports name
+    the line that began a transfer.
+
+    Args:
+        watch: Knows of the other ranks' failures; None where nobody tells of them.
+        what: Names the transfer and the other rank, for a connection that breaks without a failure
+            being told.
+
+    Raises:
+        PipelinePeerError: It cannot complete since a rank has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not dist.is_connection_error(error):
+            raise
+        if watch is not None:
+            watch.raise_lost(error, what)
+        lost = f"rank {dist.get_rank()} {_LOST} in {what}"
+        raise PipelinePeerError(_explain(lost, error)) from error
+
+
+def _explain(lost: str, error: BaseException) -> str:
+    return (
+        f"{lost}: a process has ended without a word (killed, out of memory, a crash outside of "
+        f"Python), or does not answer; see the output of the other ranks ({error})"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The operation that raised, as its traceback tells it: the collective and its ranks, or the
+    line that waited for one.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("deepspeed.comm.") and "group" in frame.f_locals:
+            return (
+                f"{function}, with ranks {dist.get_all_ranks_from_group(frame.f_locals['group'])}"
+            )
+        if not module.startswith("torch."):
+            place = f"{function} ({frame.f_code.co_filename}:{line}), with other ranks"
+    return place
 
 
 class FailureWatch:
@@ -66,8 +116,9 @@ class FailureWatch:
         # Guards `_is_inside`: operations are ended only of a rank that is within `guard`.
         self._lock = threading.Lock()
         self._is_inside = False
-        self._entered = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lookout = Lookout(
+            "pipeline failure watch", self._look_and_wake, self._is_watching, lambda: LOOK_S
+        )
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -98,27 +149,8 @@ class FailureWatch:
             raise PipelinePeerError(self._failure)
 
     def close(self) -> None:
-        """The engine is done: let the thread end."""
+        """The engine is done."""
         self._store = None
-        self._entered.set()
-
-    def wait(self, work: Any, what: str = "") -> None:
-        """Wait for the handle of an operation.
-
-        Args:
-            work: The handle.
-            what: Names the operation and the other rank, for a connection that breaks without a
-                failure being told.
-
-        Raises:
-            PipelinePeerError: It cannot complete since a rank has failed.
-        """
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if not dist.is_connection_error(error):
-                raise
-            self._raise_lost(error, what)
 
     # -- this rank's failure -----------------------------------------------------------------------
 
@@ -130,23 +162,32 @@ class FailureWatch:
         if self._failure is not None and isinstance(error, RuntimeError):
             raise PipelinePeerError(self._failure) from error
         if dist.is_connection_error(error):
-            self._raise_lost(error, "")
+            self.raise_lost(error)
         text = "".join(traceback.format_exception(error))
         self._failure = self._tell(f"{self._own} failed:\n{text}")
         self._stay()
         raise error
 
-    def _raise_lost(self, error: BaseException, what: str) -> NoReturn:
-        """An operation ended because its connection did."""
+    def raise_lost(self, error: BaseException, what: str = "") -> NoReturn:
+        """An operation of this engine ended because its connection did.
+
+        Args:
+            error: What it raised.
+            what: See `transferring`; "" where several ranks take part: those who can name one speak
+                first.
+
+        Raises:
+            PipelinePeerError: Always.
+        """
         end = time.monotonic() + _NOTE_S + (0 if what else _NAMELESS_S)
         while not self._look() and self._store is not None and time.monotonic() < end:
             time.sleep(LOOK_S / 5)
+        lost = f"{self._own} {_LOST} in {what or _place(error)}"
         if self._failure is None:
-            self._failure = self._tell(
-                f"{self._own} lost its connection{f' in {what}' if what else ''}: a process has "
-                "ended without a word (killed, out of memory, a crash outside of Python), or does "
-                f"not answer; see the output of the other ranks ({error})"
-            )
+            self._failure = self._tell(_explain(lost, error))
+        if _LOST in self._failure and lost not in self._failure:
+            # Who spoke first may know less of it.
+            self._failure += f"; {lost}"
         raise PipelinePeerError(self._failure) from error
 
     def _tell(self, failure: str) -> str:
@@ -194,29 +235,24 @@ class FailureWatch:
     def _enter(self) -> None:
         with self._lock:
             self._is_inside = True
-        self._entered.set()
-        if self._thread is None and self._store is not None:
-            # A daemon: it sleeps between batches, and must not hold up the end of the process.
-            self._thread = threading.Thread(
-                target=self._watch, name="pipeline failure watch", daemon=True
-            )
-            self._thread.start()
+        if self._store is not None:
+            self._lookout.call()
 
     def _leave(self) -> None:
         with self._lock:
             self._is_inside = False
-        self._entered.clear()
 
-    def _watch(self) -> None:
-        # A rank that works on finds out by itself at its next transfer. This is for those that are
-        # blocked.
-        while self._failure is None and self._store is not None:
-            self._entered.wait()
-            time.sleep(LOOK_S)
-            if self._entered.is_set() and self._look():
-                with self._lock:
-                    if self._is_inside:
-                        self._wake()
+    # A rank that works on finds out by itself at its next transfer. The thread is for those that
+    # are blocked.
+
+    def _is_watching(self) -> bool:
+        return self._is_inside and self._failure is None and self._store is not None
+
+    def _look_and_wake(self) -> None:
+        if self._look():
+            with self._lock:
+                if self._is_inside:
+                    self._wake()
 
     def _wake(self) -> None:
         # First the check, which may wait for other ranks before it lets an operation go on to its

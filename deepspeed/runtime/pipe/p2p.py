@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_creation, group_store
 from deepspeed.comm.process_groups import message_options
 from deepspeed.runtime.pipe.channel import Channel, PipelineShapeError, transfers_are_ordered
-from deepspeed.runtime.pipe.failure import PipelinePeerError
+from deepspeed.runtime.pipe.failure import PipelinePeerError, transferring
 
 __all__ = [
     "Channel",
@@ -39,10 +40,30 @@ __all__ = [
     "wait",
 ]
 
+
+class _Transfer:
+    """The handle of a transfer, which says with whom it was when its connection is lost."""
+
+    def __init__(
+        self, what: str, operation: Callable[..., Any], tensor: torch.Tensor, peer: int
+    ) -> None:
+        self._what = f"{what}, with rank {peer}"
+        self._tensor = tensor  # memory that is read or written until the end
+        with transferring(None, self._what):
+            self._work = operation(tensor, peer)
+
+    def wait(self, *timeout: Any) -> Any:
+        with transferring(None, self._what):
+            return self._work.wait(*timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 # The grid of `init_process_groups`, and what `send` and `recv` have begun and `wait` has not waited
-# for: (handle, tensor).
+# for.
 _grid: Any = None
-_begun: list[tuple[Any, torch.Tensor]] = []
+_begun: list[_Transfer] = []
 
 
 def make_channel_groups(
@@ -82,8 +103,9 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
     for (src, dst), group in zip(pairs, made, strict=True):
         if src != dst and own in (src, dst):
             token = torch.zeros(1, dtype=torch.uint8, device=device)
-            work = dist.isend(token, dst, group) if own == src else dist.irecv(token, src, group)
-            work.wait()
+            begin, peer = (dist.isend, dst) if own == src else (dist.irecv, src)
+            what = "a channel's first transfer"
+            _Transfer(what, partial(begin, group=group), token, peer).wait()
             # The host waits as well: what was posted for a later pair must not be on the device
             # while another rank is still at an earlier one.
             get_accelerator().current_stream().synchronize()
@@ -148,26 +170,27 @@ def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
         dest_stage: The stage.
         async_op: Return a handle at once; `wait` waits for it.
     """
-    return _begin(dist.isend(tensor, _rank_of(dest_stage, "send to")), tensor, async_op)
+    return _begin(_Transfer("send", dist.isend, tensor, _rank_of(dest_stage, "send to")), async_op)
 
 
 def recv(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
     """Receive a tensor from a neighbouring stage; arguments as those of `send`."""
-    return _begin(dist.irecv(tensor, _rank_of(src_stage, "receive from")), tensor, async_op)
+    rank = _rank_of(src_stage, "receive from")
+    return _begin(_Transfer("recv", dist.irecv, tensor, rank), async_op)
 
 
-def _begin(work: Any, tensor: torch.Tensor, async_op: bool) -> Any:
+def _begin(transfer: _Transfer, async_op: bool) -> Any:
     if async_op:
-        _begun.append((work, tensor))
-        return work
-    work.wait()
+        _begun.append(transfer)
+        return transfer
+    transfer.wait()
     return None
 
 
 def wait() -> None:
     """Return when everything that was begun with ``async_op=True`` is complete."""
     while _begun:
-        _begun[0][0].wait()
+        _begun[0].wait()
         _begun.pop(0)
     # Upstream's callers read the tensors on the host next. The current stream waits for what was
     # begun; the device may have receives posted that are waited for later.
@@ -196,8 +219,9 @@ def send_obj(msg: Any, dest: int) -> None:
         ) from error
     device = torch.device(get_accelerator().current_device_name())
     data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
-    dist.send(torch.tensor([data.numel()], device=device), dest)
-    dist.send(data, dest)
+    with transferring(None, f"send_obj, with rank {dest}"):
+        dist.send(torch.tensor([data.numel()], device=device), dest)
+        dist.send(data, dest)
 
 
 def recv_obj(sender: int) -> Any:
@@ -206,9 +230,10 @@ def recv_obj(sender: int) -> Any:
     """
     device = torch.device(get_accelerator().current_device_name())
     size = torch.empty(1, dtype=torch.int64, device=device)
-    dist.recv(size, sender)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.recv(data, sender)
+    with transferring(None, f"recv_obj, with rank {sender}"):
+        dist.recv(size, sender)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+        dist.recv(data, sender)
     return torch.load(
         io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=True
     )

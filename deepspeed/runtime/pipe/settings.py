@@ -41,8 +41,8 @@ def _check_gradients(config: DeepSpeedConfig) -> None:
         )
     if not config.tree.managed_gradient_accumulation:
         raise DeepSpeedConfigError(
-            "managed_gradient_accumulation: false with a PipelineModule: the schedule decides the "
-            "boundary; remove the key"
+            "managed_gradient_accumulation: false is not supported with pipeline parallelism: the "
+            "schedule decides the boundary; remove the key"
         )
 
 

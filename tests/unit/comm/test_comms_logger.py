@@ -58,6 +58,26 @@ def test_summary_of_what_was_recorded() -> None:
     raw = log.get_raw_data()
     raw["gradients"][1000][1].append(9.0)
     assert log.get_raw_data()["gradients"][1000][1] == [1.0, 3.0]  # a copy
+
+
+def test_records_can_be_put_there() -> None:
+    # Scripts forget what was recorded by an assignment; what is not read yet goes too.
+    class Ended:
+        def is_over(self) -> bool:
+            return False
+
+        def get_elapsed_msec(self) -> float:
+            return 1.0
+
+    log = CommsLogger()
+    log.append("broadcast", "weights", 2.0, 500, num_ranks=2)
+    log.append_span("broadcast", "weights", Ended(), 500, 2)  # type: ignore[arg-type]  # of a device
+    log.comms_dict = {}
+    assert not log.has_data()
+    kept = {"mine": {8: [1, [1.0], [2.0], [3.0]]}}
+    log.comms_dict = kept
+    log.append("broadcast", "weights", 2.0, 500, num_ranks=2)
+    assert log.comms_dict is kept and log.get_operation_names() == ["mine", "weights"]
     log.reset_data()
     assert not log.has_data() and log.get_operation_summary("gradients") == {}
 

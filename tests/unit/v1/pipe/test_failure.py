@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import intent
+from deepspeed.runtime.pipe import failure, p2p, pending_sends
 from deepspeed.runtime.pipe.failure import FailureWatch, PipelinePeerError
 from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
 from unit.common import DistributedTest
@@ -234,7 +237,24 @@ class TestThreeRanks(DistributedTest):
         end_of_world()
 
 
-class TestEnded(DistributedTest):
+def begin_to_receive(channel: Channel) -> None:
+    channel.recv()
+
+
+def begin_to_send(channel: Channel) -> None:
+    channel.send_like([torch.ones(4)])
+
+
+def end_sending(channel: Channel) -> None:
+    channel.send_like([torch.ones(4)])
+    channel.finish()
+
+
+def end_a_thread_that_sends(channel: Channel) -> None:
+    end_sending(channel)
+
+
+class OneThatEnds(DistributedTest):
     """Rank 0 is a child of the first process of the test, so that it can end as it likes. It hosts
     the store.
     """
@@ -242,30 +262,7 @@ class TestEnded(DistributedTest):
     world_size = 2
     init_distributed = False
 
-    @pytest.mark.parametrize("store", ["file", "tcp"])
-    def test_a_killed_process_ends_the_others(self, store: str, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave, or for a store that went
-        # with it.
-        rank, watch, channel = self._join(store, tmp_path)
-        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
-            self._do(rank, channel, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        assert "rank" in str(caught.value) and (
-            store == "tcp" or "in activations, with rank 0" in str(caught.value)
-        )
-        dist.destroy_process_group()
-
-    def test_a_process_that_ends_at_once_is_heard(self, tmp_path: Path) -> None:
-        # Kills: a rank that takes the store with it before the others have read its traceback.
-        rank, watch, channel = self._join("tcp", tmp_path)
-        try:
-            with pytest.raises(PipelinePeerError, match="spoilt"), watch.guard():
-                self._do(rank, channel, a_layer_that_fails)
-        finally:
-            if rank == 0:
-                os._exit(0)
-        dist.destroy_process_group()
-
-    def _join(self, store: str, directory: Path) -> tuple[int, FailureWatch, Channel]:
+    def join(self, store: str, directory: Path) -> tuple[int, FailureWatch, Channel]:
         rank = 1 + dist.get_local_rank()
         if rank == 1 and os.fork() == 0:
             rank = 0
@@ -285,7 +282,7 @@ class TestEnded(DistributedTest):
         dist.barrier()
         return rank, watch, channel
 
-    def _do(self, rank: int, channel: Channel, end: Callable[[], None]) -> None:
+    def work(self, rank: int, channel: Channel, end: Callable[[], None]) -> None:
         if rank == 0:
             end()
         elif rank == 1:
@@ -294,16 +291,138 @@ class TestEnded(DistributedTest):
             dist.all_reduce(torch.ones(2))
 
 
-class TestTheEndOfAnEngine(DistributedTest):
-    world_size = 2
+class TestLost(OneThatEnds):
+    """What is said when gloo's own words come first: before the rank waits, or where nobody
+    watches.
+    """
 
-    def test_the_thread_ends(self) -> None:
-        # Kills: a thread per engine that was ever made.
-        watch = FailureWatch(range(2), "test")
-        with watch.guard():
-            pass
-        watch.close()
-        thread = watch._thread
-        assert thread is not None
-        thread.join(timeout=LIMIT_S)
-        assert not thread.is_alive()
+    @pytest.mark.parametrize(
+        ("attempt", "watched"),
+        [
+            (begin_to_receive, True),
+            (begin_to_receive, False),
+            (begin_to_send, True),
+            (end_sending, True),
+            (end_a_thread_that_sends, True),
+            (end_a_thread_that_sends, False),
+        ],
+    )
+    def test_every_attempt_names_the_lost_rank(
+        self,
+        attempt: Callable[[Channel], None],
+        watched: bool,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        # Kills: naming it only where a transfer is waited for.
+        if attempt is end_a_thread_that_sends:
+            monkeypatch.setattr(pending_sends, "HELD_TRANSFERS", 0)
+        rank, watch, channel = self.join("file", tmp_path)
+        lose_rank_0(rank)
+        if rank == 1:
+            if attempt is not begin_to_receive:
+                channel.src, channel.dst = 1, 0
+            if not watched:
+                channel._watch = None
+            with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+                attempt(channel)
+                channel.finish()  # a transfer may begin while gloo has not noticed yet
+            assert "rank 1" in str(caught.value)
+            assert "lost its connection in activations, with rank 0" in str(caught.value)
+        dist.destroy_process_group()
+
+    def test_upstreams_functions_name_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rank, _, _ = self.join("file", tmp_path)
+        lose_rank_0(rank)
+        grid = SimpleNamespace(
+            get_stage_id=lambda: 1, pipe_parallel_size=2, stage_to_global=lambda stage_id: 0
+        )
+        if rank == 1:
+            p2p.init_process_groups(grid)
+            value = torch.ones(4)
+            attempts: dict[str, Callable[[], Any]] = {
+                "send": lambda: p2p.send(value, 0),
+                "recv": lambda: p2p.recv(value, 0),
+                "recv ": lambda: p2p.recv(value, 0, async_op=True).wait(),
+                "send ": lambda: (p2p.send(value, 0, async_op=True), p2p.wait()),
+                "send_obj": lambda: p2p.send_obj(1, 0),
+                "recv_obj": lambda: p2p.recv_obj(0),
+            }
+            for name, attempt in attempts.items():
+                with pytest.raises(PipelinePeerError, match="without a word") as caught:
+                    attempt()
+                assert f"lost its connection in {name.strip()}, with rank 0" in str(caught.value)
+        dist.destroy_process_group()
+
+    def test_a_collective_names_its_ranks(self, tmp_path: Path) -> None:
+        rank, watch, _ = self.join("file", tmp_path)
+        lose_rank_0(rank)
+        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+            dist.all_reduce(torch.ones(2))
+        assert "in all_reduce, with ranks [0, 1, 2]" in str(caught.value)
+        dist.destroy_process_group()
+
+    def test_a_handle_of_a_collective_names_its_line(self, tmp_path: Path) -> None:
+        rank, watch, _ = self.join("file", tmp_path)
+        lose_rank_0(rank)
+        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+            wait_for_ranks(dist.all_reduce(torch.ones(2), async_op=True))
+        assert f"in wait_for_ranks ({__file__}" in str(caught.value)
+        dist.destroy_process_group()
+
+    def test_who_was_not_first_to_speak_says_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a rank that knows which one is lost, and repeats another's words only.
+        rank, watch, channel = self.join("file", tmp_path)
+        lose_rank_0(rank)
+        monkeypatch.setattr(failure, "_NAMELESS_S", 0.0)
+        monkeypatch.setattr(failure, "_NOTE_S", 0.0 if rank == 2 else 30.0)
+        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+            dist.broadcast(torch.ones(2), 0) if rank == 2 else channel.recv()
+        assert "rank 2 (stage 2) lost its connection in broadcast" in str(caught.value)
+        own = "; rank 1 (stage 1) lost its connection in activations, with rank 0"
+        assert (own in str(caught.value)) == (rank == 1)
+        dist.destroy_process_group()
+
+
+def lose_rank_0(rank: int) -> None:
+    """Rank 0 is killed; the others go on when it is gone."""
+    store = dist.get_store()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 1:
+        os.wait()
+        store.set("gone", "1")
+    store.wait(["gone"])
+
+
+def wait_for_ranks(work: Any) -> None:
+    work.wait()
+
+
+class TestEnded(OneThatEnds):
+    @pytest.mark.parametrize("store", ["file", "tcp"])
+    def test_a_killed_process_ends_the_others(self, store: str, tmp_path: Path) -> None:
+        # Kills: waiting for a note that a killed process cannot leave, or for a store that went
+        # with it.
+        rank, watch, channel = self.join(store, tmp_path)
+        with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
+            self.work(rank, channel, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        if store == "file":
+            own = {1: "in activations, with rank 0", 2: "in all_reduce, with ranks [0, 1, 2]"}
+            assert own[1] in str(caught.value) or own[rank] in str(caught.value)
+        dist.destroy_process_group()
+
+    def test_a_process_that_ends_at_once_is_heard(self, tmp_path: Path) -> None:
+        # Kills: a rank that takes the store with it before the others have read its traceback.
+        rank, watch, channel = self.join("tcp", tmp_path)
+        try:
+            with pytest.raises(PipelinePeerError, match="spoilt"), watch.guard():
+                self.work(rank, channel, a_layer_that_fails)
+        finally:
+            if rank == 0:
+                os._exit(0)
+        dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""A thread that looks at something every now and then while a program waits, and that ends when
+nobody has waited for a while.
+
+So no thread is left behind, whatever becomes of what it looked after: nobody has to end it. Whoever
+calls `Lookout.call` before each wait pays two assignments; the thread that has ended begins anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+# More than any look takes; one that hangs is left alone.
+_STOP_S = 5.0
+
+
+class Lookout:
+    """See module.
+
+    Args:
+        name: Of the thread.
+        look: What it does while it is wanted.
+        is_wanted: Whether somebody waits.
+        pause_s: Between two looks, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        look: Callable[[], None],
+        is_wanted: Callable[[], bool],
+        pause_s: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.look = look
+        self.is_wanted = is_wanted
+        self.pause_s = pause_s
+        self._lock = threading.Lock()
+        self._was_called = False
+        self._thread: _Thread | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def call(self) -> None:
+        """A wait begins."""
+        # In this order; see `retires`.
+        self._was_called = True
+        if not self.is_alive:
+            with self._lock:
+                if not self.is_alive:
+                    self._thread = _Thread(self)
+                    self._thread.start()
+
+    def retires(self, thread: _Thread) -> bool:
+        """Whether the thread may end: nobody has waited since it was asked last."""
+        if self._was_called or self.is_wanted():
+            self._was_called = False
+            return False
+        # First gone, then asked again: a call that has not seen the one is seen by the other.
+        self._thread = None
+        if not self._was_called:
+            return True
+        with self._lock:
+            if self.is_alive:
+                return True
+            self._thread = thread
+        return False
+
+
+class _Thread(threading.Thread):
+    """A daemon: it must not hold up the end of the process.
+
+    Args:
+        lookout: Whose.
+    """
+
+    def __init__(self, lookout: Lookout) -> None:
+        super().__init__(name=lookout.name, daemon=True)
+        self._lookout = lookout
+        self._told = threading.Event()
+
+    def run(self) -> None:
+        """Look until it is told to stop or nobody wants it."""
+        lookout = self._lookout
+        while not self._told.wait(lookout.pause_s()):
+            if lookout.is_wanted():
+                lookout.look()
+            if lookout.retires(self):
+                return
+
+    def stop(self, if_idle: bool = False) -> None:
+        """End it now, and return when it has ended. The next wait begins another.
+
+        Args:
+            if_idle: Not while somebody waits.
+        """
+        if if_idle and self._lookout.is_wanted():
+            return
+        self._told.set()
+        if self is not threading.current_thread():
+            self.join(_STOP_S)
+
+
+def stop_idle() -> None:
+    """End the threads of all lookouts that nobody wants now."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _Thread):
+            thread.stop(if_idle=True)

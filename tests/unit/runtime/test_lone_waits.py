@@ -1,0 +1,217 @@
+"""Ranks that take different ways at every stage, while they save or load, and in pipelines: whoever
+waits says so, and where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.checkpoint import files
+from deepspeed.comm import lone_waits
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpointing.save_job import SaveJob
+from deepspeed.utils.logging import logger
+from unit.common import DistributedTest
+
+WIDTH = 4
+REPORT_S = 0.5
+LATE_S = 1.5
+# Of a report; beside more programs than cores each waits for its turn.
+LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the log says meanwhile, of waits."""
+    said: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        if " s for " in record.getMessage():
+            said.append(record.getMessage())
+
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]  # a list is all that is needed
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
+
+
+def engine_of(stage: int, is_pipeline: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "verify": {"lone_gather_report": REPORT_S},
+        **options,
+    }
+    model: nn.Module = nn.Sequential(*layers)
+    if is_pipeline:
+        model = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=nn.MSELoss())
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def backward(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+
+
+def step(engine: Any) -> None:
+    backward(engine)
+    engine.step()
+
+
+def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
+    """Rank 0 does something that rank 1 does later: rank 0 says that it waits, and rank 1
+    nothing.
+    """
+    dist.barrier()
+    is_late = dist.get_rank() == 1
+    with heard() as said:
+        lone_waits.watch.report_s = REPORT_S
+        if is_late:
+            time.sleep(LATE_S)
+        started = time.monotonic()
+        act()
+        assert time.monotonic() - started < LIMIT_S
+        # It is written a moment after the other was asked what it waits for.
+        while not is_late and not said and time.monotonic() - started < LIMIT_S:
+            time.sleep(0.02)
+        assert len(said) == (0 if is_late else 1), said
+        for text in said:
+            assert f"s for {what}, which {who}" in text, text
+            assert "test_lone_waits.py" in text
+            assert "rank 1 has not waited so long for anything of this kind" in text
+            assert "DS_VERIFY=collectives" in text
+
+
+GRADIENTS = {
+    0: "40 elements of gradients",
+    1: "the gradients of 0.weight and 3 more parameters",
+    2: "the gradients of 0.weight and 3 more parameters",
+}
+NOT_ALL = "not all ranks have joined"
+
+
+class TestLate(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_one_step_more(self, stage: int) -> None:
+        # Kills: a reduction, or the norm, that waits in silence.
+        engine = engine_of(stage)
+        step(engine)
+        one_that_is_late(lambda: backward(engine), GRADIENTS[stage], NOT_ALL)
+        if stage:
+            one_that_is_late(engine.step, "the norm of the gradients", NOT_ALL)
+        engine.destroy()
+
+    def test_first_backward_of_several_buckets(self) -> None:
+        # Ranks agree before they wait for their buckets.
+        zero = {"stage": 2, "reduce_bucket_size": WIDTH * WIDTH + WIDTH, "overlap_comm": True}
+        engine = engine_of(2, zero_optimization=zero)
+        one_that_is_late(lambda: backward(engine), "which gradients arrive late", NOT_ALL)
+        engine.destroy()
+
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_saving_and_loading(self, stage: int, tmpdir: Any) -> None:
+        # Kills: a save on one rank that waits in silence; a report that does not say who is
+        # missing.
+        folder, missing = str(tmpdir), "rank 1 has not joined"
+        engine = engine_of(stage)
+        step(engine)
+        one_that_is_late(lambda: engine.save_checkpoint(folder, "a"), "saving a", missing)
+        newest = f"looking for the newest checkpoint in {folder}"
+        one_that_is_late(lambda: engine.load_checkpoint(folder), newest, missing)
+        engine.destroy()
+
+    def test_a_long_write_is_none(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: ranks that wait until another has written, reported as alone; and a later wait
+        # taken for one of them.
+        engine = engine_of(2)
+        step(engine)
+        write = SaveJob.write
+
+        def slow(*args: Any) -> Any:
+            if dist.get_rank() == 0:
+                time.sleep(LATE_S)
+            return write(*args)
+
+        with monkeypatch.context() as patch, heard() as said:
+            lone_waits.watch.report_s = REPORT_S
+            patch.setattr(SaveJob, "write", slow)
+            engine.save_checkpoint(str(tmpdir), "a")
+            assert not said, said
+        act = lambda: files.together(lambda: None, engine.device, "something")  # noqa: E731
+        one_that_is_late(act, "something", "rank 1 has not joined")
+        engine.destroy()
+
+    def test_pipeline(self) -> None:
+        engine = engine_of(0, is_pipeline=True)
+        x = torch.ones(1, WIDTH)
+        act = lambda: engine.train_batch(iter([(x, x)]))  # noqa: E731
+        act()
+        one_that_is_late(
+            act, "gradients of part 1's inputs (rank 1 to rank 0), with rank 1", NOT_ALL
+        )
+        engine.destroy()
+
+    def test_nobody_is_late(self) -> None:
+        engine = engine_of(2)
+        with heard() as said:
+            lone_waits.watch.report_s = REPORT_S
+            ended = time.monotonic() + 2 * REPORT_S
+            # Until rank 0 says so.
+            while True:
+                step(engine)
+                is_over = torch.tensor(float(time.monotonic() > ended))
+                dist.broadcast(is_over, 0)
+                if is_over:
+                    break
+            assert not said, said
+        engine.destroy()
+
+
+class TestApart(DistributedTest):
+    world_size = 2
+
+    def test_a_save_on_one_rank(self, tmpdir: Any) -> None:
+        # The classic hang, which nothing ends: each says for what it waits, and what the other one
+        # said.
+        engine = engine_of(2)
+        step(engine)
+        with heard() as said:
+            lone_waits.watch.report_s = REPORT_S
+            # Ranks of a test are ended by nobody.
+            end = threading.Timer(3 * LATE_S, dist.process_groups.abort_groups)
+            end.start()
+            with suppress(RuntimeError):
+                if dist.get_rank() == 0:
+                    engine.save_checkpoint(str(Path(tmpdir)))
+                else:
+                    step(engine)
+                raise AssertionError("they did not part")
+            end.join()
+        if dist.get_rank() == 0:
+            assert any("s for saving global_step1, which rank 1 has not joined" in t for t in said)
+            other = GRADIENTS[2]
+        else:
+            assert any(f"s for {GRADIENTS[2]}, which not all" in text for text in said), said
+            other = "saving global_step1"
+        assert any(f"has last waited so long for {other}" in text for text in said), said
