@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.comm import lone_waits
+from deepspeed.comm.lookout import stop_idle
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.gradients.observer import UNOBSERVED
 
@@ -76,6 +77,7 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
             )
         engine.parameter_offload.resources.poison_what_goes()
     engines.add(engine)
+    weakref.finalize(engine, lone_waits.watch.forget)
     for watcher in watchers:
         watcher(engine)
     return at_step
@@ -105,10 +107,17 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
         sum_op=engine._config.tree.gradient_allreduce_op == "sum",
         raises=raises,
     )
-    if engine._window_is_plain is not None:
+    if engine.tracker.window.is_plain is not None:
         ledger.skip_window()
     sequence.observe(ledger)
     return ledger
+
+
+def engine_ended(engine: DeepSpeedEngine) -> None:
+    """The engine was destroyed: end the threads that nobody wants any more."""
+    engines.discard(engine)
+    lone_waits.watch.forget()
+    stop_idle()
 
 
 def detach_ledger(engine: DeepSpeedEngine) -> None:

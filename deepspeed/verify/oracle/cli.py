@@ -1,6 +1,7 @@
 """The command `ds_verify`: arguments, progress, table, files, exit code.
 
-Exit code 0: nothing failed; 1: something did; 2: the command was used wrongly.
+Exit code 0: all that the engine does was checked, and nothing failed; 1: something failed; 2: the
+command was used wrongly; 3: nothing failed, and a check was not possible.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from deepspeed.elasticity.config import ElasticityError
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
@@ -38,7 +40,7 @@ from deepspeed.verify.oracle.usage import UsageError
 from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 
-FAILED, MISUSED = 1, 2
+FAILED, MISUSED, INCOMPLETE = 1, 2, 3
 DEFAULT_BACKEND = "inductor"
 EPILOG = """\
 FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss);
@@ -134,7 +136,7 @@ def verify(settings: Settings, visible: bool = False) -> Report:
 
     Raises:
         UsageError: If an argument is wrong.
-        DeepSpeedConfigError: If the configuration is.
+        DeepSpeedConfigError, ElasticityError: If the configuration is.
     """
     for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
         if getattr(settings, name) < least:
@@ -153,7 +155,7 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         )
     config = load_config(settings.config)
     shape = shape_of(config, settings.world_size)
-    numel, no_split = _try_model(settings, config, shape)
+    numel, no_split, no_whole = _try_model(settings, config, shape)
     plan = make_plan(
         config,
         settings.model,
@@ -161,6 +163,7 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         shape,
         numel=numel,
         no_split=no_split,
+        no_whole=no_whole,
         steps=settings.steps,
         schedules=settings.schedules,
         backend=settings.compile,
@@ -178,13 +181,13 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     return make_report(plan, session, shown)
 
 
-def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str]:
+def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str, str]:
     """One forward and backward here, where a mistake is told at once and not in the logs of the
     ranks.
 
     Returns:
-        Trainable elements of the model, and why its global batch cannot be cut in other ways (or
-        nothing).
+        Trainable elements of the model, why its global batch cannot be cut in other ways, and why
+        the data's micro-batches cannot be joined (or nothing).
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
@@ -199,7 +202,7 @@ def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tupl
             "random numbers in forward"
         )
     numel = sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
-    return numel, uncuttable(workload, batches)
+    return numel, uncuttable(workload, batches), batches.whole_reason or ""
 
 
 def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -266,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"--json {json_path}: there is no folder {Path(json_path).resolve().parent}"
             )
         report = verify(Settings(**arguments), visible=True)
-    except (UsageError, DeepSpeedConfigError) as error:
+    except (UsageError, DeepSpeedConfigError, ElasticityError) as error:
         sys.stderr.write(f"ds_verify: {error}\n")
         return MISUSED
     sys.stdout.write(render(report) + "\n")
@@ -274,7 +277,9 @@ def main(argv: list[str] | None = None) -> int:
         Path(json_path).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     if report_path is not None:
         write_report(report, report_path)
-    return 0 if report.passed else FAILED
+    if not report.passed:
+        return FAILED
+    return INCOMPLETE if report.left_out else 0
 
 
 def command() -> None:

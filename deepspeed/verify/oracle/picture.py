@@ -14,7 +14,12 @@ from deepspeed.verify.oracle.text import cells, summary
 from deepspeed.verify.oracle.usage import UsageError
 
 SUFFIXES = (".html", ".png")
-CLASSES = {Verdict.PASS: "good", Verdict.FAIL: "bad", Verdict.NOT_RUN: "quiet"}
+CLASSES = {
+    Verdict.PASS: "good",
+    Verdict.FAIL: "bad",
+    Verdict.NOT_RUN: "quiet",
+    Verdict.LEFT_OUT: "bad",
+}
 HEADINGS = (
     "check",
     "parameters",

@@ -105,6 +105,7 @@ class Plan:
         shape: The configuration's cut of the global batch.
         runs: In this order.
         no_split: Why the global batch is not cut in other ways; empty if it is.
+        no_whole: Why the data's micro-batches cannot be joined to one batch; empty if they can.
         no_compile: Why the model is not compiled; empty if it is.
     """
 
@@ -115,6 +116,7 @@ class Plan:
     shape: Shape
     runs: list[Run] = field(default_factory=list)
     no_split: str = ""
+    no_whole: str = ""
     no_compile: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -309,6 +311,7 @@ def make_plan(
     backend: str,
     seed: int,
     no_split: str = "",
+    no_whole: str = "",
 ) -> Plan:
     """The runs that `ds_verify` makes for these arguments.
 
@@ -323,6 +326,7 @@ def make_plan(
         backend: `--compile`.
         seed: `--seed`.
         no_split: Why the global batch must not be cut in other ways.
+        no_whole: Of it, what is the data's.
     """
     base = with_shape(quiet(config), shape)
     sgd = with_sgd(base)
@@ -359,7 +363,7 @@ def make_plan(
             Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, min(steps, AS_CONFIGURED_STEPS))
         )
     no_split = no_split or ("" if splits else ONE_CUT)
-    return Plan(model, data, seed, steps, shape, runs, no_split, no_compile)
+    return Plan(model, data, seed, steps, shape, runs, no_split, no_whole, no_compile)
 
 
 def why_not_compiled(backend: str) -> str:

@@ -12,7 +12,8 @@ class Verdict(str, Enum):
 
     PASS = "PASS"
     FAIL = "FAIL"
-    NOT_RUN = "NOT RUN"  # asked for but not possible, or not asked for; the row says which
+    NOT_RUN = "NOT RUN"  # not asked for, or of what this configuration does not have
+    LEFT_OUT = "LEFT OUT"  # of what the engine does, and not possible; the row says why
 
 
 @dataclass
@@ -64,10 +65,18 @@ class Report:
         """Whether no row failed."""
         return not any(row.verdict is Verdict.FAIL for row in self.rows)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Checks of what the engine does that were not possible."""
+        return list(
+            dict.fromkeys(row.check for row in self.rows if row.verdict is Verdict.LEFT_OUT)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "passed": self.passed,
+            "left_out": self.left_out,
             "culprits": culprits(self),
             "settings": self.settings,
             "rows": [asdict(row) for row in self.rows],

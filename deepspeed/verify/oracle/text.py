@@ -75,7 +75,10 @@ def summary(report: Report) -> str:
         f"{counts[Verdict.PASS]} passed, {counts[Verdict.FAIL]} failed, {counts[Verdict.NOT_RUN]} "
         "not run"
     )
+    if report.left_out:
+        text += f", {counts[Verdict.LEFT_OUT]} left out: {', '.join(report.left_out)}"
     blame = (
         f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" if named else ""
     )
-    return f"{'PASS' if report.passed else 'FAIL'}: {text}{blame}"
+    verdict = "FAIL" if not report.passed else "INCOMPLETE" if report.left_out else "PASS"
+    return f"{verdict}: {text}{blame}"

@@ -1,5 +1,5 @@
-"""From what runs found to the rows of the table: PASS, FAIL with the parameter's name, or NOT RUN
-with the reason.
+"""From what runs found to the rows of the table: PASS, FAIL with the parameter's name, NOT RUN or
+LEFT OUT with the reason.
 
 Pure: reads results, runs nothing.
 """
@@ -152,7 +152,8 @@ def _absent(plan: Plan) -> list[Row]:
     if RunKind.COMPILED not in kinds:
         rows.append(Row("eager = compiled", Verdict.NOT_RUN, plan.no_compile))
     if RunKind.SPLIT not in kinds:
-        rows.append(Row("accumulation invariance", Verdict.NOT_RUN, plan.no_split))
+        verdict = Verdict.LEFT_OUT if plan.no_whole else Verdict.NOT_RUN
+        rows.append(Row("accumulation invariance", verdict, plan.no_split))
     return rows
 
 
@@ -190,8 +191,7 @@ def _model_row(findings: list[StepFindings], outcome: Outcome) -> Row:
     """Whether the model itself lets its batch be cut: no engine can repair it if not."""
     check = "model: micro-batches = whole batch"
     if not any(one.split for one in findings):
-        reason = next(iter(outcome.ranks[0]["notes"]), "the step was skipped")
-        return Row(check, Verdict.NOT_RUN, reason)
+        return _without_whole(check, outcome)
     outside = _outside(findings, lambda one: one.split)
     if outside:
         text = _describe("gradient", outside)
@@ -199,6 +199,14 @@ def _model_row(findings: list[StepFindings], outcome: Outcome) -> Row:
         return Row(check, Verdict.FAIL, f"{text} ({why})", parameters=list(outside))
     worst = _worst(value for one in findings for value in one.split.values())
     return Row(check, Verdict.PASS, "one process, double precision", gradient=worst)
+
+
+def _without_whole(check: str, outcome: Outcome, family: str = "") -> Row:
+    """The row of a check that needs the gradient of the whole batch, where there is none."""
+    reason, of_data = outcome.ranks[0]["no_whole"]
+    # A model that is another one in each cut has no whole batch to be checked against.
+    verdict = Verdict.NOT_RUN if reason and not of_data else Verdict.LEFT_OUT
+    return Row(check, verdict, reason or "the step was skipped", family=family)
 
 
 def _family_rows(label: str, run: Run, findings: list[StepFindings]) -> list[Row]:
@@ -289,7 +297,7 @@ def _norm_row(label: str, findings: list[StepFindings]) -> Row:
     wrong = [(step, one) for step, one in norms.items() if not one.is_within]
     row = Row(f"{label}: gradient norm", Verdict.PASS, gradient=_worst(norms.values()))
     if not norms:
-        row.verdict, row.detail = Verdict.NOT_RUN, "no step could be compared"
+        row.verdict, row.detail = Verdict.LEFT_OUT, "no step could be compared"
     if wrong:
         step, one = wrong[0]
         row.verdict = Verdict.FAIL
@@ -337,8 +345,7 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
         return [Row(check, verdict, f"no result: {outcome.failure}", family=family)]
     findings = [one for one in _findings(outcome) if not one.skipped]
     if not any(one.whole for one in findings):
-        reason = next(iter(outcome.ranks[0]["notes"]), "the step was skipped")
-        return [Row(check, Verdict.NOT_RUN, reason, family=family)]
+        return [_without_whole(check, outcome, family)]
     outside = _outside(findings, lambda one: one.whole)
     row = Row(
         check,
@@ -411,7 +418,7 @@ def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> R
     compared = [one for steps in found.values() for one in steps if not one.skipped]
     if not compared:
         reason = next((one.skipped for steps in found.values() for one in steps), "no step")
-        return Row(check, Verdict.NOT_RUN, f"no step could be compared ({reason})")
+        return Row(check, Verdict.LEFT_OUT, f"no step could be compared ({reason})")
     row.gradient = _worst(value for one in compared for value in one.gradients.values())
     for name, steps in found.items():
         gradients = _outside(steps, lambda one: one.gradients)

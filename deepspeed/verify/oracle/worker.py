@@ -118,6 +118,7 @@ class Worker:
             for note in (reference.no_whole, reference.no_double, *(one.note for one in optimizers))
             if note
         ]
+        result["no_whole"] = (reference.no_whole, self.batches.whole_reason)
         result["is_single"] = precision.is_single
         result["start"] = self._start(record, precision)
         return result

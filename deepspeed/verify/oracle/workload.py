@@ -310,7 +310,8 @@ class GlobalBatches:
             if len(sizes) != 1:
                 self.whole_reason = (
                     "the tensors of a batch have no common number of samples in front "
-                    f"({sorted(sizes)})"
+                    f"({sorted(sizes)}); a loader gives micro-batches of "
+                    f"{self.shape.rows} samples, a Dataset single ones"
                 )
                 return
             if sizes != {self.shape.rows}:

@@ -168,14 +168,19 @@ CHECKER = (
     Mutation(
         "gathered parameters are not awaited",
         PUBLISHER,
-        (("        while self._gathers:\n            self._gathers.popleft().wait()\n", ""),),
+        (
+            (
+                "                self._gathers.popleft().wait()\n",
+                "                self._gathers.popleft()\n",
+            ),
+        ),
         "streams: stage 2",
         r"never waits for <nccl stream.*flat parameters",
     ),
     Mutation(
         "an all-reduced accumulator is not awaited",
         REPLICATED,
-        (("    if flight.work is not None:\n        flight.work.wait()\n", ""),),
+        (("            flight.work.wait()\n", "            pass\n"),),
         "streams: BF16_Optimizer",
         r"never waits for <nccl stream.*group(.|\n)*all_reduce_flat",
     ),
@@ -238,7 +243,7 @@ LEDGER = (
     Mutation(
         "the first write adds to the last step's gradient",
         SINK,
-        (("first = bucket not in self._written", "first = False"),),
+        (("first = bucket not in self.written", "first = False"),),
         "ledger: stage 2",
         r"weight",
     ),
@@ -340,12 +345,14 @@ INTENT = (
         ZERO,
         (
             (
-                "        if self.norm_group is not None:\n",
-                "        if self.norm_group is not None and dist.get_rank() == 0:\n",
+                "        return self._norm_of(reduce_squared_norm(squares, self.norm_group))\n",
+                "        if dist.get_rank() == 0:\n"
+                "            reduce_squared_norm(squares, self.norm_group)\n"
+                "        return self._norm_of(squares)\n",
             ),
         ),
         "intent: stage 2",
-        r"(?i)rank 1(.|\n)*scaled_global_norm|scaled_global_norm(.|\n)*rank 1",
+        r"(?i)all_reduce(.|\n)*reduce_squared_norm",
     ),
     Mutation(
         "one rank skips a bucket",

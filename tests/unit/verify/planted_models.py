@@ -113,6 +113,11 @@ def wrong_rows() -> Made:
     return layers(nn.Linear(16, 16)), lambda *place: tuple(part[:3] for part in batch(*place)), loss
 
 
+def single_samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a loader that does not make micro-batches of them."""
+    return [tuple(part[0] for part in batch(n, 0, 0)) for n in range(16)]  # type: ignore[misc]  # two
+
+
 def one_rank_dies() -> Made:
     if os.environ.get("RANK") == "1":
         os._exit(3)

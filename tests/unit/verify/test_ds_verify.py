@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepspeed.verify.oracle import picture
-from deepspeed.verify.oracle.cli import main
+from deepspeed.verify.oracle.cli import INCOMPLETE, main
 from deepspeed.verify.oracle.judge import Deviation
 from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
@@ -62,6 +62,19 @@ def test_the_planted_bug_fails_and_is_named(
     assert "src=" not in page.replace('src="data:', "") and "http" not in page  # self-contained
 
 
+def test_checks_that_are_not_possible_are_told_in_the_verdict(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kills: exit code 0 for single samples, of which no other cut of the batch can be made."""
+    arguments = "--steps 1 --schedules 0 --compile none --data".split()
+    model = ["--config", config, "--model", f"{MODELS}:right"]
+    assert main([*model, *arguments, f"{MODELS}:single_samples"]) == INCOMPLETE
+    *_, verdict = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("INCOMPLETE") and verdict.endswith(
+        "2 left out: model: micro-batches = whole batch, accumulation invariance"
+    )
+
+
 MISUSES = {
     "nowhere": "has no function 'nowhere'",
     "without_batches": "there are no batches",
@@ -105,11 +118,19 @@ def test_wrong_arguments(
     assert text in capsys.readouterr().err
 
 
+# One rank only can share these batches.
+ELASTIC = {
+    **{"enabled": True, "version": 0.1, "ignore_non_elastic_batch_info": True},
+    **{"max_train_batch_size": 7, "micro_batch_sizes": [4, 6], "min_gpus": 1, "max_gpus": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [
         (config_of(3), "stage 3"),
         ({**config_of(1), "tensor_parallel": {"autotp_size": 2}}, "autotp_size 2"),
+        ({**config_of(1), "elasticity": ELASTIC}, "World size (2)"),
     ],
 )
 def test_what_is_not_checked_is_refused(
@@ -118,7 +139,8 @@ def test_what_is_not_checked_is_refused(
     path = tmp_path / "c.json"
     path.write_text(json.dumps(config))
     assert main(["--config", str(path), "--model", f"{MODELS}:right"]) == 2
-    assert text in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert text in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

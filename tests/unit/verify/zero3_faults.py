@@ -241,8 +241,8 @@ ZERO3 = (
         ZERO,
         (
             (
-                "        if self.norm_group is not None:\n            dist.all_reduce(squares",
-                "        if False:\n            dist.all_reduce(squares",
+                "reduce_squared_norm(squares, self.norm_group)",
+                "squares",
             ),
         ),
         "oracle: stage 3",
