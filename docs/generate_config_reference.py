@@ -36,7 +36,7 @@ from deepspeed.runtime.config_models.refusals import (
     Scope,
 )
 from deepspeed.runtime.config_models.training import TrainingConfig
-from deepspeed.runtime.config_models.zero import STAGE_3
+from deepspeed.runtime.config_models.zero import OTHER_STAGES, STAGE_3
 
 PAGE = Path(__file__).parent / "config-reference.md"
 
@@ -49,8 +49,9 @@ INTRODUCTION = """\
 base64-encoded JSON. This page lists every key.
 
 - **Unknown keys** are an error that names the full path and the nearest known key.
-- **Types** are checked: `"8"` is not an integer, `1` is not a boolean. `2e8` is an integer. Sizes
-  (type *size*) drop a fraction, since clients compute them (`0.9 * hidden * hidden`).
+- **Types** are checked: `"8"`, `8.0` and `8` are one integer, `1` and `"yes"` are `true`, and
+  neither `true` nor `"eight"` is a number. Sizes (type *size*) drop a fraction, since clients
+  compute them (`0.9 * hidden * hidden`).
 - **`"auto"`** is filled in by client libraries. Where it is left over, one error names all places;
   a size that is left at it is the default.
 - **Batch sizes**: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps
@@ -171,7 +172,7 @@ def all_rows(model: type[BaseModel], keys: str = "", path: str = "") -> Iterator
 
 def inert_keys() -> list[Inert]:
     """Return the keys that have no effect at any stage."""
-    return [inert for inert in INERT if inert.without != STAGE_3]
+    return [inert for inert in INERT if inert.without not in (STAGE_3, OTHER_STAGES)]
 
 
 def not_honoured() -> set[str]:

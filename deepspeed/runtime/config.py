@@ -32,7 +32,7 @@ from deepspeed.runtime.config_utils import (
 )
 from deepspeed.runtime.constants import DEEPSPEED_OPTIMIZERS, TENSOR_CORE_ALIGN_SIZE
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.logging import logger, print_dist
+from deepspeed.utils.logging import print_dist, warn_once
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.getters import get_zero_config
@@ -141,7 +141,7 @@ def read_tree(
     apply_dotted_keys(TrainingConfig, param_dict)
     apply_deprecated_names(param_dict)
     tree = read_block(TrainingConfig, param_dict)
-    refuse_unsupported(tree)
+    refuse_unsupported(tree, param_dict)
     return tree, param_dict
 
 
@@ -178,9 +178,9 @@ class DeepSpeedConfig:
         world = self._beside_tensors(data_parallel_world_size(mpu, mesh_device), mpu, mesh_device)
         world = self._beside_sequences(world, mpu, mesh_device)
         self._check_together(world)
-        inert = list(inert_keys_of(self.tree))
+        inert = list(inert_keys_of(self.tree, param_dict))
         if inert:
-            logger.warning("configuration keys without effect: %s", ", ".join(inert))
+            warn_once(f"configuration keys without effect: {', '.join(inert)}")
         self.mesh_device = mesh_device
         self.world_size = world.size
         self.global_rank = (
@@ -248,12 +248,9 @@ class DeepSpeedConfig:
             return train
         if train != micro * steps * world.size * size:
             return train
-        logger.warning(
-            "train_batch_size: %d counts a batch for each of the %d ranks that share one "
-            "(tensor_parallel.autotp_size); it is %d",
-            train,
-            size,
-            train // size,
+        warn_once(
+            f"train_batch_size: {train} counts a batch for each of the {size} ranks that share "
+            f"one (tensor_parallel.autotp_size); it is {train // size}"
         )
         return train // size
 
@@ -323,20 +320,18 @@ class DeepSpeedConfig:
             and tree.zero_optimization.overlap_comm
         ):
             raise DeepSpeedConfigError(
-                "managed_gradient_accumulation: false with zero_optimization.overlap_comm: true at "
-                f"stage {stage}: gradients are reduced when step() is called, and no backward is "
-                "left to overlap with; use overlap_comm: false, or stage 2"
+                "managed_gradient_accumulation: false supports ZeRO overlap_comm only with ZeRO "
+                f"stage 2 or 3: at stage {stage} gradients are reduced when step() is called, and "
+                "no backward is left to overlap with; use zero_optimization.overlap_comm: false"
             )
         if (
             tree.fp16.enabled
             and tree.vocabulary_size
             and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE
         ):
-            logger.warning(
-                "vocabulary_size: %d is not a multiple of %d; tensor cores will not be used for "
-                "its matrices",
-                tree.vocabulary_size,
-                TENSOR_CORE_ALIGN_SIZE,
+            warn_once(
+                f"vocabulary_size: {tree.vocabulary_size} is not a multiple of "
+                f"{TENSOR_CORE_ALIGN_SIZE}; tensor cores will not be used for its matrices"
             )
 
     def _check_instances(self, world: WorldSize) -> None:
@@ -372,6 +367,8 @@ class DeepSpeedConfig:
     bfloat16_config = Reading(lambda tree: tree.bf16)
     amp_enabled = Reading(lambda tree: tree.amp.enabled)
     grad_accum_dtype = Reading(lambda tree: tree.data_types.grad_accum_dtype)
+    param_dtype = Reading(lambda tree: tree.data_types.param_dtype)
+    buffer_dtype = Reading(lambda tree: tree.data_types.buffer_dtype)
     torch_autocast_enabled = Reading(lambda tree: tree.torch_autocast.enabled)
     torch_autocast_dtype = Reading(
         lambda tree: parse_dtype(tree.torch_autocast.dtype, "torch_autocast.dtype")

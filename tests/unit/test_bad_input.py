@@ -4,6 +4,7 @@ other ranks when one dies.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from unit.common import DistributedTest, get_master_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,14 @@ def zero(stage: Any) -> dict[str, Any]:
 
 def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
     return lambda: deepspeed.initialize(model=model, config={**GOOD, **keys})
+
+
+class Rotation(torch.nn.Module):
+    """Has complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
 WHOLE = torch.nn.Linear(4, 4)
@@ -70,8 +80,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stage 4": (give(**zero(4)), r"zero_optimization\.stage.*4"),
     "a key that stage 3 has not": (
-        give(zero_optimization={"stage": 3, "round_robin_gradients": True}),
-        r"zero_optimization\.round_robin_gradients.*use false",
+        give(zero_optimization={"stage": 3, "elastic_checkpoint": True}),
+        r"zero_optimization\.elastic_checkpoint.*use false",
     ),
     "fp16 and bf16": (give(fp16={"enabled": True}, **BF16), r"fp16.*bf16|bf16.*fp16"),
     "missing configuration file": (
@@ -104,10 +114,64 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         of_model(torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), WHOLE), **zero(1)),
         r'of 2 dtypes \(0\.weight, 1\.weight.*"bf16": \{"enabled": true\}',
     ),
-    "LBFGS under ZeRO": (
-        give(optimizer={"type": "LBFGS", "params": {"lr": 1e-3}}, **zero(1)),
-        r"LBFGS does not work on shards.*zero_optimization\.stage 0",
+    **{
+        f"{name} at stage {stage}": (give(optimizer={"type": name}, **zero(stage)), reason)
+        for name, reason in {
+            "LBFGS": "optimizer: LBFGS evaluates the loss anew.*use AdamW",
+            "SparseAdam": "optimizer: SparseAdam updates sparse gradients alone.*use AdamW",
+        }.items()
+        for stage in (0, 1)
+    },
+    **{
+        f"a copy's parameters at stage {stage}": (
+            lambda stage=stage: deepspeed.initialize(
+                model=(m := torch.nn.Linear(4, 4)),
+                optimizer=torch.optim.SGD(copy.deepcopy(m).parameters(), lr=0.1),
+                config={**GOOD, **zero(stage)},
+            ),
+            r"2 of the 2 parameters in group 0 of SGD are not parameters of the model "
+            r"\(Linear\); their shapes are \(4, 4\), \(4,\)\. Make the optimizer.*parameters\(\)",
+        )
+        for stage in (0, 1, 2, 3)
+    },
+    "a copy's parameters as model_parameters": (
+        lambda: deepspeed.initialize(
+            model=WHOLE, model_parameters=copy.deepcopy(WHOLE).parameters(), config=GOOD
+        ),
+        r"2 of the 2 parameters in group 0 of FusedAdam are not.*or model_parameters, of",
     ),
+    "model_parameters that were used up": (
+        lambda: deepspeed.initialize(model=WHOLE, model_parameters=iter([]), config=GOOD),
+        r"no trainable parameter|empty parameter list",
+    ),
+    "a parameter beside the model's": (
+        lambda: deepspeed.initialize(
+            model=WHOLE,
+            optimizer=torch.optim.SGD(
+                [
+                    {"params": [WHOLE.weight]},
+                    {"params": [WHOLE.bias, torch.zeros(3, requires_grad=True)]},
+                ],
+                lr=0.1,
+            ),
+            config={**GOOD, **zero(2)},
+        ),
+        r"1 of the 2 parameters in group 1 of SGD.*shapes are \(3,\)\. .*model\.name = module",
+    ),
+    **{
+        f"complex parameters at stage {stage}": (
+            of_model(Rotation(), **zero(stage)),
+            r"angles is torch\.complex64.*shape \(4, 2\), torch\.view_as_real\(value\)",
+        )
+        for stage in (0, 1, 2, 3)
+    },
+    **{
+        f"a sparse embedding at stage {stage}": (
+            of_model(torch.nn.Sequential(torch.nn.Embedding(3, 4, sparse=True)), **zero(stage)),
+            r"0 is Embedding\(sparse=True\).*use sparse=False",
+        )
+        for stage in (0, 1, 2, 3)
+    },
     "Adafactor with an elastic checkpoint": (
         give(
             optimizer={"type": "Adafactor"},
@@ -165,6 +229,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"ignore_unused_parameters: false with data_types\.grad_accum_dtype.*use true, or stage 2",
     ),
+    "a pipeline whose script decides the boundary": (
+        lambda: of_model(
+            deepspeed.pipe.PipelineModule([torch.nn.Linear(4, 4)], num_stages=1),
+            managed_gradient_accumulation=False,
+        )(),
+        "managed_gradient_accumulation: false is not supported with pipeline parallelism.*remove",
+    ),
     "nothing to train": (
         of_model(torch.nn.Linear(4, 4).requires_grad_(False)),
         r"no trainable parameter|empty parameter list",
@@ -196,6 +267,12 @@ class TestMistakes(DistributedTest):
             else:
                 wrong[name] = "was accepted"
         assert wrong == {}
+
+    def test_what_upstream_raises_for_a_client_optimizer_on_the_host(self) -> None:
+        mistake, _ = MISTAKES["a client optimizer that is not made for the host, offloaded"]
+        with pytest.raises(ZeRORuntimeException) as caught:
+            mistake()
+        assert isinstance(caught.value, deepspeed.DeepSpeedConfigError)
 
     def test_the_engine_still_starts_after_them(self) -> None:
         for mistake, _ in MISTAKES.values():

@@ -9,6 +9,7 @@ From a user's dict to what the engine reads, in this order:
   ``precision``, ``zero``, ``observe`` (watching a run) and ``features`` (the rest); ``base`` has
   their base class and value types. A key is defined on one line: name, type, default, limits,
   documentation.
+- ``arguments``: what the class of an optimizer or a schedule takes of its ``params``.
 - ``refusals``: what this release does not honour, refused or named in a warning.
 - ``batch``: the three batch numbers, resolved.
 - ``shard_groups``: over how many ranks stage 3 shards, resolved.

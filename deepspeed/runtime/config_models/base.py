@@ -86,7 +86,9 @@ def _read_as(value: Any, meant: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """`value`, or the number that a string spells; other strings as they are."""
+    """`value`, or the number that a string spells; other strings as they are. Of a list, each."""
+    if isinstance(value, list):
+        return [plain_number(item) for item in value]
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -97,7 +99,12 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-def _integer(value: Any) -> Any:
+def read_integer(value: Any) -> Any:
+    """The integer that a value is, or spells.
+
+    Raises:
+        PydanticCustomError: For others.
+    """
     value = plain_number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -114,16 +121,21 @@ def _size(value: Any) -> Any:
     # Clients compute sizes (0.9 * hidden * hidden); the fraction of an element means nothing.
     if isinstance(value, float) and not math.isnan(value):
         return sys.maxsize if value == math.inf else int(value)
-    return _integer(value)
+    return read_integer(value)
 
 
 def _interval(value: Any) -> Any:
     value = plain_number(value)
     # accelerate writes infinity for "never".
-    return None if value is None or value == math.inf else _integer(value)
+    return None if value is None or value == math.inf else read_integer(value)
 
 
-def _number(value: Any) -> Any:
+def read_number(value: Any) -> Any:
+    """The number that a value is, or spells.
+
+    Raises:
+        PydanticCustomError: For others.
+    """
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong("a number")
@@ -145,13 +157,18 @@ def read_boolean(value: Any) -> Any:
     raise _wrong("true or false")
 
 
-def _text(value: Any) -> Any:
+def read_text(value: Any) -> Any:
+    """The value, which is text.
+
+    Raises:
+        PydanticCustomError: For others.
+    """
     if not isinstance(value, str):
         raise _wrong("a string")
     return value
 
 
-Int = Annotated[int, BeforeValidator(_integer)]
+Int = Annotated[int, BeforeValidator(read_integer)]
 Size = Annotated[int, BeforeValidator(_size)]
 
 
@@ -161,6 +178,6 @@ def is_size(field: FieldInfo) -> bool:
 
 
 Interval = Annotated[int | None, BeforeValidator(_interval)]
-Float = Annotated[float, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(read_number)]
 Bool = Annotated[bool, BeforeValidator(read_boolean)]
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(read_text)]

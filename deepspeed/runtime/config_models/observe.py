@@ -154,8 +154,8 @@ class VerifyConfig(DeepSpeedConfigModel):
     )
     lone_gather_report: Float = option(
         60.0,
-        "Seconds after which a gather of ZeRO stage 3 that other ranks have not joined is written "
-        "to the log; 0: never.",
+        "Seconds after which a wait for ranks that have not come (a gather of ZeRO stage 3, the "
+        "reduction of gradients, saving, loading, ...) is written to the log; 0: never.",
         ge=0,
     )
     poison: Bool = option(

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from deepspeed.runtime.config_models.base import AUTO, is_size, nested_model
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.constants import BFLOAT16_OLD
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 Model = TypeVar("Model", bound=BaseModel)
 Block = dict[str, Any]
@@ -38,6 +38,14 @@ CPU_SWITCHES: dict[str, str] = {
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 PIN_MEMORY_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"
+# Keys of old that are now what the script does -> that.
+CALLS: dict[str, str] = {
+    "compile.enabled": "call engine.compile()",
+    "compile.backend": "call engine.compile(backend=...)",
+    "compile.kwargs": "call engine.compile(compile_kwargs={...})",
+}
+# A name that more blocks have than this ("enabled") says nothing about which one was meant.
+_TELLING = 2
 
 
 class Finding(NamedTuple):
@@ -123,7 +131,7 @@ def apply_deprecated_names(config: Block) -> None:
         replaced.append(f"{old} (use {new})")
     replaced.extend(_apply_cpu_switches(config))
     if replaced:
-        logger.warning("deprecated configuration keys: %s", ", ".join(replaced))
+        warn_once(f"deprecated configuration keys: {', '.join(replaced)}")
 
 
 def _apply_cpu_switches(config: Block) -> Iterator[str]:
@@ -196,7 +204,7 @@ def nearest_known(
     """Return the known path most like an unknown one.
 
     The same name elsewhere in the tree wins (a key in the wrong block), then a similar name in the
-    same block, then a similar path anywhere.
+    same block, then a similar one anywhere; elsewhere only names that few blocks have.
 
     Args:
         path: full path of the unknown key.
@@ -205,19 +213,24 @@ def nearest_known(
         prefix: path of ``root`` itself, empty for the whole configuration.
     """
     parent, _, key = path.rpartition(".")
-    everywhere = [f"{prefix}.{known}" if prefix else known for known in all_paths(root)]
-    elsewhere = [known for known in everywhere if known.rpartition(".")[2] == key]
-    if elsewhere:
-        return elsewhere[0]
+    leaves: dict[str, list[str]] = {}
+    for known in all_paths(root):
+        leaves.setdefault(known.rpartition(".")[2], []).append(
+            f"{prefix}.{known}" if prefix else known
+        )
+    telling = {leaf: paths[0] for leaf, paths in leaves.items() if len(paths) <= _TELLING}
+    if key in telling:
+        return telling[key]
     similar = difflib.get_close_matches(key, list(known_fields(level)), n=1)
     if similar:
         return f"{parent}.{similar[0]}" if parent else similar[0]
-    leaves = {known.rpartition(".")[2]: known for known in reversed(everywhere)}
-    similar = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.75)
-    return leaves[similar[0]] if similar else None
+    similar = difflib.get_close_matches(key, list(telling), n=1, cutoff=0.75)
+    return telling[similar[0]] if similar else None
 
 
 def _unknown_line(finding: Finding, root: type[BaseModel], prefix: str) -> str:
+    if finding.path in CALLS:
+        return f"{finding.path}: unknown key; remove it, and {CALLS[finding.path]}"
     near = nearest_known(finding.path, finding.model or root, root, prefix)
     return f"{finding.path}: unknown key" + (f'; did you mean "{near}"?' if near else "; remove it")
 

@@ -6,7 +6,7 @@ changes. ``reader`` has checked types before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from deepspeed.runtime.config_models.base import needs, nested_model
 from deepspeed.runtime.config_models.training import TrainingConfig
-from deepspeed.runtime.config_models.zero import STAGE_3
+from deepspeed.runtime.config_models.zero import OTHER_STAGES, STAGE_3
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -271,11 +271,6 @@ AT_STAGE_3: tuple[Refusal, ...] = (
         "a gather of mics_shard_size ranks is one collective, whose way over nodes is the "
         "backend's; use false",
     ),
-    Refusal(
-        "zero_optimization.round_robin_gradients",
-        _on,
-        "stage 3 divides every parameter over all ranks already; use false",
-    ),
     Refusal("zero_optimization.elastic_checkpoint", _on, f"at stage 3 it {LATER}; use false"),
     Refusal(
         "zero_optimization.use_all_reduce_for_fetch_params",
@@ -328,32 +323,49 @@ def value_at(tree: BaseModel, path: str) -> Any:
     return value
 
 
-def refusals_of(tree: TrainingConfig) -> Iterator[str]:
-    """Yield one line per refused value: key, value, remedy."""
+def as_given(path: str, given: Mapping[str, Any]) -> str:
+    """Return a dotted path with the names that the user wrote: of a key with an alias, which is
+    upstream's name, that one or the other.
+    """
+    names: list[str] = []
+    model: type[BaseModel] | None = TrainingConfig
+    block: Any = given
+    for name in path.split("."):
+        field = None if model is None else model.model_fields.get(name)
+        there = block if isinstance(block, dict) else {}
+        names.append(field.alias if field and field.alias and name not in there else name)
+        block, model = there.get(names[-1]), nested_model(field) if field else None
+    return ".".join(names)
+
+
+def refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per refused value: key as in ``given``, value, remedy."""
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     for refusal in (*REFUSALS, *(AT_STAGE_3 if has_stage_3 else BELOW_STAGE_3)):
         value = value_at(tree, refusal.path)
         if value is not None and refusal.when(value):
             shown = getattr(value, "value", value)
-            yield f"{refusal.path}: {shown!r} is not supported: {refusal.remedy}"
+            path = as_given(refusal.path, given)
+            yield f"{path}: {shown!r} is not supported: {refusal.remedy}"
 
 
-def inert_keys_of(tree: TrainingConfig) -> Iterator[str]:
+def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield ``key=value (has no effect without ...)`` for each key that was changed from its
-    default in vain.
+    default in vain, as it is called in ``given``.
     """
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
+    there = STAGE_3 if has_stage_3 else OTHER_STAGES
     for inert in INERT:
-        if has_stage_3 and inert.without == STAGE_3:
-            continue
         block_path, _, name = inert.path.rpartition(".")
         for key, value in _changed(value_at(tree, block_path)):
-            if key == name:
-                yield f"{inert.path}={value!r} (has no effect without {inert.without})"
+            if key == name and inert.without != there:
+                path = as_given(inert.path, given)
+                yield f"{path}={value!r} (has no effect without {inert.without})"
     yield from _keys_of_absent_features(tree)
     if "autotp_size" not in tree.tensor_parallel.model_fields_set:
         for key, value in _changed(tree.tensor_parallel):
-            yield f"tensor_parallel.{key}={value!r} (has no effect without autotp_size)"
+            path = as_given(f"tensor_parallel.{key}", given)
+            yield f"{path}={value!r} (has no effect without autotp_size)"
     zero = tree.zero_optimization
     offload = zero.offload_optimizer
     if (
@@ -400,12 +412,16 @@ def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:
     yield from (block.model_extra or {}).items()
 
 
-def refuse_unsupported(tree: TrainingConfig) -> None:
+def refuse_unsupported(tree: TrainingConfig, given: Mapping[str, Any]) -> None:
     """Raise for everything in the configuration that this release does not honour.
+
+    Args:
+        tree: the configuration.
+        given: what it was read from, for the names.
 
     Raises:
         DeepSpeedConfigError: one line per refused value.
     """
-    lines = list(refusals_of(tree))
+    lines = list(refusals_of(tree, given))
     if lines:
         raise DeepSpeedConfigError("\n".join(lines))

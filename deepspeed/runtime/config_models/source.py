@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, dict_raise_error_on_duplicate_keys
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 
 def load_config(source: Any) -> dict[str, Any]:
@@ -85,5 +85,5 @@ def _parse_hjson(text: str, origin: str, json_error: json.JSONDecodeError) -> An
         ) from None
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{origin}: {error}") from None
-    logger.warning("%s is read as hjson, since it is not JSON (%s)", origin, where)
+    warn_once(f"{origin} is read as hjson, since it is not JSON ({where})")
     return parsed

@@ -17,6 +17,7 @@ from deepspeed.runtime.config_models.base import (
     Size,
     Text,
     option,
+    plain_number,
 )
 from deepspeed.runtime.constants import CHECKPOINT_TAG_VALIDATION_MODES
 from deepspeed.utils.logging import log_levels
@@ -41,7 +42,9 @@ def _log_level(value: Any) -> Any:
 
 
 def _params(value: Any) -> Any:
-    return {} if value is None else value
+    if not isinstance(value, dict):
+        return {} if value is None else value
+    return {key: plain_number(item) for key, item in value.items()}
 
 
 Params = Annotated[dict[str, Any], BeforeValidator(_params)]
@@ -129,6 +132,12 @@ class CheckpointConfig(DeepSpeedConfigModel):
         "full",
         'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": '
         'all but those, "off": nothing.',
+    )
+    open_window: Literal["restore", "discard"] = option(
+        "restore",
+        "What loading does with a checkpoint that was saved inside an accumulation window: "
+        '"restore" its gradients, which an equal run can, or "discard" them and begin the window '
+        "anew.",
     )
     writer: CheckpointWriterConfig | None = option(
         None, 'How files are written; null: in the foreground, as with type "torch".'

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 # What a configuration, or this release, may lack (`option(needs=...)`).
 STAGE_3 = "ZeRO stage 3"
+OTHER_STAGES = "ZeRO stage 1 or 2"
 NVME_OFFLOAD = "NVMe offload"
 SUB_GROUPS = "updates in parts"
 TRACE = "an order of modules that matters"
@@ -51,8 +52,13 @@ def _device(value: Any) -> Any:
     return OffloadDeviceEnum.none if value is None else value
 
 
+def _several(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 Stage = Annotated[ZeroStageEnum, BeforeValidator(_stage)]
 Device = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
+Texts = Annotated[list[Text], BeforeValidator(_several)]
 
 
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
@@ -97,10 +103,10 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     """Modules whose parameters ZeRO-3 gathers together."""
 
-    classes: list[Text] = option(DEFAULT_LEAF_MODULE_CLASSES, "Class paths of leaf modules.")
-    names: list[Text] = option(DEFAULT_LEAF_MODULE_NAMES, "Names of leaf modules.")
-    name_suffixes: list[Text] = option(
-        DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names of leaf modules."
+    classes: Texts = option(DEFAULT_LEAF_MODULE_CLASSES, "Class paths of leaf modules, or one.")
+    names: Texts = option(DEFAULT_LEAF_MODULE_NAMES, "Names of leaf modules, or one.")
+    name_suffixes: Texts = option(
+        DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names of leaf modules, or one."
     )
 
 
@@ -243,7 +249,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     legacy_stage1: Bool = option(False, "The first implementation of stage 1.")
     round_robin_gradients: Bool = option(
-        False, "Deal parameters to ranks in turn, which balances partial overlap."
+        False,
+        "Deal parameters to ranks in turn, which balances partial overlap (stages 1, 2).",
+        needs=OTHER_STAGES,
     )
     zero_hpz_partition_size: Int = option(
         1,

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import _log_dist_once, logger
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,7 @@ def warnings():
                 texts.append(record.getMessage())
 
     handler = Collect()
+    _log_dist_once.cache_clear()
     logger.addHandler(handler)
     yield texts
     logger.removeHandler(handler)

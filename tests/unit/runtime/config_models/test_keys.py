@@ -33,6 +33,23 @@ def test_unknown_keys_come_with_the_nearest_known_one(keys, path, near):
     assert f'{path}: unknown key; did you mean "{near}"?' in error(**keys)
 
 
+@pytest.mark.parametrize("path", ["zero_optimization.enabled", "compile.disable", "optimizer.lr"])
+def test_a_name_that_says_nothing_is_no_neighbour(path):
+    # Kills: "fp16.enabled" for every block that has no "enabled".
+    block, _, key = path.partition(".")
+    given = {"type": "Adam", key: 1} if block == "optimizer" else {key: True}
+    assert f"{path}: unknown key; remove it" in error(**{block: given})
+
+
+@pytest.mark.parametrize(
+    "key, call",
+    [("enabled", "engine.compile()"), ("backend", "(backend=...)"), ("kwargs", "compile_kwargs")],
+)
+def test_what_the_script_does_now_is_said(key, call):
+    text = error(compile={key: True})
+    assert f"compile.{key}: unknown key; remove it, and call" in text and call in text
+
+
 def test_all_unknown_keys_are_listed_at_once():
     text = error(foo_bar_baz=1, fp16={"enabeld": True}, qqqq={})
     assert all(path in text for path in ("foo_bar_baz", "fp16.enabeld", "qqqq"))

@@ -7,6 +7,7 @@ import pytest
 from deepspeed.runtime.config_models.reader import all_paths
 from deepspeed.runtime.config_models.refusals import INERT, REFUSALS
 from deepspeed.runtime.config_models.training import TrainingConfig
+from deepspeed.utils.logging import _log_dist_once
 from unit.runtime.config_models.reading import ON, config, error
 
 REFUSED_EXAMPLES = [
@@ -68,7 +69,8 @@ def test_what_is_not_there_yet_is_refused_by_name(number):
     block, _, key = path.rpartition(".")
     text = error(**({block: {key: value}} if block else {key: value}))
     assert text.count("\n") == 0
-    assert text.startswith(f"{REFUSALS[number].path}: ") and REFUSALS[number].remedy in text
+    given = f"{path}.{next(iter(value))}" if path == "tensor_parallel.tp" else REFUSALS[number].path
+    assert text.startswith(f"{given}: ") and REFUSALS[number].remedy in text
 
 
 def test_all_refusals_are_listed_at_once():
@@ -77,10 +79,52 @@ def test_all_refusals_are_listed_at_once():
         zero_optimization={
             "stage": 3,
             "offload_param": {"device": "nvme"},
-            "round_robin_gradients": True,
+            "elastic_checkpoint": True,
         },
     )
     assert text.count("\n") == 2
+
+
+@pytest.mark.parametrize("key", ["stage3_allgather_sequential", "allgather_sequential"])
+def test_what_is_refused_is_called_as_the_user_wrote_it(key):
+    text = error(zero_optimization={"stage": 3, key: True})
+    assert text.startswith(f"zero_optimization.{key}: True is not supported")
+    assert error(**{"zero_optimization.stage": 3, f"zero_optimization.{key}": True}) == text
+
+
+@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "prefetch_bucket_size"])
+def test_what_has_no_effect_is_called_as_the_user_wrote_it(key, warnings):
+    config(zero_optimization={"stage": 2, key: 5})
+    assert f"zero_optimization.{key}=5 (has no effect without ZeRO stage 3)" in warnings[0]
+
+
+def test_warnings_come_once_and_from_the_first_rank(warnings, monkeypatch):
+    # Kills: the same lines with every engine, and from every rank.
+    def read():
+        config(
+            bfloat16=ON,
+            vocabulary_size=17,
+            zero_optimization={"stage": 2, "stage3_prefetch_bucket_size": 5},
+        )
+
+    monkeypatch.setenv("RANK", "1")
+    read()
+    assert warnings == []
+    _log_dist_once.cache_clear()
+    monkeypatch.setenv("RANK", "0")
+    read()
+    assert len(warnings) == 2
+    read()
+    assert len(warnings) == 2
+    config(zero_optimization={"stage": 2, "stage3_prefetch_bucket_size": 6})
+    assert len(warnings) == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_round_robin_gradients_has_no_effect_at_stage_3(stage, warnings):
+    config(zero_optimization={"stage": stage, "round_robin_gradients": True})
+    assert len(warnings) == (stage == 3)
+    assert all("zero_optimization.round_robin_gradients=True" in text for text in warnings)
 
 
 def test_disabled_features_are_accepted_silently(warnings):
