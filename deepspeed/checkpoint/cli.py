@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify = commands.add_parser(
         "verify", help="hold a checkpoint against its manifest and list what is wrong"
     )
-    verify.add_argument("load_dir", help="folder of all checkpoints of a run")
+    verify.add_argument("load_dir", help="folder of all checkpoints of a run, or of one")
     verify.add_argument("--tag", help="which checkpoint; the one that 'latest' names if not given")
     verify.add_argument(
         "--level",

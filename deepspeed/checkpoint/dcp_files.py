@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from deepspeed.checkpoint.checksum import FileRecord, file_checksum
 from deepspeed.checkpoint.constants import DCP_FOLDER
 from deepspeed.checkpoint.file_names import dcp_folder
-from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions
+from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions, disk_error
 from deepspeed.checkpoint.torch_files import write_file
 
 # First item of a pair that stands for a tensor; the second is its name.
@@ -85,8 +85,11 @@ def write_dcp(
         path: write_file(path, {DCP_FOLDER: os.path.basename(folder), "content": index}, options)
     }
     if tensors:
-        with _plain_errors():
-            _save(tensors, dcp.FileSystemWriter(folder, sync_files=True))
+        try:
+            with _plain_errors():
+                _save(tensors, dcp.FileSystemWriter(folder, sync_files=True))
+        except OSError as error:
+            raise disk_error(error, folder, sum(t.nbytes for t in tensors.values())) from error
         for name in sorted(os.listdir(folder)):
             part = os.path.join(folder, name)
             records[part] = FileRecord(os.path.getsize(part), file_checksum(part))

@@ -36,6 +36,7 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
@@ -93,8 +94,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--inject_missing_state",
         action="store_true",
-        help="go on without universal_checkpoint_info: what all tensor-parallel ranks have alike "
-        "is one parameter, other slices are put together in dimension 0",
+        help="go on where tensor-parallel slices are not described: what all ranks have alike is "
+        "one parameter, other slices are put together in dimension 0",
     )
     return parser.parse_args(arguments)
 
@@ -151,16 +152,17 @@ def _read(source: str, inject: bool) -> ConsolidatedCheckpoint:
     model = read_file(lead_model_file(source), mmap=True)
     if os.path.isdir(os.path.join(source, keys.UNIVERSAL_FOLDER)):
         raise CheckpointError(f"{source} is a universal checkpoint already")
-    if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is None and not inject:
+    told = model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is not None
+    if not (told or inject or ParallelDegrees.of_file(model).tensor == 1):
         raise CheckpointError(
-            f"{source} has no {keys.UNIVERSAL_CHECKPOINT_INFO}. A client with tensor-parallel "
-            "slices saves it by save_checkpoint(client_state={...}); without such slices give "
-            "--inject_missing_state"
+            f"{source} has tensor-parallel slices and no {keys.UNIVERSAL_CHECKPOINT_INFO}, which "
+            "says how they are put together. The client saves it by "
+            "save_checkpoint(client_state={...}); give --inject_missing_state to go on without"
         )
     manifest = read_manifest(source)
     if manifest is not None:
         raise_problems(source, check_folder(source, manifest))
-    if model.get(keys.UNIVERSAL_CHECKPOINT_INFO) is not None:
+    if told:
         return ConsolidatedCheckpoint(source)
     return _with_inferred_patterns(ConsolidatedCheckpoint(source, {}))
 
@@ -349,6 +351,11 @@ def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
         if is_model:
             content |= {keys.OPTIMIZER: None, keys.MANIFEST_VERSION: MANIFEST_VERSION}
         output.write(content, name)
+    if os.path.isfile(os.path.join(state.folder, file_names.window_file(0))):
+        logger.warning(
+            f"{state.folder} was saved inside an accumulation window; a universal checkpoint has "
+            "no gradients, so who loads it begins the window anew"
+        )
 
 
 if __name__ == "__main__":

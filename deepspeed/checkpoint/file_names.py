@@ -15,6 +15,8 @@ In the folder of a tag (MM: model-parallel rank, RR: rank, LL: layer):
     layer_LL[-model_TT]-model_states.pt               a layer of a pipeline
     layer_L_expert_E_mp_rank_MM_model_states.pt       an expert
     host_state_rank_R.pt                              what a process needs to go on bit-equal
+    window_rank_R.pt                                  what a process has summed since the last step,
+                                                      saved inside an accumulation window
     manifest.json                                     what is in all of them
     NAME.dcp                                          tensors of NAME.pt, as the writer "dcp" saves
     zero/PARAMETER/STATE.pt                           in universal checkpoints only
@@ -44,6 +46,8 @@ CHECKPOINT_SUFFIXES = (".pt", ".distcp")
 _EXPERT_OPTIMIZER_FILE_PREFIX = "expp_rank_"
 # Not upstream's: random states, and the position in the data.
 _HOST_FILE_PREFIX = "host_state_rank_"
+# Nor this: the gradients of an accumulation window.
+_WINDOW_FILE_PREFIX = "window_rank_"
 _MODEL_STATES = "model_states.pt"
 _STATE_SUFFIX = ".pt"
 _REMOVED = ".removed"
@@ -193,6 +197,11 @@ def host_file(global_rank: int) -> str:
 def is_host_file(name: str) -> bool:
     """Whether it is one of `host_file`."""
     return name.startswith(_HOST_FILE_PREFIX) and name.endswith(_STATE_SUFFIX)
+
+
+def window_file(global_rank: int) -> str:
+    """Name of the file with a process's gradients of an accumulation window."""
+    return f"{_WINDOW_FILE_PREFIX}{global_rank}{_STATE_SUFFIX}"
 
 
 # Parameters of universal checkpoints

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,6 +110,8 @@ class FileWriter:
         if self._error is None:
             self._checksum.update(tail)
             self._attempt(lambda: self._write_out(tail))
+        if isinstance(self._error, OSError):
+            raise disk_error(self._error, self._path, self._bytes) from self._error
         if self._error is not None:
             raise self._error
         os.fsync(self._file)
@@ -208,6 +211,19 @@ class FileWriter:
             with contextlib.suppress(OSError):  # advice: where it is not taken, nothing is lost
                 os.posix_fadvise(self._file, self._written, count, os.POSIX_FADV_DONTNEED)
         self._written += count
+
+
+def disk_error(error: OSError, path: str, wanted: int) -> OSError:
+    """The error of a write, which knows no name, with the file and how much does not fit.
+
+    Args:
+        error: What the system said.
+        path: The file.
+        wanted: Bytes that the file was to have.
+    """
+    free = shutil.disk_usage(os.path.dirname(path) or os.curdir).free
+    reason = f"{error.strerror or error}: {wanted:,} bytes are to be written, {free:,} are free"
+    return OSError(error.errno, reason, path)
 
 
 def _open(path: str, direct: bool) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.constants import DCP_FOLDER, LATEST
 from deepspeed.checkpoint.torch_files import load_data, reason_of
+from deepspeed.comm import lone_waits
 
 
 class CheckpointError(RuntimeError):
@@ -160,20 +161,23 @@ def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
         CheckpointError: On every rank, if any failed.
     """
     result, error = None, None
+    is_alone = dist.get_world_size() == 1
+    meeting = 0 if is_alone else lone_waits.watch.coming()
     try:
         result = action()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not is_alone:
+        with lone_waits.watch.waiting(lambda: what, meeting):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
         return result
     reasons: list[Any] = [None] * dist.get_world_size()
     own = None if error is None else f"{type(error).__name__}: {error}"
-    if dist.get_world_size() > 1:
-        dist.all_gather_object(reasons, own)
-    else:
+    if is_alone:
         reasons = [own]
+    else:
+        dist.all_gather_object(reasons, own)
     told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
     raise CheckpointError(f"{what} failed. {told}") from error

@@ -1,6 +1,7 @@
 """Over how many ranks of each kind a run divides its model: what is in files, and what is at hand.
 
-Data-parallel ranks are not among them: whoever reads shards of the optimizer counts its files.
+Data-parallel ranks are not among them: whoever reads shards of the optimizer counts its files, and
+of stage 3 asks `data_ranks`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.files import CheckpointError
 
 if TYPE_CHECKING:
     from deepspeed.comm.parallel_map import ParallelMap
+
+
+def data_ranks(model: Mapping[str, Any], where: str) -> int:
+    """Over how many ranks the run that wrote a model file of stage 3 has sharded its parameters.
+
+    Args:
+        model: Content of the file.
+        where: The folder, for the error.
+
+    Raises:
+        CheckpointError: The file does not say it.
+    """
+    if keys.DP_WORLD_SIZE not in model:
+        raise CheckpointError(
+            f"{where}: a model file has no {keys.DP_WORLD_SIZE!r}, over how many ranks parameters "
+            "are sharded; it was not saved by engine.save_checkpoint, or was written anew since. "
+            "Load the checkpoint as it was saved, or a universal one"
+        )
+    return int(model[keys.DP_WORLD_SIZE])
 
 
 class ParallelDegrees(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.file_writer import disk_error
 from deepspeed.checkpoint.utils import map_tensors
 
 # Of an entry's header: its size, and where it has the sizes of the name and of what is behind it.
@@ -48,6 +49,7 @@ class StreamedFile:
         with torch.serialization.skip_data():
             # torch numbers storages in the order in which they occur.
             torch.save(map_tensors(content, note), path)
+        self._path = path
         self._starts = _starts_of(path, self.tensors)
         self._file = os.open(path, os.O_WRONLY)
 
@@ -65,7 +67,10 @@ class StreamedFile:
         data = value.detach().to("cpu", place.dtype).contiguous().reshape(-1)
         left = data.view(torch.uint8).numpy().data
         while left:
-            written = os.pwrite(self._file, left, start)
+            try:
+                written = os.pwrite(self._file, left, start)
+            except OSError as error:
+                raise disk_error(error, self._path, os.fstat(self._file).st_size) from error
             start, left = start + written, left[written:]
 
     def finish(self) -> None:

@@ -228,8 +228,8 @@ def verify_checkpoint(load_dir: str, tag: str | None = None, level: str = FULL) 
     """Check a checkpoint without a model and without ranks.
 
     Args:
-        load_dir: Folder of all checkpoints of a run.
-        tag: Which; None is the one that `latest` names.
+        load_dir: Folder of all checkpoints of a run, or that of one.
+        tag: Which; None is the one that `latest` names, or the folder itself.
         level: "full", or "sizes" to leave the files' content out.
 
     Returns:
@@ -240,6 +240,8 @@ def verify_checkpoint(load_dir: str, tag: str | None = None, level: str = FULL) 
     """
     if level not in (FULL, SIZES):
         raise ValueError(f'level: {level!r} is not known; use "{FULL}" or "{SIZES}"')
+    if tag is None and os.path.isfile(os.path.join(load_dir, MANIFEST)):
+        load_dir, tag = os.path.split(os.path.abspath(load_dir))
     try:
         tag = latest_tag(load_dir) if tag is None else str(tag)
         if tag is None:

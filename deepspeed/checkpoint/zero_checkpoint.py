@@ -9,10 +9,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.utils.logging import logger
+
+
+class meg_2d_parallel_map:  # noqa: N801  # upstream's name
+    """Numbers of old ranks by their new pipeline stage and tensor-parallel rank.
+
+    Args:
+        pp_degree: Stages.
+        tp_degree: Tensor-parallel ranks.
+    """
+
+    def __init__(self, pp_degree: int, tp_degree: int) -> None:
+        self.pp_degree, self.tp_degree = pp_degree, tp_degree
+        self._ranks: dict[tuple[int, int], list[int]] = {}
+
+    def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
+        """Those of one place; None: of all places.
+
+        Raises:
+            ValueError: There is no such place.
+        """
+        stages = range(self.pp_degree) if pp_index is None else [pp_index]
+        ranks = range(self.tp_degree) if tp_index is None else [tp_index]
+        places = [(stage, rank) for stage in stages for rank in ranks]
+        for place in places:
+            if place not in self._ranks:
+                raise ValueError(
+                    f"stage and rank {place} are not among {self.pp_degree} stages of "
+                    f"{self.tp_degree} ranks"
+                )
+        return [number for place in places for number in self._ranks[place]]
 
 
 class model_3d_desc:  # noqa: N801  # upstream's name
@@ -64,22 +97,74 @@ class model_3d_desc:  # noqa: N801  # upstream's name
         ]
         return not errors, errors
 
+    def reshape(
+        self, target_3d_desc: model_3d_desc, verbose: bool = False
+    ) -> list[meg_2d_parallel_map]:
+        """Deal the ranks to as many or fewer: neighbours go to one.
+
+        Args:
+            target_3d_desc: The new ranks; each number divides the old one.
+            verbose: Log the result.
+
+        Returns:
+            For each new data-parallel rank, the old ranks of its stages and tensor-parallel ranks.
+            The old rank of stage p, tensor-parallel rank t and data-parallel rank d has the number
+            `(d * stages + p) * tensor-parallel ranks + t`.
+
+        Raises:
+            ValueError: They cannot be dealt evenly.
+        """
+        errors = self.can_reshape(target_3d_desc)[1] or [
+            f"{name}: {own} ---> {wanted} is uneven"
+            for name, own, wanted in self._changes(target_3d_desc)
+            if own % wanted
+        ]
+        if errors:
+            raise ValueError("; ".join(errors))
+        new = target_3d_desc
+        stages, ranks = self.pp_degree // new.pp_degree, self.tp_degree // new.tp_degree
+        found = [meg_2d_parallel_map(new.pp_degree, new.tp_degree) for _ in range(new.dp_degree)]
+        for stage, rank in product(range(new.pp_degree), range(new.tp_degree)):
+            numbers = [
+                (data * self.pp_degree + stage * stages + p) * self.tp_degree + rank * ranks + t
+                for p in range(stages)
+                for t in range(ranks)
+                for data in range(self.dp_degree)
+            ]
+            share = len(numbers) // new.dp_degree
+            for data, dealt in enumerate(found):
+                dealt._ranks[stage, rank] = numbers[data * share : (data + 1) * share]
+        if verbose:
+            for data, dealt in enumerate(found):
+                logger.info(f"data-parallel rank {data}: {dealt._ranks}")
+        return found
+
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:
     """The ranks of the run that saved a checkpoint's folder.
 
     Raises:
-        CheckpointError: The first model file is missing or damaged.
+        CheckpointError: The first model file is missing or damaged, or files are not those of that
+            many ranks.
     """
     found = DeepSpeedCheckpoint(dir)
+    found.validate_files()
     # Ranks that have an optimizer's file; without ZeRO none has.
-    shards = {
-        parsed.rank
-        for name in os.listdir(dir)
-        if (parsed := file_names.parse_optimizer_file(name)) is not None
-    }
-    data = max(shards) + 1 if shards else found.original_dp_degree
-    return model_3d_desc(found.original_pp_degree, found.original_tp_degree, data)
+    names = os.listdir(dir)
+    shards = [file for name in names if (file := file_names.parse_optimizer_file(name)) is not None]
+    pp, tp = found.original_pp_degree, found.original_tp_degree
+    desc = model_3d_desc(pp, tp, found.original_dp_degree)
+    if shards:
+        desc.dp_degree = max(shard.rank for shard in shards) + 1
+        expected = set(product(range(desc.dp_degree), range(pp * tp)))
+        there = {(shard.rank, shard.model_parallel_rank) for shard in shards}
+        if there != expected:
+            raise CheckpointError(
+                f"{dir}: by the model file there were {desc.get_desc()}, but the optimizer's files "
+                f"of data-parallel and model-parallel ranks {sorted(there ^ expected)} are missing "
+                "or another run's; copy the folder again, and `ds_checkpoint verify` it"
+            )
+    return desc
 
 
 class ZeROCheckpoint:

@@ -14,12 +14,14 @@ time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
 import os
 import re
 import sys
+import tempfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1043,34 +1045,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         if len(shards) > 1
         else [stem + suffix]
     )
-    index_name = f"{stem}{suffix}.index.json"
-    try:
+    # A folder of its own: all ranks of a script may convert at once.
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".writing", dir=output_dir) as folder:
         weight_map = {}
         for name, shard in zip(names, shards, strict=True):
             logger.info("writing %s", os.path.join(output_dir, name))
-            stored = write({key: state[key] for key in shard}, _temporary(output_dir, name))
+            stored = write({key: state[key] for key in shard}, os.path.join(folder, name))
             weight_map.update(dict.fromkeys(stored, name))
         if len(shards) > 1:
             total = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
-            with open(_temporary(output_dir, index_name), "w") as file:
+            names.append(f"{stem}{suffix}.index.json")
+            with open(os.path.join(folder, names[-1]), "w") as file:
                 json.dump(
                     {"metadata": {"total_size": total}, "weight_map": weight_map},
                     file,
                     indent=2,
                     sort_keys=True,
                 )
-            names.append(index_name)
         _publish(
+            folder,
             output_dir,
             names,
             re.compile(
                 re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"
             ),
         )
-    finally:
-        for name in [*names, index_name]:
-            if os.path.isfile(_temporary(output_dir, name)):
-                os.remove(_temporary(output_dir, name))
 
 
 def _plan(state: Mapping[str, LazyTensor], limit: float) -> list[list[str]]:
@@ -1134,20 +1133,19 @@ def _safetensors_writer() -> Callable[[Mapping[str, LazyTensor], str], list[str]
     return write
 
 
-def _temporary(output_dir: str, name: str) -> str:
-    return os.path.join(output_dir, f".{name}.writing")
-
-
-def _publish(output_dir: str, names: Sequence[str], own: re.Pattern[str]) -> None:
-    """Flush files to disk, give them their names, and remove others of the same kind."""
+def _publish(folder: str, output_dir: str, names: Sequence[str], own: re.Pattern[str]) -> None:
+    """Flush the files of a folder to disk, move them to where they belong, and remove others of the
+    same kind there.
+    """
     for name in names:
-        with open(_temporary(output_dir, name), "rb+") as file:
+        with open(os.path.join(folder, name), "rb+") as file:
             os.fsync(file.fileno())
     for name in names:
-        os.replace(_temporary(output_dir, name), os.path.join(output_dir, name))
+        os.replace(os.path.join(folder, name), os.path.join(output_dir, name))
     for name in os.listdir(output_dir):
         if own.fullmatch(name) and name not in names:
-            os.remove(os.path.join(output_dir, name))
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(output_dir, name))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from deepspeed.checkpoint.experts import (
     experts_per_rank,
     renumbered,
 )
+from deepspeed.checkpoint.parallel_degrees import data_ranks
 from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
 
 
@@ -101,14 +102,15 @@ class HeldExperts:
     Args:
         model: Content of its model file.
         rank: The rank.
+        folder: Where the file is.
 
     Attributes:
         packed: Which parameters have a row for each expert.
     """
 
-    def __init__(self, model: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, model: Mapping[str, Any], rank: int, folder: str) -> None:
         self.packed = PackedExperts(model)
-        self._rank, self._ranks = rank, int(model[keys.DP_WORLD_SIZE])
+        self._rank, self._ranks = rank, data_ranks(model, folder)
         self._sizes = model.get(keys.EXPERT_GROUP_SIZES) or {}
         self._held = experts_per_rank(model[keys.MODULE])
         self._data_first = comes_data_first(model)

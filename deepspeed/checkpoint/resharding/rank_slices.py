@@ -75,6 +75,7 @@ class RankSlices:
                     values,
                     self.parameters.shared(name),
                     options,
+                    group,
                 )
 
     def _own(self, name: str, slot: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ from deepspeed.checkpoint.experts import (
     renumbered,
 )
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees, data_ranks
 from deepspeed.checkpoint.resharding.cut_parameters import (
     Run,
     comes_data_first,
@@ -43,7 +43,8 @@ from deepspeed.checkpoint.resharding.cut_parameters import (
 
 # The master weight, among the names of per-element state.
 FP32 = keys.FP32_WEIGHT_KEY
-STEP = "step"
+# State of torch's optimizers that is one number, beside that of a parameter without dimensions too.
+NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 # What stands in a parameter group and is no hyper-parameter: which parameters are in it, and names
 # that follow from the division.
 LABELS = frozenset(("params", "param_names", "name", "moe"))
@@ -53,7 +54,7 @@ def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) 
     """Whether optimizer state has an element for each of a tensor's (of one of `sizes`, without
     dimensions if `is_scalar`).
     """
-    if key == STEP or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
+    if key in NUMBERS or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
         return False
     return value.dim() > 0 or is_scalar
 
@@ -178,7 +179,7 @@ class SavedOptimizer:
         if path is None:
             raise CheckpointError(f"{self.folder} lacks the optimizer states of rank {rank}")
         state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
-        yield from self._cut(state, model, rank, int(model[keys.DP_WORLD_SIZE]), path)
+        yield from self._cut(state, model, rank, data_ranks(model, self.folder), path)
 
     def _fragments_of(self, part: int) -> Iterator[SavedFragment]:
         model = read_file(lead_model_file(self.folder, part), mmap=True)

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.files import (
     lead_model_file,
     read_file,
 )
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.parallel_degrees import ParallelDegrees, data_ranks
 from deepspeed.checkpoint.resharding.cut_parameters import HeldExperts
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
@@ -117,11 +117,11 @@ class SavedWeights:
     def _add_shards(self, folder: str, part: int, model: Mapping[str, Any]) -> None:
         models = {0: model}
         if model.get(keys.FROZEN_PARAM_SHAPES) or model.get(keys.EXPERT_GROUP_SIZES):
-            for rank in range(1, int(model[keys.DP_WORLD_SIZE])):
+            for rank in range(1, data_ranks(model, folder)):
                 path = os.path.join(folder, file_names.stage3_model_file(rank, part))
                 models[rank] = read_file(path, mmap=True)
         for rank, own in models.items():
-            held = HeldExperts(own, rank)
+            held = HeldExperts(own, rank, folder)
             self._add(
                 {
                     held.of_all(name): value
@@ -129,7 +129,7 @@ class SavedWeights:
                     if self.is_buffer(name) or not isinstance(value, torch.Tensor)
                 }
             )
-        self.frozen |= _frozen_shards(models)
+        self.frozen |= _frozen_shards(models, folder)
 
 
 def weight_pieces(
@@ -159,7 +159,7 @@ def weight_pieces(
     else:
         path = os.path.join(folder, file_names.stage3_model_file(rank, tensor_rank))
         model = read_file(path, mmap=True)
-        frozen, shapes = _frozen_shards({rank: model}), parameter_shapes(model)
+        frozen, shapes = _frozen_shards({rank: model}, folder), parameter_shapes(model)
     for name, shards in frozen.items():
         if name in names:
             yield from shards.pieces
@@ -170,7 +170,7 @@ def weight_pieces(
                 yield WeightPiece(fragment.name, fragment.start, fragment.values[FP32])
 
 
-def _frozen_shards(models: Mapping[int, Mapping[str, Any]]) -> dict[str, FrozenShards]:
+def _frozen_shards(models: Mapping[int, Mapping[str, Any]], folder: str) -> dict[str, FrozenShards]:
     """Parameters that were not trained, by name, of the model files of some ranks of stage 3, by
     rank. Of experts a rank has a shard of those that it holds, numbered by itself, or of their
     rows.
@@ -178,7 +178,7 @@ def _frozen_shards(models: Mapping[int, Mapping[str, Any]]) -> dict[str, FrozenS
     shapes: dict[str, torch.Size] = {}
     pieces: dict[str, list[WeightPiece]] = {}
     for rank, model in models.items():
-        held = HeldExperts(model, rank)
+        held = HeldExperts(model, rank, folder)
         for local, saved_shape in (model.get(keys.FROZEN_PARAM_SHAPES) or {}).items():
             shape, name, rows = (
                 torch.Size(saved_shape),

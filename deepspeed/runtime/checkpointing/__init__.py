@@ -4,7 +4,8 @@ In the order of a reader: `training_state` names what is read and set of the eng
 `engine_checkpoint` is what the engine owns, and hands on to `saving` and `loading`.
 
 What the files hold: `model_files` the weights, `model_state` what stands beside them in the model
-file, `optimizer_files` the optimizer's state, `host_state` what each process alone knows.
+file, `optimizer_files` the optimizer's state, `host_state` what each process alone knows,
+`window_files` the gradients of an accumulation window that is open.
 
 Saving: `save_job` writes a folder and gives it its name, `background_save` does so while training
 goes on, `storage_nodes` knows which ranks share the folder, `description` tells the manifest what

@@ -40,6 +40,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.comm import lone_waits
 from deepspeed.comm.process_groups import own_connection
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.runtime.checkpointing.storage_nodes import Put
@@ -137,7 +138,8 @@ class BackgroundSave:
         )
         if dist.get_world_size() > 1:
             try:
-                dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+                with lone_waits.watch.waiting(lambda: self._what):
+                    dist.all_reduce(seen, op=dist.ReduceOp.MIN)
             except RuntimeError:
                 self._is_peer_lost = True
                 raise

@@ -149,7 +149,8 @@ class EngineCheckpoint:
         """See `DeepSpeedEngine.save_16bit_model`."""
 
         offload = self._state.parameter_offload
-        if offload is not None and not self._gathers_for_saving:
+        zero = self._state._config.tree.zero_optimization
+        if offload is not None and not zero.gather_16bit_weights_on_model_save:
             logger.warning(
                 "save_16bit_model saved nothing: set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
@@ -181,16 +182,7 @@ class EngineCheckpoint:
         offload = self._state.parameter_offload
         if offload is None:
             return self._whole_weights(exclude_frozen_parameters)
-        if not self._gathers_for_saving:
-            raise ValueError(
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false, so the "
-                "weights may not be gathered on one rank; set it to true"
-            )
         return consolidated(offload, exclude_frozen_parameters)
-
-    @property
-    def _gathers_for_saving(self) -> bool:
-        return self._state._config.tree.zero_optimization.gather_16bit_weights_on_model_save
 
     def _whole_weights(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """The weights on rank 0, in storage of their own, None elsewhere: what the engine, which a

@@ -5,6 +5,7 @@ Ranks agree here, so that all load the same or all raise. What is in the files i
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.file_names import CHECKPOINT_SUFFIXES
 from deepspeed.checkpoint.files import CheckpointError, read_latest, recover_folder, together
 from deepspeed.checkpoint.manifest import read_manifest
 from deepspeed.checkpoint.retention import newest_common_tag, published_tags
@@ -27,7 +29,7 @@ from deepspeed.checkpoint.verification import (
     raise_problems,
 )
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import log_dist, logger
 
 
 class FolderChoice:
@@ -57,16 +59,41 @@ class FolderChoice:
         )
 
     def latest_tag(self, load_dir: str) -> str | None:
-        """What to load when no tag is given: the same on all ranks."""
+        """What to load when no tag is given: the same on all ranks. None if there is nothing, as
+        for scripts that resume by themselves at their first start; rank 0 says it in a warning.
+
+        Raises:
+            CheckpointError: On every rank, if `load_dir` is a file.
+        """
         what = f"looking for the newest checkpoint in {load_dir}"
         known = together(lambda: self._known_tags(load_dir), self._device, what)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, known)
-        return newest_common_tag([everywhere[publisher] for publisher in self._node.publishers])
+        tag = newest_common_tag([everywhere[publisher] for publisher in self._node.publishers])
+        if tag is None:
+            log_dist(self._told_of_nothing(load_dir), ranks=[0], level=logging.WARNING)
+        return tag
+
+    def _told_of_nothing(self, load_dir: str) -> str:
+        latest = keys.LATEST_UNIVERSAL if self._universal else keys.LATEST
+        there = os.listdir(load_dir) if os.path.isdir(load_dir) else None
+        why, tags = f"is no folder with a file {latest!r}", existing_tags(load_dir)
+        if there is None:
+            why = "is not there"
+        elif any(name.endswith(CHECKPOINT_SUFFIXES) for name in there):
+            parent, tag = os.path.split(load_dir)
+            why = f"is one checkpoint: give load_checkpoint({parent!r}, tag={tag!r})"
+        elif tags:
+            why = f"has no file {latest!r}; give the tag that you mean: {', '.join(tags)}"
+        return f"no checkpoint is loaded, and training starts anew: {load_dir} {why}"
 
     def _known_tags(self, load_dir: str) -> tuple[str | None, list[str]]:
         if not self._node.publishes:
             return None, []
+        if os.path.isfile(load_dir):
+            raise CheckpointError(
+                f"{load_dir} is a file; give the folder that save_checkpoint was given"
+            )
         if self._universal:
             tag = read_latest(load_dir, keys.LATEST_UNIVERSAL)
             return tag, [] if tag is None else [tag]

@@ -27,7 +27,11 @@ POSITIONED = (ResumableDistributedSampler, DeepSpeedDataSampler)
 
 
 def host_state(
-    loader: Any, micro_steps: int, cut: dict[str, int], num_forwards: Sequence[int]
+    loader: Any,
+    micro_steps: int,
+    cut: dict[str, int],
+    num_forwards: Sequence[int],
+    window: bool,
 ) -> dict[str, Any]:
     """This process's state.
 
@@ -37,6 +41,7 @@ def host_state(
         cut: `host_degrees` of this run.
         num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty
             without.
+        window: An accumulation window is open (`window_files`).
     """
     import numpy  # startup: only needed here
 
@@ -60,6 +65,7 @@ def host_state(
         "micro_steps": micro_steps,
         "cut": dict(cut),
         "num_forwards": list(num_forwards),
+        "window": window,
     }
 
 

@@ -57,10 +57,10 @@ from deepspeed.runtime.checkpointing.weight_resharding import (
     shards_as_whole,
     slices_of_this_rank,
 )
+from deepspeed.runtime.checkpointing.window_files import read_window, restore_window
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils.logging import logger
 
 
 class LoadOptions(NamedTuple):
@@ -83,6 +83,7 @@ class LoadedFiles(NamedTuple):
         host: State of the process in this one's place, if the run that saved it was divided over
             its ranks as this one is.
         position: State of any process, for the position in the data.
+        window: Gradients of an accumulation window.
     """
 
     model: dict[str, Any]
@@ -90,6 +91,7 @@ class LoadedFiles(NamedTuple):
     optimizer: ReshardedState | None = None
     host: dict[str, Any] | None = None
     position: dict[str, Any] | None = None
+    window: dict[str, Any] | None = None
 
 
 class Loader:
@@ -132,9 +134,6 @@ class Loader:
         )
         named = str(tag) if tag is not None else folders.latest_tag(load_dir)
         if named is None:
-            logger.warning(
-                f"no checkpoint loaded: {load_dir} has no file 'latest'; give a tag if there is one"
-            )
             return None, None
         folder = os.path.join(load_dir, named)
         folders.recover(folder)
@@ -202,8 +201,7 @@ class Loader:
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
-        host, position = _read_host(folder, host_degrees(state.parallel_map))
-        return LoadedFiles(model, weights, optimizer, host, position)
+        return LoadedFiles(model, weights, optimizer, *self._read_host(folder, options))
 
     @property
     def _loads_masters(self) -> bool:
@@ -231,11 +229,10 @@ class Loader:
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
-        host, position = _read_host(folder, host_degrees(self._state.parallel_map))
         optimizer = self._read_optimizer(
             files, folder, model, slices, options.load_optimizer_states
         )
-        return LoadedFiles(model, weights, optimizer, host, position)
+        return LoadedFiles(model, weights, optimizer, *self._read_host(folder, options))
 
     def _read_optimizer(
         self,
@@ -305,6 +302,8 @@ class Loader:
             and state.lr_scheduler is not None
             and scheduler is not None
         ):
+            if loaded.optimizer is not None:
+                scheduler = loaded.optimizer.schedule(scheduler)
             state.lr_scheduler.load_state_dict(scheduler)
             if not options.load_optimizer_states:
                 self._apply_schedule()
@@ -313,6 +312,23 @@ class Loader:
         state.skipped_steps = loaded.model[keys.SKIPPED_STEPS]
         if options.load_optimizer_states:
             self._restore_host(loaded)
+
+    def _read_host(
+        self, folder: str, options: LoadOptions
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any] | None]:
+        """`LoadedFiles.host`, `position` and `window`."""
+        degrees = host_degrees(self._state.parallel_map)
+        path = os.path.join(folder, file_names.host_file(dist.get_rank()))
+        own = read_file(path) if os.path.isfile(path) else None
+        if own is not None and own.get("cut", degrees) == degrees:
+            host, position = own, None
+        else:
+            first = os.path.join(folder, file_names.host_file(0))
+            host, position = None, read_file(first) if os.path.isfile(first) else None
+        window = None
+        if options.load_optimizer_states:
+            window = read_window(self._state, folder, host or position or {})
+        return host, position, window
 
     def _apply_schedule(self) -> None:
         """Set the rates that the schedule is at; without the optimizer's groups they would be its
@@ -333,7 +349,10 @@ class Loader:
         state = self._state
         steps = state._config.gradient_accumulation_steps
         done = state.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]
+        if loaded.host is not None and loaded.host.get("window") and loaded.window is None:
+            done -= done % steps
         state.tracker.micro_steps = done
+        restore_window(state, loaded.window)
         if loaded.host is not None:
             restore_host_state(loaded.host, state.training_dataloader)
         elif loaded.position is not None:
@@ -356,15 +375,3 @@ def _reading_by(engine: CheckpointEngine) -> AbstractContextManager[None]:
     """Read files by the client's checkpoint engine, if it is one that reads otherwise than ours."""
     inner = engine.inner if isinstance(engine, DecoupledCheckpointEngine) else engine
     return nullcontext() if type(inner).load is TorchCheckpointEngine.load else read_by(inner.load)
-
-
-def _read_host(
-    folder: str, degrees: dict[str, int]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """`LoadedFiles.host` and `LoadedFiles.position`, in a run of these degrees."""
-    path = os.path.join(folder, file_names.host_file(dist.get_rank()))
-    own = read_file(path) if os.path.isfile(path) else None
-    first = os.path.join(folder, file_names.host_file(0))
-    position = read_file(first) if os.path.isfile(first) else None
-    equal = own is not None and own.get("cut", degrees) == degrees
-    return (own, None) if equal else (None, position)

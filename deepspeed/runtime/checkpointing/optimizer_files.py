@@ -34,6 +34,7 @@ from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.state_layout import OwnShard
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.loading_in_place import check_apart
 from deepspeed.utils.tensor_fragment import logical_shape
 
 NAMELESS = "a parameter that is not the module's"
@@ -292,3 +293,4 @@ class OptimizerFiles:
             load_optimizer_states=load_optimizer_states,
             load_from_fp32_weights=load_from_fp32_weights and loaded.has_masters,
         )
+        check_apart(self.sequence)

@@ -10,6 +10,7 @@ known nothing changes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,15 +27,37 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.state import CheckpointMismatchError
 
 NameOf = Callable[[nn.Parameter], str]
+# What a schedule of torch's has for each parameter group.
+_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"))
 
 
 class ReshardedState(NamedTuple):
-    """State in the layout of the optimizer's `state_dict()`, and whether master weights are in
-    it.
+    """What an optimizer is given.
+
+    Attributes:
+        state: In the layout of its `state_dict()`.
+        has_masters: Whether master weights are in it.
+        origins: For each of its parameter groups, the number of the saved group that its parameters
+            were in; None: the groups are those that were saved.
     """
 
     state: dict[str, Any]
     has_masters: bool
+    origins: Sequence[int] | None = None
+
+    def schedule(self, saved: Any) -> Any:
+        """Saved state of a learning-rate schedule over the optimizer, for its groups as they are
+        now: each goes on with the rates of its parameters.
+        """
+        if not self.origins or not isinstance(saved, dict):
+            return saved
+        found = dict(saved)
+        for key in _BY_GROUP & saved.keys():
+            if isinstance(saved[key], list) and len(saved[key]) > max(self.origins):
+                found[key] = [saved[key][origin] for origin in self.origins]
+        if "_schedulers" in saved:  # a sequence of schedules
+            found["_schedulers"] = [self.schedule(one) for one in saved["_schedulers"]]
+        return found
 
 
 class _Place(NamedTuple):
@@ -58,6 +81,7 @@ class _Target:
         filled: How many elements of it were found.
         found: How many elements have state.
         shared: State that is not per element.
+        likeness: Of padding, how far it is what it resembles; 0: nothing is known yet.
     """
 
     own: OwnTensor
@@ -66,6 +90,7 @@ class _Target:
     filled: dict[str, int] = field(default_factory=dict)
     found: int = 0
     shared: dict[str, Any] = field(default_factory=dict)
+    likeness: int = 0
 
     @property
     def numel(self) -> int:
@@ -109,10 +134,18 @@ class _Target:
             )
         self.shared.update(fragment.shared)
 
-    def resemble(self, fragment: SavedFragment) -> None:
-        """Have the state of a tensor that holds padding only, as the optimizer would have made it
-        with all others.
+    @property
+    def is_padding(self) -> bool:
+        """Whether it holds no element of a parameter, and has state all the same."""
+        return self.own.used == 0 and self.own.has_state and self.own.beside is None
+
+    def resemble(self, fragment: SavedFragment, likeness: int) -> None:
+        """Have the state of padding as the optimizer would have made it with what `fragment` is of,
+        unless there was something as like before.
         """
+        if likeness <= self.likeness:
+            return
+        self.likeness = likeness
         self.values = {
             key: torch.zeros(self.numel, dtype=value.dtype)
             for key, value in fragment.values.items()
@@ -157,8 +190,14 @@ class _Resharding:
         self.targets: list[_Target] = []
         self.places: dict[str, list[_Place]] = {}
         self.options: dict[int, dict[str, Any]] = {}
-        self._from: dict[int, str] = {}
-        self._names = {name_of(p) for group in sequence.numbered_params() for p in group}
+        # Also of parameters that other ranks have: what is said of groups is the same on all.
+        self._group_of = {
+            name_of(param): index
+            for index, group in enumerate(sequence.numbered_params())
+            for param in group
+        }
+        self._first: dict[int, SavedFragment] = {}
+        self._num_saved_groups = 0
         # Of all ranks' parameters, so that all ranks say the same.
         self.has_masters = True
         for own in sequence.own_tensors():
@@ -171,13 +210,14 @@ class _Resharding:
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:
         """Take everything that is this rank's."""
-        first: SavedFragment | None = None
+        padding = [target for target in self.targets if target.is_padding]
         for fragment in saved.fragments():
-            if fragment.options:  # not of a parameter that was not trained
-                first = first or fragment
+            for target in padding:
+                self._offer(target, fragment)
             lacks = FP32 not in fragment.values and not fragment.is_state_alone
-            if fragment.name in self._names and lacks:
-                self.has_masters = False
+            if fragment.name in self._group_of:
+                self.has_masters &= not lacks
+                self._take_options(self._group_of[fragment.name], fragment)
             for place in self.places.get(fragment.name, ()):
                 if fragment.start + fragment.numel > place.whole:
                     raise CheckpointMismatchError(
@@ -185,29 +225,57 @@ class _Resharding:
                         f"{fragment.start + fragment.numel}"
                     )
                 place.target.take(place.run, fragment)
-                self._take_options(place.target.own.group, fragment)
         for target in self.targets:
             target.check()
-            if target.own.used == 0 and first is not None:
-                target.resemble(first)
         for index, options in saved.options.items():
             # What is missing is a group without parameters on this stage.
             self.options.setdefault(index, dict(options))
+        self._num_saved_groups = len(saved.options)
+
+    def _offer(self, target: _Target, fragment: SavedFragment) -> None:
+        """Have padding resemble what lies beside it on other ranks; if there is nothing, its group
+        being empty, what the optimizer treats as it does that group.
+        """
+        if not fragment.options:  # it was not trained
+            return
+        own = self.sequence.param_groups[target.own.group]
+        switches = [
+            (own.get(key), value)
+            for key, value in fragment.options.items()
+            if isinstance(value, bool) and isinstance(own.get(key), bool)
+        ]
+        if self._group_of.get(fragment.name) == target.own.group:
+            target.resemble(fragment, likeness=2)
+        elif all(here == there for here, there in switches):
+            target.resemble(fragment, likeness=1)
 
     def _take_options(self, group: int, fragment: SavedFragment) -> None:
-        known = self.options.setdefault(group, dict(fragment.options))
-        first = self._from.setdefault(group, fragment.name)
+        if not fragment.options:  # it was not trained
+            return
+        first = self._first.setdefault(group, fragment)
+        self.options.setdefault(group, dict(first.options))
         differing = [
             key
             for key in fragment.options
-            if key not in known or not _same(known[key], fragment.options[key])
+            if key not in first.options or not _same(first.options[key], fragment.options[key])
         ]
         if differing:
             raise CheckpointMismatchError(
-                f"parameter group {group} holds {first} and {fragment.name}, which were saved with "
-                f"different {differing[0]!r} ({known.get(differing[0])} and "
+                f"parameter group {group} holds {first.name} and {fragment.name}, which were saved "
+                f"with different {differing[0]!r} ({first.options.get(differing[0])} and "
                 f"{fragment.options[differing[0]]}): give them groups of their own, as before"
             )
+
+    @property
+    def origins(self) -> list[int] | None:
+        """See `ReshardedState`."""
+        found = []
+        for index in range(len(self.sequence.param_groups)):
+            first = self._first.get(index)
+            # One without parameters here goes on with that of its number, if there is one.
+            alike = min(index, self._num_saved_groups - 1)
+            found.append(alike if first is None or first.group is None else first.group)
+        return None if found == list(range(self._num_saved_groups)) else found
 
     def base_state(self) -> dict[str, Any]:
         """State dict of the wrapped torch optimizer."""
@@ -218,7 +286,7 @@ class _Resharding:
             groups.append(
                 {
                     **own,
-                    **self.options.get(index, {}),
+                    **copy.deepcopy(self.options.get(index, {})),
                     "params": [next(numbers) for _ in group["params"]],
                 }
             )
@@ -266,4 +334,4 @@ def reshard_optimizer_state(
     resharding = _Resharding(sequence, name_of)
     resharding.fill(saved)
     state = sequence.rebuilt_state(resharding.base_state(), resharding.masters(), saved.scaler)
-    return ReshardedState(state, resharding.has_masters)
+    return ReshardedState(state, resharding.has_masters, resharding.origins)

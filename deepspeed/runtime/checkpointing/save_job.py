@@ -40,7 +40,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import log_once, logger
 
 _CONVERTER = os.path.join(os.path.dirname(utils.__file__), "zero_to_fp32.py")
 
@@ -137,5 +137,8 @@ def _put_converter(save_dir: str) -> None:
         return
     temporary = os.path.join(save_dir, file_names.saving(os.path.basename(path)))
     shutil.copyfile(_CONVERTER, temporary)
-    os.chmod(temporary, 0o755)
+    try:
+        os.chmod(temporary, 0o755)
+    except OSError as error:  # Azure's and FUSE's file systems have no modes
+        log_once(f"{path} is not executable, call it by python: {error}")
     os.replace(temporary, path)

@@ -22,6 +22,7 @@ from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, toge
 from deepspeed.checkpoint.host_copy import HostCopy
 from deepspeed.checkpoint.torch_files import check_loadable
 from deepspeed.checkpoint.utils import separate
+from deepspeed.comm import lone_waits
 from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
@@ -39,6 +40,7 @@ from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, storage_node
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.checkpointing.window_files import window_content, window_is_open
 from deepspeed.utils.logging import logger
 
 
@@ -92,13 +94,20 @@ class Saver:
         optimizer.collect()
         # See `OptimizerFiles`, [Note: collected first].
         model.collect(self._writes_model_file(optimizer, job.node))
+        has_window = window_is_open(state)
 
         def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
             job.prepare()
 
             def fill(put: Put) -> None:
                 self._put_files(
-                    put, job.node, model, optimizer, client_state, exclude_frozen_parameters
+                    put,
+                    job.node,
+                    model,
+                    optimizer,
+                    client_state,
+                    exclude_frozen_parameters,
+                    has_window,
                 )
 
             description = describe(state, model, optimizer, exclude_frozen_parameters)
@@ -165,7 +174,9 @@ class Saver:
             [number, -number, int(not is_path)], dtype=torch.int64, device=self._state.device
         )
         if dist.get_world_size() > 1:
-            dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+            meeting = lone_waits.watch.coming()
+            with lone_waits.watch.waiting(lambda: f"saving {tag}", meeting):
+                dist.all_reduce(facts, op=dist.ReduceOp.MAX)
         highest, negative_of_lowest, has_no_path = facts.tolist()
         if has_no_path:
             raise ValueError(
@@ -191,6 +202,7 @@ class Saver:
         optimizer: OptimizerFiles,
         client_state: dict[str, Any],
         exclude_frozen_parameters: bool,
+        has_window: bool,
     ) -> None:
         state = self._state
         with own_rows_only():
@@ -211,8 +223,11 @@ class Saver:
             state.tracker.micro_steps,
             host_degrees(state.parallel_map),
             num_forwards,
+            has_window,
         )
         put(file_names.host_file(dist.get_rank()), host)
+        if has_window:
+            put(file_names.window_file(dist.get_rank()), window_content(state))
 
 
 def _separated(fill: Callable[[Put], None]) -> Callable[[Put], None]:

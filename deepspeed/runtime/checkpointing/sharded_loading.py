@@ -122,7 +122,7 @@ def read_shard_weights(
         in_shards
         and not files.experts.are_spread
         and not model.get(keys.AUTOEP_LAYERS_KEY)
-        and model[keys.DP_WORLD_SIZE] == dist.get_world_size(group=group)
+        and model.get(keys.DP_WORLD_SIZE) == dist.get_world_size(group=group)
     )
     pieces = weight_pieces(
         folder, targets, dist.get_rank(group=group) if is_alike else None, tensor_rank
@@ -154,8 +154,7 @@ def own_fragment(param: torch.Tensor) -> Fragment:
     """Which elements of a parameter are this rank's; of experts that are spread, those of all
     ranks' rows are counted.
     """
-    record = record_of(param)
-    own = record.table.fragment(0, dist.get_rank(group=record.group))
+    own = record_of(param).own
     return own._replace(param_start=first_element(param) + own.param_start)
 
 

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -33,10 +34,12 @@ class TrainingState(Protocol):
         global_samples: Samples seen.
         loaded_checkpoint_tag: Set by loading.
         parameter_offload: Gathers the model's parameters (stage 3).
+        _sequence_parts: Sums gradients of which tensor-parallel ranks have parts.
     """
 
     _config: DeepSpeedConfig
     _sequence: StepSequence | None
+    _sequence_parts: SequenceParts
     lr_scheduler: Any
     training_dataloader: Any
     parallel_map: ParallelMap

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed.checkpoint import file_names
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
@@ -15,6 +18,7 @@ class EngineCheckpoints(EngineSequence):
     """Mixin of `DeepSpeedEngine`: upstream's methods of saving and loading."""
 
     _checkpoint: EngineCheckpoint
+    parallel_map: ParallelMap
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
@@ -35,7 +39,8 @@ class EngineCheckpoints(EngineSequence):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything needed to go on, under `save_dir/tag`. All ranks must call it.
+        """Save everything needed to go on, under `save_dir/tag`, also between micro-batches of a
+        step. All ranks must call it.
 
         With `checkpoint.writer.decoupled` it returns when the state is copied to host memory; what
         fails after that is raised by a later `step()`, on all ranks at the same one, after that
@@ -53,7 +58,8 @@ class EngineCheckpoints(EngineSequence):
 
         Raises:
             CheckpointError: On every rank if any could not write, or an earlier save in the
-                background has failed; an earlier checkpoint of that tag is untouched.
+                background has failed; an earlier checkpoint of that tag is untouched. Inside a
+                backward.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
         self._require_states("save_checkpoint")
@@ -78,14 +84,15 @@ class EngineCheckpoints(EngineSequence):
             load_dir: Folder that `save_checkpoint` was given.
             tag: Which; None reads the `latest` file.
             load_module_strict: Names of weights must match exactly.
-            load_optimizer_states: Restore moments; with False, masters and weights only.
+            load_optimizer_states: Restore moments, and the gradients of an accumulation window that
+                was open; with False, masters and weights only.
             load_lr_scheduler_states: Restore the schedule.
             load_module_only: Restore weights only.
             custom_load_fn: Called as `fn(src=state_dict, dst=module)` to load the weights.
 
         Returns:
-            Path of the checkpoint and the client state; `(None, None)` if `load_dir` has no
-            `latest` file and no tag was given.
+            Path of the checkpoint and the client state; `(None, None)`, with a warning, if
+            `load_dir` has no `latest` file and no tag was given.
 
         Raises:
             CheckpointError: On every rank if any could not read its files or they don't fit;
@@ -160,6 +167,13 @@ class EngineCheckpoints(EngineSequence):
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         """Upstream's older name of `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """Path of the optimizer state of the experts of one expert-parallel rank, in the slices of
+        this rank.
+        """
+        name = file_names.expert_optimizer_file(expp_rank, self.parallel_map.model.rank)
+        return os.path.join(checkpoints_path, str(tag), name)
 
     # What clients gather weights with.
 

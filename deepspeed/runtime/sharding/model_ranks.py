@@ -130,7 +130,10 @@ class ModelRanks:
         )(param)
 
     def agree_on_num_groups(
-        self, optimizer: torch.optim.Optimizer | None, device: torch.device
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        problem: str | None = None,
     ) -> int:
         """Length of the norm's tensor: the number of parameter groups of the rank that has most.
 
@@ -140,17 +143,26 @@ class ModelRanks:
         Args:
             optimizer: This rank's, if it has one.
             device: Where to communicate from.
+            problem: Why this rank's optimizer cannot train; None: it can.
 
         Raises:
-            DeepSpeedConfigError: If some ranks have an optimizer and others have none: the first
-                would wait for the others' norm.
+            DeepSpeedConfigError: On all ranks, if that of some cannot, or if some ranks have an
+                optimizer and others have none: the first would wait for the others' norm.
         """
         own = 0 if optimizer is None else len(optimizer.param_groups)
-        if not self.has_parts:
-            return own
-        agreed = torch.tensor([own, int(optimizer is None)], dtype=torch.int64, device=device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dist.get_world_group())
-        most, some_have_none = agreed.tolist()
+        most, some_have_none, some_fail = own, False, problem is not None
+        if self.has_parts:
+            agreed = torch.tensor(
+                [own, int(optimizer is None), int(some_fail)], dtype=torch.int64, device=device
+            )
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dist.get_world_group())
+            most, some_have_none, some_fail = agreed.tolist()
+        if some_fail:
+            raise DeepSpeedConfigError(
+                problem
+                or "optimizer: that of another rank cannot train its part of the model; "
+                "its error says why"
+            )
         if most and some_have_none:
             own_answer = "none" if optimizer is None else "one"
             raise DeepSpeedConfigError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
+from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice_of_rank
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 
@@ -86,9 +86,19 @@ class ModelSlices:
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Of a parameter of which a rank's slice has this shape."""
-        slices = [torch.empty(shape, device="meta")] * dist.get_world_size(group=self.group)
-        whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
+        whole: torch.Tensor = self._outline(name, shape)[keys.PARAM]
         return whole.shape
+
+    def own_slice(self, name: str, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """This rank's slice, of this shape, of a whole parameter; a view where that is possible."""
+        entry = {**self._outline(name, shape), keys.PARAM: whole}
+        rank, size = dist.get_rank(group=self.group), dist.get_world_size(group=self.group)
+        return slice_of_rank(name, entry, shape, rank, size)
+
+    def _outline(self, name: str, shape: torch.Size) -> dict[str, Any]:
+        """What is known of a parameter and its slices, without elements."""
+        slices = [torch.empty(shape, device="meta")] * dist.get_world_size(group=self.group)
+        return self.patterns.merged(name, slices)
 
 
 def slices_of(module: nn.Module) -> ModelSlices | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import lone_waits
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import NumEl, Section
@@ -179,7 +180,8 @@ class Publisher:
         After it whoever likes may write to the masters: a checkpoint that is loaded, say.
         """
         while self._gathers:
-            self._gathers.popleft().wait()
+            with lone_waits.watch.waiting(lambda: "updated parameters"):
+                self._gathers.popleft().wait()
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None

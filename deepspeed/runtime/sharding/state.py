@@ -340,19 +340,35 @@ def load_sharded_state(
 def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any], moved: Moments) -> None:
     """Restore the wrapped optimizer's state; `moved` is what of it lies otherwise in memory."""
     base = saved[BASE_OPTIMIZER_STATE]
-    if isinstance(base, dict):
-        load_in_place(optimizer.optimizer, _with_moments(base, moved) if any(moved) else base)
-        return
-    for param_group, kept in zip(
-        optimizer.param_groups, saved.get(BASE_OPTIMIZER_PARAM_GROUPS, ()), strict=False
-    ):
-        param_group.update({key: value for key, value in kept.items() if key != "params"})
-    for group, lean, own in zip(optimizer.groups, base, moved, strict=True):
-        if not lean:
-            continue
-        state = optimizer.state[group.masters[0]]
-        for key, value in lean.items():
-            state[key] = own[key] if key in own else _padded_value(group, value)
+    if not isinstance(base, dict):
+        base = _with_groups(optimizer, base, saved.get(BASE_OPTIMIZER_PARAM_GROUPS))
+    load_in_place(optimizer.optimizer, _with_moments(base, moved) if any(moved) else base)
+
+
+def _with_groups(
+    optimizer: ZeROOptimizer,
+    states: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """State per group without padding, as `elastic_checkpoint` has it, as a state dict of the
+    wrapped optimizer.
+
+    Args:
+        optimizer: Whose.
+        states: Of each group's shard.
+        saved: Hyper-parameters of each group, if the file has them.
+    """
+    own = optimizer.optimizer.state_dict()["param_groups"]
+    groups = [
+        {**mine, **kept, "params": mine["params"]}
+        for mine, kept in zip(own, saved or [{}] * len(own), strict=True)
+    ]
+    padded = {
+        options["params"][0]: {key: _padded_value(group, value) for key, value in lean.items()}
+        for options, group, lean in zip(groups, optimizer.groups, states, strict=True)
+        if lean
+    }
+    return {"state": padded, "param_groups": groups}
 
 
 def _padded_value(group: ShardedGroup, value: Any) -> Any:

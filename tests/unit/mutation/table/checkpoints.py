@@ -7,6 +7,27 @@ from unit.mutation.table.places import AUTOTP, WHOLE_PARAMETERS
 
 FAULTS = (
     Fault(
+        "an engine's own window is added to that of the checkpoint",
+        "deepspeed/runtime/checkpointing/window_files.py",
+        (("    sequence.zero_grad()\n", ""),),
+        "tests/unit/v1/checkpoint/test_window.py",
+        "what_other",
+    ),
+    Fault(
+        "what was reduced of a window is not resumed",
+        "deepspeed/runtime/optimizers/master_weights.py",
+        (("            group.grad.copy_(grad)\n", "            pass\n"),),
+        "tests/unit/v1/checkpoint/test_window.py",
+        "bit_equal and stage2",
+    ),
+    Fault(
+        "parts of a resumed window's gradients are taken for summed",
+        "deepspeed/runtime/checkpointing/window_files.py",
+        (("        state._sequence_parts.opened()\n", "        pass\n"),),
+        "tests/unit/v1/tensor/test_sequence_parts.py",
+        "resumed",
+    ),
+    Fault(
         "a rank without a folder to save in leaves the others in a gather",
         "deepspeed/runtime/checkpointing/saving.py",
         (("        if has_no_path:\n", "        if not is_path:\n"),),
@@ -100,5 +121,26 @@ FAULTS = (
         ((" and not fragment.is_state_alone", ""),),
         WHOLE_PARAMETERS,
         "TestCheckpoints",
+    ),
+    Fault(
+        "a step count that a file has for all is counted on by each",
+        "deepspeed/runtime/sharding/loading_in_place.py",
+        (("        own[key] = own[key].clone()\n", "        pass\n"),),
+        "tests/unit/v1/checkpoint/test_loaded_state.py",
+        "one_count",
+    ),
+    Fault(
+        "padding has the state of another group",
+        "deepspeed/runtime/checkpointing/optimizer_resharding.py",
+        (("target.resemble(fragment, likeness=2)", "target.resemble(fragment, likeness=1)"),),
+        "tests/unit/v1/checkpoint/test_updates.py",
+        "TestUpdates",
+    ),
+    Fault(
+        "a schedule's rates stay with the number of a group",
+        "deepspeed/runtime/checkpointing/loading.py",
+        (("scheduler = loaded.optimizer.schedule(scheduler)", "pass"),),
+        "tests/unit/v1/checkpoint/test_loaded_state.py",
+        "TestRates",
     ),
 )

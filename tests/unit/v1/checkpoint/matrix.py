@@ -16,8 +16,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from unit.v1.gathering import from_all_ranks
 
 from . import pipeline
+from .runs import counts
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -211,6 +213,7 @@ class Run:
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
             "rates": engine.get_lr(),
             "schedule": engine.lr_scheduler.state_dict(),
+            "steps": set().union(*from_all_ranks(counts(engine))),
         }
 
 

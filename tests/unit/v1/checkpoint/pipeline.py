@@ -45,10 +45,10 @@ def layers() -> list[Any]:
 
 
 def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Weights, and biases without weight decay."""
+    """Weights, biases without weight decay, and a group without parameters, as adapters leave."""
     decayed = [param for param in module.parameters() if param.dim() > 1]
     plain = [param for param in module.parameters() if param.dim() <= 1]
-    return [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    return [{"params": decayed}, {"params": plain, "weight_decay": 0.0}, {"params": []}]
 
 
 def configuration(replicas: int, **keys: Any) -> dict[str, Any]:

@@ -96,23 +96,27 @@ def train(engine: Any, steps: int) -> list[dict[str, Any]]:
     for _ in range(steps):
         losses = []
         for _ in range(engine.gradient_accumulation_steps()):
-            x, target = next(engine.batches)
-            x = x.to(next(engine.module.parameters()).dtype)
-            # Host random states matter, too.
-            x = x + 0.01 * random.random() + 0.01 * numpy.random.rand()
-            loss = (engine(x).float() - target).pow(2).mean()
-            engine.backward(loss)
+            losses.append(backward(engine))
             engine.step()
-            losses.append(loss.item())
-        seen.append(
-            {
-                "losses": losses,
-                "norm": float(engine.get_global_grad_norm()),
-                "lr": engine.get_lr(),
-                **look(engine),
-            }
-        )
+        seen.append(stepped(engine, losses))
     return seen
+
+
+def backward(engine: Any) -> float:
+    """Forward and backward of the next micro-batch; returns its loss."""
+    x, target = next(engine.batches)
+    x = x.to(next(engine.module.parameters()).dtype)
+    # Host random states matter, too.
+    x = x + 0.01 * random.random() + 0.01 * numpy.random.rand()
+    loss = (engine(x).float() - target).pow(2).mean()
+    engine.backward(loss)
+    return loss.item()
+
+
+def stepped(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """What is seen after a step."""
+    norm = float(engine.get_global_grad_norm())
+    return {"losses": losses, "norm": norm, "lr": engine.get_lr(), **look(engine)}
 
 
 def look(engine: Any) -> dict[str, Any]:
@@ -143,6 +147,11 @@ def look(engine: Any) -> dict[str, Any]:
         "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
         "data": engine.training_dataloader.state_dict(),
     }
+
+
+def counts(engine: Any) -> set[float]:
+    """How many steps the states of this rank's optimizer have counted."""
+    return {float(own["step"]) for own in engine.optimizer.state.values() if "step" in own}
 
 
 def whole(param: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ PARTS_OF_NAMES = (
     "zero_pp_rank_",
     "expp_rank_",
     "host_state_rank_",
+    "window_rank_",
     "layer_",
     "_states.pt",
     ".dcp",
@@ -56,6 +57,7 @@ def test_names_are_upstreams() -> None:
     assert file_names.layer_file(layer, "model_01") == "layer_07-model_01-model_states.pt"
     assert file_names.layer_file_glob(7) == "layer_07-*model_states.pt"
     assert file_names.host_file(11) == "host_state_rank_11.pt"
+    assert file_names.window_file(11) == "window_rank_11.pt"
     assert file_names.state_file("exp_avg") == "exp_avg.pt"
     assert file_names.default_tag(1000) == "global_step1000"
 

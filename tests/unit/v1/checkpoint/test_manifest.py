@@ -262,6 +262,7 @@ class TestOffline:
             == []
         )
         assert ds_checkpoint(["verify", str(tmp_path)]) == 0
+        assert ds_checkpoint(["verify", f"{folder}/"]) == 0
         assert "as it was written" in capsys.readouterr().out
         (folder / "a.pt").write_bytes(b"A.pt" * 3)
         (folder / "b.pt").unlink()
@@ -271,6 +272,7 @@ class TestOffline:
             "a.pt has checks",
             "b.pt is missing",
         ]
+        assert verify_checkpoint(str(folder)) == verify_checkpoint(str(tmp_path))
         assert len(verify_checkpoint(str(tmp_path), level="sizes")) == 1
         assert ds_checkpoint(["verify", str(tmp_path), "--tag", "tag"]) == 1
         assert "a.pt has checksum" in capsys.readouterr().out

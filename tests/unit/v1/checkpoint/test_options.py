@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, read
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
+from unit.v1.zero.usage import Warnings
 
 from .runs import config, differences, look, start, train
 
@@ -207,9 +209,45 @@ class TestOptions(DistributedTest):
         assert {"r0", "latest"} <= names and "r1" not in names
 
     def test_nothing_there_to_load(self, tmpdir: Any) -> None:
+        # Kills: a run that starts anew without a word, or with a word of each rank; a file, or the
+        # folder of a tag, that is taken for an empty folder.
         engine = start(config(**ZERO2))
-        assert engine.load_checkpoint(str(tmpdir)) == (None, None)
-        assert engine.load_checkpoint(str(tmpdir.join("nowhere"))) == (None, None)
+        engine.save_checkpoint(str(tmpdir), tag="mine", save_latest=False)
+        cases = {
+            tmpdir: "has no file 'latest'; give the tag that you mean: mine",
+            tmpdir.join("nowhere"): "is not there",
+            tmpdir.join("mine"): f"is one checkpoint: give load_checkpoint({str(tmpdir)!r}, "
+            "tag='mine')",
+        }
+        for folder, why in cases.items():
+            with Warnings() as said:
+                assert engine.load_checkpoint(str(folder)) == (None, None)
+            told = f"training starts anew: {folder} {why}"
+            assert [told in text for text in said.texts] == [True] * (dist.get_rank() == 0), (
+                said.texts
+            )
+        file = tmpdir.join(f"file{dist.get_rank()}")
+        file.write("")
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"file0 is a file; give the folder that"):
+            engine.load_checkpoint(str(tmpdir.join("file0")))
+
+    def test_a_file_system_without_modes(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a save that fails, or warns each time, because a script cannot be made executable.
+        def forbidden(*args: Any, **kwargs: Any) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        engine = start(config(**ZERO2))
+        monkeypatch.setattr(os, "chmod", forbidden)
+        with Warnings() as said:
+            for _ in range(2):
+                engine.save_checkpoint(str(tmpdir))
+                tmpdir.join("zero_to_fp32.py").write("") if dist.get_rank() == 0 else None
+        told = [text for text in said.texts if "zero_to_fp32.py is not executable" in text]
+        assert len(told) == (dist.get_rank() == 0), said.texts
+        assert engine.load_checkpoint(str(tmpdir))[0]
 
     def test_save_16bit_model(self, tmpdir: Any) -> None:
         engine = start(config(**ZERO2))

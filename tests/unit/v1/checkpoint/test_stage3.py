@@ -18,6 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.verification import verify_checkpoint
 from deepspeed.runtime.checkpointing import sharded_weights
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -38,6 +39,7 @@ def engine_of(
     seed: int = 0,
     universal: bool = False,
     writer: Any = None,
+    verify: str = "full",
     **zero: Any,
 ) -> tuple[Any, Net]:
     """With two parameter groups, a frozen layer, tied weights and a parameter that no loss uses."""
@@ -48,7 +50,7 @@ def engine_of(
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     config = config_of(stage, **{**(at_stage_3 if stage == 3 else {}), **zero})
-    config["checkpoint"] = {"load_universal": universal, "writer": writer}
+    config["checkpoint"] = {"load_universal": universal, "writer": writer, "verify": verify}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -125,12 +127,19 @@ class TestResume(DistributedTest):
         other.destroy()
 
     def test_without_leave_to_gather(self, tmp_path: Path) -> None:
-        # Kills: a whole model on one rank that nobody asked for.
+        # Kills: a whole model on one rank that nobody asked for, a refusal to who asks for it.
         engine, _ = engine_of("fp32", stage3_gather_16bit_weights_on_model_save=False)
         assert not engine.save_16bit_model(str(tmp_path))
         assert not os.listdir(tmp_path)
-        with pytest.raises(ValueError, match="gather_16bit_weights_on_model_save"):
-            engine._zero3_consolidated_16bit_state_dict()
+        for get in (
+            engine._zero3_consolidated_16bit_state_dict,
+            engine._consolidated_16bit_state_dict,
+        ):
+            gathered = get()
+            with GatheredParameters(list(engine.module.parameters())):
+                wanted = engine.module.state_dict()
+                assert differences(dict(gathered or wanted), dict(wanted)) == []
+            assert (gathered is None) == (dist.get_rank() > 0)
         engine.destroy()
 
 
@@ -236,6 +245,27 @@ class TestWhole(DistributedTest):
             other.load_checkpoint(str(tmp_path), load_module_strict=False)
             expected = {**wanted, **{name: before[name] for name in frozen}}
             assert differences(expected, held(other, loaded)) == []
+            other.destroy()
+
+    def test_files_that_do_not_say_over_how_many_ranks(self, tmp_path: Path) -> None:
+        # Kills: a KeyError, on one rank or after weights were changed.
+        engine, model = engine_of("fp32")
+        engine.save_checkpoint(str(tmp_path), tag="tag")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (tmp_path / "tag" / "manifest.json").unlink()
+            for path in (tmp_path / "tag").glob("zero_pp_rank_*_model_states.pt"):
+                state = torch.load(path)
+                del state["dp_world_size"]
+                torch.save(state, path)
+        dist.barrier()
+        engine.destroy()
+        for stage in (3, 1):
+            other, loaded = engine_of("fp32", stage, seed=6, verify="off")
+            before = held(other, loaded, moments=False)
+            with pytest.raises(CheckpointError, match="a model file has no 'dp_world_size'"):
+                other.load_checkpoint(str(tmp_path), tag="tag")
+            assert differences(before, held(other, loaded, moments=False)) == []
             other.destroy()
 
     def test_without_an_optimizer(self, tmp_path: Path) -> None:
@@ -351,7 +381,7 @@ class TestOthers(DistributedTest):
         wanted = torch.load(f"{source}.pt")
         if dist.get_rank() == 0:
             options = ["--input_folder", f"{source}/global_step2", "--output_folder"]
-            arguments = [*options, f"{folder}/all", "--inject_missing_state"]
+            arguments = [*options, f"{folder}/all"]
             ds_to_universal.main(ds_to_universal.parse_arguments(arguments))
         dist.barrier()
         for stage in (2, 3):

@@ -37,7 +37,7 @@ def convert(source: str, *options: str, tag: str | None = None) -> None:
         "--output_folder",
         os.path.join(source, TAG),
     ]
-    main(parse_arguments([*folders, "--inject_missing_state", *options]))
+    main(parse_arguments([*folders, *options]))
 
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}

@@ -248,7 +248,7 @@ class TestFiles:
             SHARED / case / "step4", tmp_path / "step4", copy_function=shutil.copyfile
         )
         os.chmod(source, 0o755)
-        state = UniversalCheckpoint(str(convert(Path(source), "--inject_missing_state")))
+        state = UniversalCheckpoint(str(convert(Path(source))))
         assert state.names() == ["0.bias", "0.weight", "2.bias", "2.weight"]
         assert state.slots("0.weight") == ["exp_avg", "exp_avg_sq", "fp32"]
         assert (state.shared("2.bias")["step"].item(), state.group("2.bias")) == (4, 0)

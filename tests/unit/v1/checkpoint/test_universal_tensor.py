@@ -154,6 +154,6 @@ class TestOtherTensorRanks(DistributedTest):
         assert differences(before, whole(engine)) == []
         if dist.get_rank() == 0:
             folders = ["--input_folder", f"{tmpdir}/silent", "--output_folder", f"{tmpdir}/{TAG}"]
-            with pytest.raises(CheckpointError, match="slices saves it by save_checkpoint"):
+            with pytest.raises(CheckpointError, match="The client saves it by save_checkpoint"):
                 main(parse_arguments(folders))
         dist.barrier()

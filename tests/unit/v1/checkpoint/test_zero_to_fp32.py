@@ -601,6 +601,44 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_two_at_once_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: ranks that share a temporary file, which the first to end renames or removes; removing
+    twice what an earlier conversion left.
+    """
+    make_folder(tmp_path / "saved", some_weights())
+    out = tmp_path / "out"
+    calls, write = [], zero_to_fp32._write_bin
+
+    def convert() -> None:
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
+
+    def write_beside(state: Any, path: str) -> Any:
+        calls.append(path)
+        stored = write(state, path)
+        if len(calls) == 1:
+            convert()
+            assert torch.load(path, weights_only=True).keys() == state.keys()
+        return stored
+
+    monkeypatch.setattr(zero_to_fp32, "_write_bin", write_beside)
+    convert()
+    assert len(calls) == 4
+    assert sorted(path.name for path in out.iterdir()) == [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
+    remove = os.remove
+
+    def removed_by_another(path: str) -> None:
+        remove(path)
+        remove(path)
+
+    monkeypatch.setattr(os, "remove", removed_by_another)
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out))
+    assert [path.name for path in out.iterdir()] == ["pytorch_model.bin"]
+
+
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "saved", some_weights())
     for size in ("5 parsecs", "", "-1GB", 0, True, "1.5GB"):

@@ -1,0 +1,149 @@
+"""The accumulation window in a checkpoint that is saved inside one: what each rank has summed since
+the last step, in a file of its own.
+
+Sums are divided by the window's micro-batches and lie as the ranks' buffers do, so only an equal
+run goes on with them; another says what differs, or begins the window anew
+(`checkpoint.open_window`). A process's own file (`host_state`) says whether a window was open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.files import CheckpointError, read_file
+from deepspeed.runtime.checkpointing.host_state import host_degrees
+from deepspeed.runtime.checkpointing.model_files import LayeredModule
+from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.utils.logging import log_dist
+from deepspeed.utils.tensor_fragment import logical_shape
+
+DISCARD = "discard"
+_DIGEST = "sha256 "
+
+
+def window_is_open(state: TrainingState) -> bool:
+    """Whether some rank has gradients that no step has used; a pipeline has none between batches.
+    All ranks call it.
+
+    Raises:
+        CheckpointError: A backward is running.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise CheckpointError(
+            "save_checkpoint inside a backward: its gradients are not complete; call it afterwards"
+        )
+    sequence = state._sequence
+    if sequence is None or isinstance(state.module, LayeredModule):
+        return False
+    found = torch.tensor([int(sequence.has_gradients)], dtype=torch.int32, device=state.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def window_content(state: TrainingState) -> dict[str, Any]:
+    """Content of this rank's file."""
+    sequence = state._sequence
+    assert sequence is not None, "a window without an optimizer"
+    return {
+        "layout": _layout(state, sequence),
+        "tracker": state.tracker.window_state(),
+        "gradients": sequence.window_state(),
+    }
+
+
+def _layout(state: TrainingState, sequence: StepSequence) -> dict[str, Any]:
+    """What must be equal for a run to go on, by the name of what the user sees of it."""
+    config, names = state._config, {p: name for name, p in state.module.named_parameters()}
+    trained = [
+        [(names.get(p), tuple(logical_shape(p)), p.dtype) for p in params if p.requires_grad]
+        for params in sequence.numbered_params()
+    ]
+    return {
+        **host_degrees(state.parallel_map),
+        "gradient_accumulation_steps": state.tracker.divisor,
+        "zero_optimization.stage": int(config.zero_optimization_stage),
+        "optimizer": type(sequence).__name__,
+        "the trained parameters": _digest(trained),
+        "the layout of their gradients (buckets, groups)": _digest(sequence.gradient_layout()),
+    }
+
+
+def _digest(value: Any) -> str:
+    return _DIGEST + hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def read_window(
+    state: TrainingState, folder: str, host: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """This rank's file; None if the checkpoint was saved at a step, or its window begins anew.
+
+    Args:
+        state: The engine.
+        folder: The tag's.
+        host: State of the process in this one's place, or where that is not there, of any.
+
+    Raises:
+        CheckpointError: This run cannot go on with the window, or the file cannot be read.
+    """
+    sequence, checkpoint = state._sequence, state._config.tree.checkpoint
+    if not host.get("window") or sequence is None:
+        return None
+    if checkpoint.open_window == DISCARD or checkpoint.load_universal:
+        log_dist(
+            f"{folder} was saved inside an accumulation window: its gradients are not loaded, and "
+            "the window begins anew",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+        return None
+    now = _layout(state, sequence)
+    _check_equal(folder, host["cut"], now)
+    path = os.path.join(folder, file_names.window_file(dist.get_rank()))
+    content: dict[str, Any] = read_file(path)
+    _check_equal(folder, content["layout"], now)
+    return content
+
+
+def _check_equal(folder: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    other = [
+        key if str(value).startswith(_DIGEST) else f"{key} was {value}, now {now[key]}"
+        for key, value in saved.items()
+        if value != now[key]
+    ]
+    if other:
+        raise CheckpointError(
+            f"{folder} was saved inside an accumulation window, and only an equal run can go on "
+            f"with its gradients. Different are: {', '.join(other)}. Resume as it was saved, save "
+            f'after a step instead, or set checkpoint.open_window to "{DISCARD}" to begin the '
+            "window anew without them"
+        )
+
+
+def restore_window(state: TrainingState, content: Mapping[str, Any] | None) -> None:
+    """Forget this engine's own gradients, and go on where the window of `read_window` was."""
+    sequence = state._sequence
+    if sequence is None:
+        return
+    sequence.zero_grad()
+    state.tracker.backwards = 0
+    if content is None:
+        return
+    # Before and after: gradients are added and read on streams that wait for no other here.
+    get_accelerator().synchronize()
+    sequence.load_window_state(content["gradients"])
+    get_accelerator().synchronize()
+    state.tracker.load_window_state(content["tracker"])
+    if not state.tracker.window.is_reduced:
+        state._sequence_parts.opened()
+    sequence.observer.skip_window()

@@ -1,0 +1,156 @@
+"""A model whose gradients are exact in any division over ranks, so that the updates after a change
+of layout can be held to those of one process of plain torch, which never stops.
+
+A gradient is the batch's mean of integers and halves, which any order of additions gives without
+rounding. What an optimizer makes of it elementwise then depends on the layout by no more than the
+last bit, and a step that is counted twice shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+FEATURES, BATCH, MICRO_BATCHES = 3, 8, 2
+# A matrix, a vector that no number of ranks divides, one element, and no dimensions at all.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0.value": (4, 3),
+    "1.value": (5,),
+    "2.value": (1,),
+    "3.value": (),
+}
+NAMES = list(SHAPES)
+# Names in each parameter group; groups without any are what adapters leave of a decay / no-decay
+# pair.
+GROUPINGS: dict[str, list[list[str]]] = {
+    "one": [NAMES],
+    "two": [NAMES[:1], NAMES[1:]],
+    "lone": [[*NAMES[:2], NAMES[3]], [NAMES[2]]],
+    "empty": [NAMES, []],
+    "empty-first": [[], NAMES],
+    "turned": [[NAMES[3]], [], NAMES[1:3], NAMES[:1]],
+}
+LR = 2.0**-6
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+class Term(nn.Module):
+    """Adds a parameter times coefficients of the input to the last column, where the sum is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        shape, number = torch.Size(SHAPES[name]), NAMES.index(name)
+        generator = torch.Generator().manual_seed(number)
+        self.value = nn.Parameter(torch.randn(shape, generator=generator))
+        halves = torch.randint(1, 7, (FEATURES, shape.numel()), generator=generator)
+        self.coefficients: torch.Tensor
+        self.register_buffer("coefficients", halves / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: (batch, FEATURES + 1)
+        factors = x[:, :FEATURES] @ self.coefficients.to(x.dtype)
+        term = factors @ self.value.view(-1, 1)
+        return torch.cat([x[:, :FEATURES], x[:, FEATURES:] + term], dim=1)
+
+
+def loss_fn(outputs: torch.Tensor, labels: Any = None) -> torch.Tensor:
+    """Mean of the sums."""
+    return outputs[:, FEATURES].mean()
+
+
+def made() -> nn.Module:
+    """The same in every run."""
+    return nn.Sequential(*(Term(name) for name in NAMES))
+
+
+def batch(step: int) -> torch.Tensor:
+    """Of all ranks; the last column is what terms are added to."""
+    generator = torch.Generator().manual_seed(100 + step)
+    drawn = torch.randint(-3, 4, (BATCH, FEATURES), generator=generator).float()
+    return torch.cat([drawn, torch.zeros(BATCH, 1)], dim=1)
+
+
+def grouped(module: nn.Module, grouping: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Parameter groups of a module that has all of these parameters, or of a stage, some."""
+    own = dict(module.named_parameters())
+    return [{"params": [own[name] for name in names if name in own]} for names in grouping]
+
+
+def reference(make: MakeOptimizer, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Values before the first and after each step of one process of plain torch."""
+    module = made()
+    optimizer = make(grouped(module, GROUPINGS["one"]))
+    seen = [values_of(module)]
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_fn(module(batch(step))).backward()
+        optimizer.step()
+        seen.append(values_of(module))
+    return seen
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter whole, at any stage, on every rank."""
+    params = dict(module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def start(
+    grouping: str, stage: int, make: MakeOptimizer | None = None, stages: int = 0, **keys: Any
+) -> Any:
+    """An engine over a fresh model.
+
+    Args:
+        grouping: Of `GROUPINGS`.
+        stage: Of ZeRO.
+        make: Gives a client's optimizer; None: `keys` name one.
+        stages: Of a pipeline; 0: none.
+        keys: Of the configuration.
+    """
+    module: Any = made()
+    if stages:
+        module = PipelineModule(
+            [LayerSpec(Term, name) for name in NAMES],
+            num_stages=stages,
+            loss_fn=loss_fn,
+            partition_method="uniform",
+        )
+    groups = grouped(module, GROUPINGS[grouping])
+    given = {"model_parameters": groups} if make is None else {"optimizer": make(groups)}
+    settings = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1000,
+        **keys,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 20,
+            **({"stage3_param_persistence_threshold": 3} if stage == 3 else {}),
+            **keys.get("zero_optimization", {}),
+        },
+    }
+    return deepspeed.initialize(model=module, config=settings, **given)[0]
+
+
+def train(engine: Any, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Take steps; this rank's values after each."""
+    seen = []
+    ranks = engine.parallel_map.replicas
+    for _ in range(steps):
+        own = batch(engine.global_steps).chunk(len(ranks.ranks))[ranks.rank]
+        parts = own.chunk(MICRO_BATCHES)
+        if isinstance(engine.module, PipelineModule):
+            engine.train_batch(iter([(part, part) for part in parts]))
+        else:
+            for part in parts:
+                engine.backward(loss_fn(engine(part)))
+                engine.step()
+        seen.append(values_of(engine.module))
+    return seen
