@@ -149,12 +149,28 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     return self
 
 
+def _to_empty(self: nn.Module, **kwargs: Any) -> nn.Module:
+    """`Module.to_empty`: what a constructor has left on the meta device (`skip_init`) has memory
+    now, and is cut. It is zero: whatever lies in it, all ranks have to have the same.
+    """
+    _patches.to_empty(self, **kwargs)
+    for below in self.modules():
+        for param in dict.values(below._parameters):
+            if param is not None and not is_zero_param(param) and not is_lazy(param):
+                param.data.zero_()
+        _construction.contexts[-1].cut_own(below)
+    return self
+
+
 class _Patches:
-    """Constructors of all module classes, those defined meanwhile too, and `Module.apply`."""
+    """Constructors of all module classes, those defined meanwhile too, `Module.apply` and
+    `Module.to_empty`.
+    """
 
     def __init__(self) -> None:
         self._inits: list[tuple[type[nn.Module], Any]] = []
         self._apply: Any = None
+        self.to_empty: Any = None
 
     def put(self) -> None:
         """Put them in force."""
@@ -167,6 +183,7 @@ class _Patches:
 
         nn.Module.__init_subclass__ = classmethod(on_subclass)  # type: ignore[assignment, method-assign]  # it is a class method by nature
         self._apply, nn.Module.apply = nn.Module.apply, _apply  # type: ignore[assignment, method-assign]  # until `remove`
+        self.to_empty, nn.Module.to_empty = nn.Module.to_empty, _to_empty  # type: ignore[assignment, method-assign]  # until `remove`
         ordinary_copies.begin()
 
     def _patch(self, cls: type[nn.Module]) -> None:
@@ -183,6 +200,7 @@ class _Patches:
         self._inits = []
         del nn.Module.__init_subclass__
         nn.Module.apply = self._apply  # type: ignore[method-assign]  # what it was
+        nn.Module.to_empty = self.to_empty  # type: ignore[method-assign]  # what it was
 
 
 _patches = _Patches()
@@ -340,6 +358,7 @@ class Init:
             param: name
             for name, param in dict.items(module._parameters)
             if param is not None and not is_zero_param(param) and not is_lazy(param)
+            if param.device.type != "meta"
         }
         if own:
             kind = type(module).__name__

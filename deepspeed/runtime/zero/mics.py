@@ -1,13 +1,18 @@
-"""Upstream's path of `MiCS_Init`: `zero.Init` whose shards `mics_shard_size` ranks share."""
+"""Upstream's path of `MiCS_Init`, `zero.Init` whose shards `mics_shard_size` ranks share, and of
+the groups of such ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import split_into_instances
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.init_context import Init, configured_shard_size
 
@@ -56,3 +61,69 @@ class MiCS_Init(Init):  # upstream's name
             mpu=mpu,
             sequence_data_parallel_group=sequence_data_parallel_group,
         )
+
+
+@dataclass
+class MiCS_CommGroups:  # upstream's name
+    """This rank's two groups: of those that share shards, and of those that hold the same shard.
+
+    Attributes:
+        param_shard_group, param_shard_size, param_shard_rank: The first, its size, and this rank's
+            place there.
+        param_repli_group, param_repli_size, param_repli_rank: The second; the group is None if this
+            rank alone holds its shard.
+        param_intra_node_group, param_inter_node_shard_group: None: gathers are not done in steps.
+    """
+
+    param_shard_group: dist.Group = None
+    param_shard_size: int = -1
+    param_shard_rank: int = -1
+    param_repli_group: dist.Group = None
+    param_repli_size: int = -1
+    param_repli_rank: int = -1
+    param_intra_node_group: dist.Group = None
+    param_inter_node_shard_group: dist.Group = None
+
+
+def create_mics_comm_groups(
+    shard_size: int, dp_group: dist.Group, hierarchical_allgather: bool = False, mpu: Any = None
+) -> MiCS_CommGroups:
+    """Split data-parallel ranks into groups of `shard_size` consecutive ones. All ranks call it.
+
+    Args:
+        shard_size: Ranks that share shards; divides the data-parallel ranks.
+        dp_group: The data-parallel ranks; None is the mpu's, or all.
+        hierarchical_allgather: Not supported.
+        mpu: Knows the data-parallel group if `dp_group` is None.
+
+    Raises:
+        ValueError: The ranks cannot be split evenly, or for `hierarchical_allgather`.
+    """
+    if hierarchical_allgather:
+        raise ValueError(
+            "create_mics_comm_groups(hierarchical_allgather=True): gathers are not done in steps "
+            "inside nodes and between them; leave it out"
+        )
+    if dp_group is None:
+        dp_group = dist.get_world_group() if mpu is None else mpu.get_data_parallel_group()
+    ranks = dist.get_world_size(dp_group)
+    if shard_size < 1 or ranks % shard_size:
+        raise ValueError(
+            f"create_mics_comm_groups(shard_size={shard_size}): {ranks} data-parallel ranks cannot "
+            "be split into groups of that size; give a divisor"
+        )
+    found = split_into_instances(dp_group, ranks // shard_size)
+    return MiCS_CommGroups(
+        found.inside,
+        shard_size,
+        dist.get_rank(found.inside),
+        found.across,
+        found.count,
+        found.index,
+    )
+
+
+def scale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> None:
+    """Divide each tensor by `scale`, in place."""
+    for tensor in tensors:
+        tensor.div_(scale)

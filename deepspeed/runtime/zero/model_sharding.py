@@ -6,7 +6,6 @@ that no device ever holds more than its shards and one piece: some neighbours, o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
     is_zero_param,
     record_of,
 )
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import warn_once
 from deepspeed.utils.tensor_fragment import logical_shape
 from deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_module,
@@ -193,11 +192,9 @@ def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
     for module in fine:
         set_z3_leaf_module(module, True)
     if not fine:
-        log_dist(
+        warn_once(
             f"zero_optimization.stage3_module_granularity_threshold: {threshold} has no effect: no "
-            "module has so few elements per module in it",
-            ranks=[0],
-            level=logging.WARNING,
+            "module has so few elements per module in it"
         )
 
 

@@ -13,6 +13,7 @@ __getattr__ = lazy_attributes(
 
 OFFLOAD_CPU_DEVICE = "cpu"
 OFFLOAD_NVME_DEVICE = "nvme"
+MIN_SWAPPABLE_BYTES = 2**20  # upstream's NVMe offload leaves smaller tensors where they are
 
 
 class OffloadDeviceEnum(str, Enum):

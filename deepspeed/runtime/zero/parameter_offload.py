@@ -126,6 +126,7 @@ class DeepSpeedZeRoOffload:
         self.persistent_units: list[GatherUnit] = []
         self._frames: list[Frame] = []
         self._carries = False  # see [Note: frozen modules]
+        self._is_emptied = False  # what persists has gone
         self.backward_order = BackwardOrder()
         self._saved = SavedTensors(self.resources.whole, self.backward_order, self._on_saved)
         self._shapes = GradientShapes()
@@ -279,6 +280,7 @@ class DeepSpeedZeRoOffload:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._frames:
+            self.have_persistent()
             recomputes = in_backward()
             if not recomputes:
                 if self._late.may_be_there:
@@ -428,8 +430,27 @@ class DeepSpeedZeRoOffload:
 
     def gather_persistent(self) -> None:
         """What persists <- the shards of all ranks, together."""
+        self._is_emptied = False
         for unit in self.persistent_units:
             unit.refresh()
+
+    def have_persistent(self) -> None:
+        """A forward or a backward is about to read what persists, which may have gone."""
+        if self._is_emptied:
+            self.gather_persistent()
+
+    def empty_partition_cache(self) -> None:
+        """Let go of all that is whole and nobody uses, what persists too until the next forward or
+        backward, and of all memory for it. All ranks call it. In a forward what persists stays.
+        """
+        self.param_coordinator.release_all()
+        if not self._frames:
+            for unit in (*self.units, *self.persistent_units):
+                if not unit.is_read:
+                    unit.refuse_lost_writes()
+                    unit.put_away()
+            self._is_emptied = True
+        self.resources.drop_free()
 
     def destroy(self) -> None:
         """Give the model plain, whole parameters back. All ranks call it."""

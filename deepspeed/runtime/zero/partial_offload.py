@@ -24,7 +24,7 @@ from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.loading_in_place import load_in_place
+from deepspeed.runtime.sharding.loading_in_place import load_apart, load_in_place
 
 State = Mapping[str, Any]
 
@@ -155,7 +155,7 @@ class DevicePart:
         )
         own = self.optimizer.state_dict()["param_groups"]
         states = {number: device for number, (device, _) in parts.items() if device}
-        self.optimizer.load_state_dict({"state": states, "param_groups": own})
+        load_apart(self.optimizer, {"state": states, "param_groups": own})
 
     def master_parts(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Masters of whole groups, made those of the groups as they are."""

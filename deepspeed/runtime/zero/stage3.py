@@ -203,6 +203,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         other ranks, so its buckets leave at the end.
         """
         super().backward_prologue()
+        self.parameter_offload.have_persistent()
         self.readiness.has_units = bool(self.parameter_offload.units)
         self._sends_units = (
             self._reducing and self.works_during_backward and not self._is_in_parameter_hook
@@ -216,12 +217,11 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
             if self.readiness.release(index):
                 self._send_incomplete(index)
 
-    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
+    def _make_gradient(self, param: torch.Tensor) -> torch.Tensor:
         """See base class; a parameter that is sharded has no gradient's shape of itself."""
-        if param.requires_grad and param.grad is None:
-            self.parameter_offload.give_shape(cast(nn.Parameter, param))
+        self.parameter_offload.give_shape(cast(nn.Parameter, param))
         with torch._C.DisableTorchFunctionSubclass():
-            return super().local_gradient(param)
+            return super()._make_gradient(param)
 
     def backward_epilogue(self) -> None:
         """See base class; also what other ranks have gathered and sent in this backward."""

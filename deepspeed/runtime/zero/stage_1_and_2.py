@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,13 @@ from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import Stream
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
+from deepspeed.comm import lone_waits
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.late import buckets_to_send_again
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.gradients.norm import reduce_squared_norm
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.sequence_parts import has_parts
@@ -409,7 +412,8 @@ class DeepSpeedZeroOptimizer(MovableStates):
         """
         group = self.dp_process_group
         most = torch.tensor(len(unused), device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        with lone_waits.watch.waiting(lambda: "what ranks say of parameters without a gradient"):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         if not most.item():
             return
         told: list[list[str]] = [[] for _ in range(dist.get_world_size(group=group))]
@@ -533,7 +537,8 @@ class DeepSpeedZeroOptimizer(MovableStates):
         inside = [reduction for reduction in self._in_flight if not reduction.is_between]
         with self.comm_context.on_reduction_stream():
             for reduction in inside[: max(0, len(inside) - limit)]:
-                reduction.pending.sum_over(self.instances.across)
+                with self._waiting(reduction):
+                    reduction.pending.sum_over(self.instances.across)
                 reduction.is_between = True
 
     def _finish_in_flight(self, limit: int) -> None:
@@ -548,8 +553,20 @@ class DeepSpeedZeroOptimizer(MovableStates):
             with self.comm_context.on_reduction_stream():
                 self._finish(self._in_flight.popleft())
 
+    def _waiting(self, reduction: Reduction) -> AbstractContextManager[None]:
+        """Other ranks have to join it, in the words of `lone_waits`."""
+        params = self.ipg_buckets[reduction.index].params
+        return lone_waits.watch.waiting(
+            lambda: (
+                f"the gradients of {self.param_names.get(params[0], '?')}"
+                + (f" and {len(params) - 1} more parameters" if len(params) > 1 else "")
+            )
+        )
+
     def _finish(self, reduction: Reduction) -> None:
-        read = self._take_in(reduction, reduction.pending.wait())
+        with self._waiting(reduction):
+            pieces = reduction.pending.wait()
+        read = self._take_in(reduction, pieces)
         if self.contiguous_gradients:
             reduction.buffer.last_read = read
             self._free_buffers.append(reduction.buffer)
@@ -626,9 +643,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own
         # different numbers of groups (pipeline stages do), and a collective per group would then
         # never match. fp32 whatever the model's dtype.
-        if self.norm_group is not None:
-            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
-        return self._norm_of(squares)
+        return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
     # Moving state off the device
 
@@ -661,6 +676,24 @@ class DeepSpeedZeroOptimizer(MovableStates):
     def has_reduced_gradients(self) -> bool:
         """See `ZeROOptimizer`."""
         return not self.sink.is_empty
+
+    @property
+    def _owns_sums(self) -> bool:
+        return not self.sink.is_empty
+
+    def gradient_layout(self) -> str:
+        """See base class; what was reduced is known by bucket."""
+        return f"{super().gradient_layout()} {[plan.params for plan in self.plans]}"
+
+    def window_state(self) -> dict[str, Any]:
+        """See base class."""
+        self.finish_gradients()
+        return {**super().window_state(), "written": sorted(self.sink.written)}
+
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        self.sink.written.update(saved["written"])
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in upstream's layout.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed._lazy import lazy_attributes
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     is_zero_param as is_zero_param,  # upstream's path
 )
@@ -18,9 +19,9 @@ __getattr__ = lazy_attributes(
 )
 
 
-class ZeRORuntimeException(Exception):
-    """What upstream raises for a ZeRO configuration that cannot be honoured. Here that is a
-    `DeepSpeedConfigError`; the name is for scripts that import it.
+class ZeRORuntimeException(DeepSpeedConfigError):
+    """A client's optimizer beside `offload_optimizer` that is not for the host. Scripts written for
+    upstream catch it by this name; all else is a plain `DeepSpeedConfigError`.
     """
 
 

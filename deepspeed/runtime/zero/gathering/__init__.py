@@ -16,5 +16,6 @@ When, for training:
     saved_tensors       what autograd has saved of memory that was given back
     gradient_shapes     what autograd asks of parameters that have gone
 
-And for scripts: `gathered_parameters`, which is `GatheredParameters`.
+And for scripts: `gathered_parameters`, which is `GatheredParameters`, and `undone_edits`, by which
+it knows that a change is none.
 """

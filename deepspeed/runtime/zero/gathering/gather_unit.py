@@ -158,6 +158,15 @@ class GatherResources:
         self.rows.clear()
         self.whole.clear()
 
+    def drop_free(self) -> None:
+        """Let go of the memory that nobody has. The host waits for the device, so that nothing
+        reads it any more, whichever stream it is of.
+        """
+        if self.context.has_streams:
+            get_accelerator().synchronize()
+        self.rows.drop_free()
+        self.whole.drop_free()
+
     def destroy(self) -> None:
         """Wait for outstanding work and let go of all memory."""
         self.load_context.destroy()
@@ -407,8 +416,7 @@ class GatherUnit:
         current = get_accelerator().current_stream() if shared.context.has_streams else None
         if current is not None:
             current.wait_event(self._gathered)
-            if not get_accelerator().defers_collectives:
-                lone_waits.watch.issued(lambda: self.label, self._gathered.query)
+            lone_waits.watch.issued(lambda: self.label, self._gathered.query)
         else:
             with lone_waits.watch.waiting(lambda: self.label):
                 self._wait(self._pending)
@@ -473,8 +481,13 @@ class GatherUnit:
             # Moving the model to another device and back gives them other memory.
             _refuse_lost([r.label for param, r in shown if r.seen[0] != param._version])
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a script has some of its parameters whole."""
+        return any(record.readers or record.num_lent for record in self.records)
+
     def put_away(self) -> None:
-        """The shards leave the device: keep nothing there that was made of them."""
+        """Keep nothing on the device that was made of the shards, which leave it, say."""
         if self._secondary is not None:
             self._secondary.drop()
         if self.persists:
@@ -526,6 +539,12 @@ class GatherUnit:
         """Who has `param` in memory of its own has changed it: so it is in that of the unit."""
         if self.is_whole and record_of(param).readers:
             self._view_of(param).copy_(param.data)
+
+    @torch.no_grad()
+    def restore(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Of a unit that is whole `param` has these values again, in the unit's memory."""
+        self._view_of(param).copy_(values)
+        self.show_again(param)
 
     def show_again(self, param: nn.Parameter) -> None:
         """Who had `param` in memory of its own has let go of it: it is seen in that of the unit, if

@@ -9,6 +9,11 @@ With `modifier_rank` the values of that rank are everybody's: broadcast, and onl
 is over written to the shards and from there to the masters. Without it nothing is written, so a
 change that a script made would be lost; it raises. A change is noticed by the parameter's version
 counter, and in what this rank owns by its elements, because writes through `.data` are not counted.
+One that the script has undone, up to rounding (`undone_edits`), is none: adapters are merged,
+pushed to who generates, and taken out again. What this rank owns it compares with its shard. Where
+the counter alone shows a change, and where the parameter stays whole after the block, the original
+is gathered again, one parameter at a time; and what stays whole gets its values back. What an outer
+block has whole already is that block's to judge.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from deepspeed.runtime.streams import CommContext
 from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.gathering.memory_pool import poison
-from deepspeed.runtime.zero.parameters.agreement import agree
+from deepspeed.runtime.zero.gathering.undone_edits import is_undone
+from deepspeed.runtime.zero.parameters.agreement import agree, said_by_all
 from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
@@ -95,8 +101,9 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
         record = record_of(param)
         if record.readers or param in absent:
             record.readers += 1
-        elif record.unit is not None and record.unit.coordinator is not None:
-            record.unit.coordinator.enter([record.unit])
+        elif record.unit is not None:
+            if record.unit.coordinator is not None:
+                record.unit.coordinator.enter([record.unit])
             record.num_lent += 1
     for same, whole in gathered:
         for param, value in zip(same, whole, strict=True):
@@ -126,9 +133,10 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
         record = record_of(param)
         if record.status is ZeroParamStatus.AVAILABLE:
             note_value(param)  # it was written to the shards, or refused, or is to be forgotten
-        if record.num_lent and record.unit is not None and record.unit.coordinator is not None:
+        if record.num_lent and record.unit is not None:
             record.num_lent -= 1
-            record.unit.coordinator.leave([record.unit])
+            if record.unit.coordinator is not None:
+                record.unit.coordinator.leave([record.unit])
         elif record.readers:
             record.readers -= 1
             if record.readers == 0:
@@ -187,7 +195,7 @@ def _lost(names: Iterable[str]) -> str:
     return (
         f"GatheredParameters: {', '.join(first)} changed inside the block, and the change would be "
         "lost: give modifier_rank=0 (or the rank whose values count; of experts one that holds "
-        "them)"
+        "them), or discard=True if it is to be thrown away"
     )
 
 
@@ -218,10 +226,13 @@ class GatheredParameters:
             hold them; None, or a rank that does not hold one: nobody may change it.
         fwd_module: Module whose forward the block belongs to. It needs no registration here.
         enabled: False: the block does nothing.
+        discard: What is changed inside is thrown away; all ranks say so.
 
     Raises:
-        RuntimeError: On entry, if ranks have other parameters, or `modifier_rank` has none of them;
-            on exit, if a change would be lost.
+        ValueError: `discard` with a `modifier_rank`.
+        RuntimeError: On entry, if ranks have other parameters, `modifier_rank` has none of them, or
+            `discard` is inside a block that has them already; on exit, if a change would be lost:
+            one that is not undone by then, up to rounding.
     """
 
     def __init__(
@@ -230,20 +241,28 @@ class GatheredParameters:
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
+        discard: bool = False,
     ) -> None:
+        if discard and modifier_rank is not None:
+            raise ValueError(
+                f"GatheredParameters(modifier_rank={modifier_rank}, discard=True): changes are "
+                "either kept or thrown away; leave one of the two out"
+            )
         given = [params] if isinstance(params, torch.Tensor) else list(params) if enabled else []
         self.params = _zero_params(given) if enabled else []
         self._is_empty = enabled and not given
         self.src_rank = modifier_rank
-        self._versions: list[int] = []
-        self._written: list[nn.Parameter] = []
+        self._discards = discard
+        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # version and place of what is ours
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
             self._agree(self._sharers()[0])
             self._refuse_foreign_modifier()
+            own = [param for param in self.params if not record_of(param).readers]
+            self._refuse_outer_block(set(self.params) - set(own))
             hold_whole(self.params)
-            self._versions = [param._version for param in self.params]
+            self._seen = {param: (param._version, param.data_ptr()) for param in own}
             ordinary_copies.begin()
         elif self._is_empty:
             group = only_group()
@@ -263,7 +282,10 @@ class GatheredParameters:
         try:
             modified = self._modified()
             publish(modified, self.src_rank)
-            if kind is None:
+            if self._discards:
+                for param in filter(_stays_whole, self.params):
+                    _restore(param, _gather([param])[0])
+            elif kind is None:
                 self._refuse_lost_edits(set(modified))
         finally:
             let_go(self.params)
@@ -276,6 +298,7 @@ class GatheredParameters:
             return (", ".join(label for _, label in params[:4]) or "none") + more
 
         own = [(record_of(param).id, record_of(param).label) for param in self.params]
+        own += [(-1, "discard=True")] if self._discards else []
         agree(
             own,
             group,
@@ -318,22 +341,52 @@ class GatheredParameters:
                     "layers are cut"
                 )
 
-    def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
-        edited = [
-            record_of(param).label
-            for param, version in zip(self.params, self._versions, strict=True)
-            if param not in modified and (param._version != version or self._differs(param))
-        ]
-        if self._may_lose(modified):
-            # A rank that raised alone would leave the others waiting for it.
-            agree(
-                edited,
-                self._sharers()[0],
-                lambda: "the end of GatheredParameters",
-                lambda told: _lost(name for names in told for name in names),
+    def _refuse_outer_block(self, held: Container[nn.Parameter]) -> None:
+        """Nobody knows whether what an outer block shows is what was before it."""
+        theirs = [record_of(param).label for param in self.params if param in held]
+        if self._discards and theirs:
+            raise RuntimeError(
+                f"GatheredParameters(discard=True): {', '.join(theirs[:4])} are whole in an outer "
+                "block already: give discard=True to that one, or leave it first"
             )
-        if edited:
-            raise RuntimeError(_lost(edited))
+
+    @torch.no_grad()
+    def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
+        """Raises on all ranks if one of them has changed what nobody writes."""
+        if not self._may_lose(modified):
+            return
+        lost, doubtful = [], []
+        for index, param in enumerate(self.params):
+            if param in modified or param not in self._seen:
+                continue
+            version, place = self._seen[param]
+            before, after = self._own_part(param)
+            has_shape = param.shape == record_of(param).shape
+            differs = not has_shape or not torch.equal(_as_bytes(before), _as_bytes(after))
+            if differs and not (has_shape and is_undone(before, after)):
+                lost.append(index)
+            if param._version != version or (
+                _stays_whole(param) and (differs or param.data_ptr() != place)
+            ):
+                doubtful.append(index)
+        # A rank that raised alone would leave the others waiting for it.
+        told = self._said_by_all((lost, doubtful))
+        if any(found for _, found in told):
+            for index in sorted({index for _, found in told for index in found}):
+                param = self.params[index]
+                after = param.data  # a gather shows what it has gathered
+                original = _gather([param])[0]
+                if not is_undone(original, after):
+                    lost.append(index)
+                if _stays_whole(param):
+                    _restore(param, original)
+            told = self._said_by_all((lost, doubtful))
+        names = [record_of(self.params[index]).label for found, _ in told for index in found]
+        if names:
+            raise RuntimeError(_lost(names))
+
+    def _said_by_all(self, found: Any) -> list[Any]:
+        return said_by_all(found, self._sharers()[0], lambda: "the end of GatheredParameters")
 
     def _may_lose(self, modified: Container[nn.Parameter]) -> bool:
         """Whether some rank has parameters here that the modifier rank has not; the same on all."""
@@ -345,14 +398,25 @@ class GatheredParameters:
         return sorted(groups, key=lambda group: -dist.get_world_size(group=group))
 
     @staticmethod
-    def _differs(param: nn.Parameter) -> bool:
+    def _own_part(param: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank owns of it, as its shard has it and as it is now; 1-D."""
         record = record_of(param)
         own = record.own_part(param.data)
         shard = record.shard[: own.numel()]
-        # As bytes: NaN is not equal to itself.
-        own = get_accelerator().to_host(own) if lies_on_host(shard) else own
-        return not torch.equal(_as_bytes(own), _as_bytes(shard))
+        return shard, get_accelerator().to_host(own) if lies_on_host(shard) else own
+
+
+def _stays_whole(param: nn.Parameter) -> bool:
+    """Whether it is whole after the block too, in its unit's memory: what persists, and what a
+    running forward has gathered.
+    """
+    return not record_of(param).readers
+
+
+def _restore(param: nn.Parameter, original: torch.Tensor) -> None:
+    record_of(param).unit.restore(param, original)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    # NaN is not equal to itself.
     return values.contiguous().reshape(-1).view(torch.uint8)

@@ -127,6 +127,12 @@ class MemoryPool:
         """Of all buffers."""
         return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self.by_pointer.values())
 
+    def drop_free(self) -> None:
+        """Let go of the buffers that nobody has; the caller has waited for what reads them."""
+        self._free = {}
+        self.by_pointer = {at: one for at, one in self.by_pointer.items() if one.owner is not None}
+        self._last_of = {who: one for who, one in self._last_of.items() if one.owner is not None}
+
     def clear(self) -> None:
         """Let go of all buffers."""
         self._free, self._last_of = {}, {}

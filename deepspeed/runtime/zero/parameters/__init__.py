@@ -1,6 +1,7 @@
 """What a parameter of stage 3 is, and how it is cut. Nothing here makes one whole.
 
 zero_parameter   the interface that clients use, and what is known of a parameter
+own_shard        the shard as scripts get it
 shard_memory     where shards lie
 agreement        whether all ranks describe the same parameters
 own_draws        what a rank drew itself, which its experts are copies of

@@ -65,8 +65,22 @@ def _compared(
     """The error's text, None if the ranks of `group` say the same; and whether they have the same
     number `beside`.
     """
+    told, is_alike = _told(said, group, what, beside)
+    return (None if len(told) == 1 else difference(told)), is_alike
+
+
+def said_by_all(said: Any, group: dist.Group, what: Callable[[], str]) -> list[Any]:
+    """What the ranks of `group` say, in their order; once if all say the same. All of them call it,
+    as `agree`.
+    """
+    return _told(said, group, what, None)[0]
+
+
+def _told(
+    said: Any, group: dist.Group, what: Callable[[], str], beside: torch.Tensor | None
+) -> tuple[list[Any], bool]:
     if dist.get_world_size(group=group) == 1:
-        return None, True
+        return [said], True
     own = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
     agreed = torch.tensor([own, -own], device=get_accelerator().current_device_name())
     if beside is not None:
@@ -75,10 +89,10 @@ def _compared(
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
         most, least, *others = agreed.tolist()
     if most == -least:
-        return None, not others or others[0] == -others[1]
+        return [said], not others or others[0] == -others[1]
     told: list[Any] = [None] * dist.get_world_size(group=group)
     dist.all_gather_object(told, said, group=group)
-    return difference(told), False
+    return told, False
 
 
 def agree_on_parameters(

@@ -23,8 +23,10 @@ from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.sharding.cut_rows import RowFiller
+from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
+from deepspeed.runtime.zero.parameters.own_shard import OwnShard
 from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
@@ -172,9 +174,14 @@ class ShardRecord:
         """How it is cut."""
         return ParameterCutTable.cut((self.numel,), dist.get_world_size(group=self.group))
 
+    @property
+    def own(self) -> Fragment:
+        """What this rank owns of it."""
+        return self.table.fragment(0, dist.get_rank(group=self.group))
+
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """What this rank owns of a whole parameter, 1-D without padding."""
-        own = self.table.fragment(0, dist.get_rank(group=self.group))
+        own = self.own
         return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
 
     def before_write(self) -> None:
@@ -217,8 +224,44 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's shard, 1-D, with its padding."""
-        return self._zero3.shard
+        """This rank's shard, 1-D, with its padding. What `.data` of it is set to is written to it,
+        and to the master.
+        """
+        return OwnShard.of(self._zero3.shard, self._set_shard)
+
+    @torch.no_grad()
+    def _set_shard(self, values: torch.Tensor) -> None:
+        """Write values, 1-D as long as the shard, whose padding stays zero. Other ranks need not do
+        the same: the next outermost forward gathers it.
+
+        Raises:
+            ValueError: There are more, or fewer.
+            RuntimeError: It is whole, or on its way, so somebody would keep the old value; or it is
+                off the device.
+        """
+        record = self._zero3
+        told = f"{record.label}.ds_tensor.data = ...:"
+        if values.shape != record.shard.shape:
+            raise ValueError(
+                f"{told} it has {tuple(values.shape)} elements, the shard "
+                f"{tuple(record.shard.shape)}; to move state off the device use "
+                "engine.offload_states()"
+            )
+        if record.status is not ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(
+                f"{told} the parameter is whole, and would keep its old value: change it inside "
+                "`with deepspeed.zero.GatheredParameters(param, modifier_rank=0)`, or make it "
+                "sharded first (engine.empty_partition_cache() after a forward)"
+            )
+        if record.unit is not None:
+            if record.unit.resources.are_away:
+                raise RuntimeError(f"{told} it is off the device: call reload_states() first")
+            # Copies inside a node stay for now: whether there are any is the same on all ranks.
+            record.unit.resources.before_write()
+        numel = record.own.numel
+        record.shard[:numel].copy_(values[:numel])
+        if record.on_edit is not None:
+            record.on_edit(self)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
@@ -470,7 +513,7 @@ def cut_parameters(
             raise ValueError(
                 f"ZeRO stage 3: a parameter of shape {tuple(param.shape)} is on the meta device "
                 "and has no value to be cut; make the model without it (deepspeed.zero.Init keeps "
-                "only shards)"
+                "only shards), or give it memory there, by to_empty"
             )
         wanted = dtype if dtype is not None and param.is_floating_point() else param.dtype
         kinds.setdefault((wanted, device or param.device), []).append(param)

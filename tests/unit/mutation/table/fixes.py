@@ -37,14 +37,12 @@ NORM_LOOP = """\
         # [fix 3] One reduction after all groups, of a tensor as long on every rank: ranks may own
         # different numbers of groups (pipeline stages do), and a collective per group would then
         # never match. fp32 whatever the model's dtype.
-        if self.norm_group is not None:
-            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)
+        return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 """
 NORM_LOOP_PER_GROUP = """\
-            squared = local(group_index)
-            if self.norm_group is not None:
-                dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self.norm_group)
+            squared = reduce_squared_norm(local(group_index), self.norm_group)
             squares[group_index] += squared.squeeze()
+        return self._norm_of(squares)
 """
 EPILOGUE = """\
         sequence.backward_epilogue()

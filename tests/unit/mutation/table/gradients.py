@@ -9,7 +9,7 @@ FAULTS = (
     Fault(
         "the first write adds to what was left",
         SINK,
-        (("first = bucket not in self._written", "first = False"),),
+        (("first = bucket not in self.written", "first = False"),),
         "tests/unit/runtime/gradients/test_sink.py",
     ),
     Fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unit.mutation.table.fault import Fault
-from unit.mutation.table.places import BACKWARD_ORDER, LIFETIMES, UNEVEN
+from unit.mutation.table.places import BACKWARD_ORDER, LIFETIMES, UNDONE, UNEVEN
 
 FAULTS = (
     Fault(
@@ -122,7 +122,12 @@ FAULTS = (
     Fault(
         "a rank whose parameters are unused raises alone",
         "deepspeed/runtime/zero/stage_1_and_2.py",
-        (("        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)\n", ""),),
+        (
+            (
+                "            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)\n",
+                "            pass\n",
+            ),
+        ),
         UNEVEN,
         "refused_on_all",
     ),
@@ -148,7 +153,7 @@ FAULTS = (
     Fault(
         "a small weight that a forward changes is what it was after the step",
         "deepspeed/runtime/zero/parameter_offload.py",
-        (("            unit.refuse_lost_writes()\n", "            pass\n"),),
+        (("units:\n            unit.refuse_lost_writes()\n", "units:\n            pass\n"),),
         LIFETIMES,
         "be_lost_raises",
     ),
@@ -171,12 +176,27 @@ FAULTS = (
         "deepspeed/runtime/zero/gathering/gathered_parameters.py",
         (
             (
-                "                edited,\n                self",
-                "                [],\n                self",
+                '        return said_by_all(found, self._sharers()[0], lambda: "the end of '
+                'GatheredParameters")\n',
+                "        return [found]\n",
             ),
         ),
         LIFETIMES,
         "on_all_ranks",
+    ),
+    Fault(
+        "what rounding leaves of an undone edit stays in what persists",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
+        (("                if _stays_whole(param):\n", "                if False:\n"),),
+        UNDONE,
+        "nothing_has_changed",
+    ),
+    Fault(
+        "an edit of what another rank owns passes for an undone one",
+        "deepspeed/runtime/zero/gathering/gathered_parameters.py",
+        (("                if not is_undone(original, after):\n", "                if False:\n"),),
+        UNDONE,
+        "a_small_change_is_lost",
     ),
     Fault(
         "rows of a failed gather are used again",

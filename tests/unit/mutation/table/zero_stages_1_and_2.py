@@ -60,8 +60,8 @@ FAULTS = (
         ZERO,
         (
             (
-                "dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.norm_group)",
-                "pass",
+                "reduce_squared_norm(squares, self.norm_group)",
+                "squares",
             ),
         ),
         FIX3,

@@ -13,19 +13,23 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering import gather_unit
+from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
     check_as_one_process,
     config_of,
+    distance,
     engine_of,
     loss_of,
     make_net,
     tokens_of,
     train,
+    trained,
 )
 
 WIDTH = 5
@@ -182,6 +186,89 @@ class TestBlocks(DistributedTest):
             with GatheredParameters(weight):
                 if dist.get_rank() == 1:
                     weight.data.mul_(2)
+        engine.destroy()
+
+
+MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
+
+
+class TestEmptied(DistributedTest):
+    """`empty_partition_cache`, by which a script gets memory for something else."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("recompute", [None, False, True])
+    def test_everything_goes_and_comes_back(self, recompute: bool | None) -> None:
+        # Kills: memory that is kept, in the pools or of what persists; a forward, a recomputation,
+        # a backward or an update without what persists; a forward that loses what it is using.
+        model = make_net(recompute=recompute)
+        engine = engine_of(model, config_of(3, **MIXED))
+        offload = engine.parameter_offload
+
+        def empty() -> None:
+            engine.empty_partition_cache()
+            assert not any(param.numel() for param in model.parameters())
+            assert all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
+            pools = (offload.resources.rows, offload.resources.whole)
+            assert [pool.num_bytes for pool in pools] == [0, 0]
+            assert [unit._own_memory for unit in offload.persistent_units] == [None]
+
+        assert sum(param.numel() for param in model.parameters())
+        for index in range(8):
+            empty()
+            handle = model.frozen.register_forward_pre_hook(
+                lambda *_: engine.empty_partition_cache()
+            )
+            loss = loss_of(engine, tokens_of(index, dist.get_rank()))
+            handle.remove()
+            empty()
+            with GatheredParameters(model.blocks[0].up.bias):
+                engine.empty_partition_cache()
+                assert model.blocks[0].up.bias.numel()
+            loss.backward() if index // 2 % 2 else engine.backward(loss)
+            empty()
+            engine.step()
+        engine.empty_partition_cache()
+        with GatheredParameters(model.parameters()):
+            values = {name: param.detach().clone() for name, param in model.named_parameters()}
+        engine.destroy()
+        assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+        check_as_one_process(model)
+
+    def test_with_streams(self) -> None:
+        # Kills: memory that another stream still reads or fills when it is let go.
+        wanted = trained(3)
+        with simulate():
+            model = make_net()
+            engine = engine_of(model, config_of(3, **MIXED))
+            with check_streams():
+                for step in range(4):
+                    train(engine, 1, first=step)
+                    with torch.no_grad():
+                        engine(tokens_of(step, dist.get_rank()))
+                    engine.empty_partition_cache()
+            engine.destroy()
+        found = {name: param.detach() for name, param in model.named_parameters()}
+        assert distance(found, wanted) < 1e-5
+
+    def test_what_a_block_shows_stays(self) -> None:
+        # Kills: a block whose parameters go.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **MIXED))
+        bias = model.blocks[0].up.bias
+        with GatheredParameters(bias, modifier_rank=0):
+            engine.empty_partition_cache()
+            bias.data.fill_(2.0)
+        engine.empty_partition_cache()
+        assert not bias.numel()
+        with GatheredParameters(bias):
+            assert bias.eq(2.0).all()
+        train(engine, 1)
+        assert bias.numel()
+        with torch.no_grad():
+            bias.zero_()
+        with pytest.raises(RuntimeError, match=r"0\.up\.bias changed while whole"):
+            engine.empty_partition_cache()
         engine.destroy()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 import deepspeed
 from deepspeed import comm as dist
@@ -28,6 +29,17 @@ from unit.v1.zero.stage3.models import (
     tokens_of,
     train,
 )
+
+
+class Skipping(nn.Module):
+    """A layer without initialization between layers with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.skipped = skip_init(nn.Linear, 7, 3)
+        nn.init.constant_(self.skipped.bias, 0.5)
+        self.last = nn.Linear(3, 2)
 
 
 class Composite(nn.Module):
@@ -104,6 +116,31 @@ class TestInit(DistributedTest):
         for name in ("param_swapper", "zero_quantized_weights", "zero_param_parallel_group"):
             with pytest.raises(deepspeed.DeepSpeedConfigError, match=name):
                 Init(**{name: object()})
+
+    def test_skip_init(self) -> None:
+        # Kills: a module on the meta device that has no value to be cut, other random numbers for
+        # the layers beside it, memory that ranks do not agree about, a patch that stays.
+        torch.manual_seed(5)
+        wanted = dict(Skipping().named_parameters())
+        wanted["skipped.weight"].data.fill_(0.25)
+        torch.manual_seed(5 + dist.get_rank())
+        with Init():
+            model = Skipping()
+        assert [tuple(param.ds_shape) for param in model.parameters()] == [
+            tuple(param.shape) for param in wanted.values()
+        ]
+        assert all(param.numel() == 0 for param in model.parameters())
+        with GatheredParameters(model.skipped.weight, modifier_rank=0):
+            assert model.skipped.weight.shape == (3, 7)
+            model.skipped.weight.data.copy_(wanted["skipped.weight"])
+        with GatheredParameters(model.parameters()):
+            for name, param in model.named_parameters():
+                assert torch.equal(param, wanted[name]), name
+        assert skip_init(nn.Linear, 2, 2).weight.numel() == 4
+        with Init():
+            left = nn.Linear(2, 2, device="meta")
+        with pytest.raises(ValueError, match=r"meta device .*zero\.Init"):
+            engine_of(left, config_of(3))
 
     def test_collectives(self) -> None:
         # Kills: ranks that agree, or exchange values, for each parameter, for each base class's
@@ -348,3 +385,70 @@ class TestDisagreement(DistributedTest):
         for param in [*model.parameters()]:
             with GatheredParameters(param):
                 pass
+
+
+class TestShards(DistributedTest):
+    """Shards that a script lets be in other memory."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("block", [{}, {"bf16": {"enabled": True}}])
+    def test_other_memory_is_followed(self, block: dict[str, Any]) -> None:
+        # Kills: a forward, a gather, a master or a next update that has the old values; padding
+        # that is written; ranks that have to do the same.
+        ends = []
+        for by_shard in (True, False):
+            model = make_net()
+            engine = engine_of(model, {**config_of(3, 1, **SHARDED), **block})
+            train(engine, 1, accumulation=1)
+            chosen: list[Any] = [model.blocks[1].up.weight, model.frozen.bias, model.unused]
+            if by_shard and dist.get_rank() == 1:
+                for param in chosen:
+                    shard = param.ds_tensor
+                    shard.data = torch.full_like(shard, 0.25)
+                    assert shard.data_ptr() == param.ds_tensor.data_ptr()
+                chosen[1].ds_tensor.set_(torch.full_like(chosen[1].ds_tensor, 0.5))
+            elif by_shard and block:  # a block rounds the masters of what it writes
+                for param in chosen:
+                    param.ds_tensor.data = param.ds_tensor.clone()
+            elif not by_shard:
+                with GatheredParameters(chosen, modifier_rank=0):
+                    for param, value in zip(chosen, (0.25, 0.5, 0.25), strict=True):
+                        param.data.view(-1)[-(-param.numel() // 2) :] = value
+            losses = [engine(tokens_of(9, 0)).sum().item()]
+            with GatheredParameters(chosen):
+                values = [param.clone() for param in chosen]
+            if dist.get_rank() == 1:
+                assert all(param.ds_tensor[param.ds_numel // 2].item() == 0 for param in chosen)
+            train(engine, 2, accumulation=1)
+            engine.destroy()
+            ends.append([torch.tensor(losses), *values, *model.parameters()])
+        assert all(map(torch.equal, *ends))
+
+    def test_what_cannot_be_followed(self) -> None:
+        # Kills: a parameter that somebody keeps the old value of, without a word.
+        model = make_net()
+        zero = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
+        engine = engine_of(model, config_of(3, 1, **zero))
+        weight: Any = model.blocks[1].up.weight
+        with pytest.raises(ValueError, match=r"up\.weight\.ds_tensor.*\(3,\) .* \(28,\)"):
+            weight.ds_tensor.data = torch.ones(3)
+        for param in (weight, model.blocks[1].up.bias):
+            with GatheredParameters(weight):
+                with pytest.raises(RuntimeError, match=r"ds_tensor.* is whole"):
+                    param.ds_tensor.data = torch.zeros_like(param.ds_tensor)
+        engine.offload_states()
+        with pytest.raises(RuntimeError, match=r"ds_tensor.* reload_states\(\) first"):
+            weight.ds_tensor.data = torch.zeros_like(weight.ds_tensor)
+        engine.reload_states()
+        engine.destroy()
+
+    def test_it_is_a_tensor_as_others(self) -> None:
+        # Kills: a file that only this package can read, results that hear of being changed.
+        shard = built().net.embed.weight.ds_tensor
+        for other in (shard.data, shard + 1, shard[:2], shard.clone(), copy.deepcopy(shard)):
+            assert type(other) is torch.Tensor
+        again = pickle.loads(pickle.dumps(shard))
+        assert type(again) is torch.Tensor and torch.equal(again, shard)
+        shard.data.fill_(2.0)
+        assert shard.eq(2.0).all() and type(shard.fill_(3.0)) is type(shard)

@@ -95,6 +95,18 @@ class TestSteps(DistributedTest):
         assert type(model.embed.weight) is nn.Parameter
         assert type(model.embed._parameters) is dict
 
+    def test_round_robin_gradients_has_no_effect(self) -> None:
+        # Kills: parameters that are dealt in turn, an order that no file of stage 3 has.
+        orders = []
+        for dealt in (False, True):
+            zero = {**SHARDED, "round_robin_gradients": dealt}
+            engine = engine_of(make_net(), config_of(3, **zero))
+            orders.append(
+                [engine.optimizer._names(at) for at in range(len(engine.optimizer.groups))]
+            )
+            engine.destroy()
+        assert orders[0] == orders[1]
+
     def test_several_forwards_one_backward(self) -> None:
         # Kills: memory of the first forward that the second one overwrites.
         model, plain = make_net(), make_net()
@@ -169,7 +181,6 @@ class TestRefusals(DistributedTest):
         ("key", "value"),
         [
             ("mics_hierarchical_params_gather", True),
-            ("round_robin_gradients", True),
             ("stage3_use_all_reduce_for_fetch_params", True),
             ("offload_param", {"device": "nvme"}),
             ("zero_quantized_weights", True),
