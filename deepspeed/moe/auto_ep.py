@@ -27,7 +27,7 @@ from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.moe.expert_rows import ExpertRows
 from deepspeed.moe.owner_exchange import run_on_owners
 from deepspeed.utils.exceptions import MisuseError
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 from deepspeed.utils.tensor_fragment import logical_shape
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -244,7 +244,7 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
             "as in transformers 5; use 1, or deepspeed.moe.layer.MoE"
         )
     if others:
-        logger.warning("%s: every rank keeps all of %s", what, ", ".join(others))
+        warn_once(f"{what}: every rank keeps all of {', '.join(others)}")
     ranks = parallel_map.replicas.size
     wrong = [name for name, count in found.items() if count % ep_size]
     if wrong or ranks % ep_size:

@@ -9,6 +9,7 @@ batch.
     model_init          `deepspeed.tp_model_init`: cut before there is an engine
     cutting             broadcast, cut, and what is to be known of it afterwards
     sharded_models      the cut of models that zero.Init has sharded
+    whole_layers        what scripts read of layers that are cut
     same_inputs         tensor-parallel ranks see the same batch and draw the same random numbers
 
 What follows from a cut model is the machinery of any tensor parallelism: slices are marked, so that

@@ -56,7 +56,7 @@ def tp_model_init(
         )
     told = {"tensor_parallel": {**given, **kwargs, "autotp_size": tp_size}}
     tree = read_block(TrainingConfig, told)
-    refuse_unsupported(tree)
+    refuse_unsupported(tree, told)
     block = tree.tensor_parallel
     device = torch.device(get_accelerator().current_device_name())
     mpu = mpu_of(model, block, None)

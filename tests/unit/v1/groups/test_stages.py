@@ -4,6 +4,8 @@ small collective, no deadlock.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -104,6 +106,20 @@ class TestTwoStages(DistributedTest):
         for step in range(3):
             train_step(engine, mpu, step)
         assert engine.get_global_grad_norm() > 0.0 and len(optimizer.param_groups) == 1
+
+    def test_a_stage_that_cannot_be_trained_is_refused_on_all(self) -> None:
+        # Kills: a stage that raises while the others wait for its number of groups.
+        mpu = Stages(2)
+        layers = make_layers(mpu.stage)
+        trained = copy.deepcopy(layers) if mpu.stage == 1 else layers
+        told = "another rank" if mpu.stage == 0 else "in group 0 of SGD are not parameters of"
+        with pytest.raises(DeepSpeedConfigError, match=told):
+            deepspeed.initialize(
+                model=layers,
+                optimizer=torch.optim.SGD(trained.parameters(), lr=0.1),
+                config={"train_micro_batch_size_per_gpu": 3},
+                mpu=mpu,
+            )
 
     def test_a_stage_without_optimizer_is_refused_on_all(self) -> None:
         # Kills: ranks with an optimizer that wait for the norm of one without.

@@ -84,11 +84,7 @@ class Adapter(torch.nn.Module):
 
 
 def convert(source: str, target: str) -> None:
-    main(
-        parse_arguments(
-            ["--input_folder", source, "--output_folder", target, "--inject_missing_state"]
-        )
-    )
+    main(parse_arguments(["--input_folder", source, "--output_folder", target]))
 
 
 def refused_model(name: str) -> Any:

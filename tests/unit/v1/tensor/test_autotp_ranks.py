@@ -14,7 +14,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.module_inject import LinearAllreduce, LinearLayer
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
@@ -56,6 +58,12 @@ class Own(nn.Module):
         return x.square().mean()
 
 
+def model_with(values: dict[str, nn.Parameter], name: str) -> nn.Module:
+    model = model_of(name)
+    model.load_state_dict(values, strict=False)
+    return model
+
+
 REFUSED: list[dict[str, Any]] = [
     {"tp_size": 3},
     {"tp_size": 2, "tp_group": 1},
@@ -83,6 +91,7 @@ class TestTwoRanks(DistributedTest):
         self.check_cut_before_the_engine()
         self.check_what_cannot_be_is_refused_before_anything_changes()
         self.check_half_precision()
+        self.check_scripts_read_whole_parameters()
 
     def check_other_data_or_random_numbers_raise(self) -> None:
         # Kills: training on, with wrong gradients.
@@ -199,6 +208,40 @@ class TestTwoRanks(DistributedTest):
         engine.destroy()
         with pytest.raises(DeepSpeedConfigError, match="autotp_size"):
             deepspeed.tp_model_init(model, tp_size=4, dtype=torch.float32)
+
+    @each(name=["llama", "gpt2"])
+    def check_scripts_read_whole_parameters(self, name: str) -> None:
+        """As OpenRLHF and dlrover push weights, one parameter after the other."""
+        # Kills: this rank's slice, slices of stacked ones side by side, a slice that does not come
+        # back, training that goes on with another one, a change that is lost.
+        torch.manual_seed(0)
+        model = model_of(name)
+        first = dict(copy.deepcopy(model).named_parameters())
+        engine = start(name, 2, 2, model)
+        for key, param in engine.module.named_parameters():
+            own = param.detach().clone()
+            with deepspeed.module_inject.layers.GatherReplacedLayerParams(
+                [param], engine.module, enabled=False
+            ):
+                assert torch.equal(param, own)
+            with deepspeed.module_inject.layers.GatherReplacedLayerParams(param, engine.module):
+                assert torch.equal(param, first[key]), key
+            assert torch.equal(param, own), key
+        cut = [param for param in engine.module.parameters() if is_model_parallel_parameter(param)]
+        slices = [param.detach().clone() for param in cut]
+        gathered = GatherReplacedLayerParams(cut[:2], engine.module)
+        with pytest.raises(ValueError, match="(bias|weight) changed inside the block"), gathered:
+            cut[1].data[:] += 1
+        with pytest.raises(RuntimeError, match="mine"), gathered:
+            cut[1].data[:] += 1
+            raise RuntimeError("mine")
+        assert all(map(torch.equal, cut, slices))
+        with pytest.raises(ValueError, match="give the whole model"):
+            GatherReplacedLayerParams(cut, nn.Sequential(engine.module))
+        with GatherReplacedLayerParams(list(model.parameters()), engine.module):
+            pass
+        check_training(engine, model_with(first, name), name, 0.0)
+        engine.destroy()
 
     @each(kwargs=REFUSED)
     def check_what_cannot_be_is_refused_before_anything_changes(

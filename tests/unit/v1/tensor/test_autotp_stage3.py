@@ -16,7 +16,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
@@ -80,6 +82,13 @@ class TestFourRanks(DistributedTest):
         # replicas counted twice; norms of heads that leave with a part of their gradient.
         model, first = alike(name)
         engine = start(name, 2, 3, model, gradient_clipping=0.1, zero_optimization=zero(3))
+        for key, param in model.named_parameters():  # whole for scripts: first shards, then slices
+            if is_model_parallel_parameter(param):
+                with GatherReplacedLayerParams([param], model):
+                    assert torch.equal(param, first.get_parameter(key)), key
+            whole = deepspeed.zero.GatheredParameters([param])
+            with whole, GatherReplacedLayerParams([param], model):
+                assert torch.equal(param, first.get_parameter(key)), key
         check_training(engine, first, name, 0.1)
         engine.destroy()
 

@@ -112,6 +112,24 @@ class TestAlone(DistributedTest):
             assert torch.equal(param.grad, grad)
         engine.destroy()
 
+    @each(stage=[0, 1])
+    def test_a_window_that_is_resumed(self, tmpdir: Any, stage: int) -> None:
+        # Kills: parts of a checkpoint's gradients that are taken for summed.
+        mpu = Mpu(2)
+        engine, again = (start(mpu, stage, "fp32", sequence_parallel=True) for _ in range(2))
+        x, labels = batch(0, 1, 1)
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(x[0, 0], labels[0, 0]))
+        engine.save_checkpoint(str(tmpdir.join(str(stage))))
+        again.load_checkpoint(str(tmpdir.join(str(stage))))
+        for one in (engine, again):
+            one.set_gradient_accumulation_boundary(True)
+            one.step()
+        pairs = zip(engine.module.parameters(), again.module.parameters(), strict=True)
+        assert all(torch.equal(left, right) for left, right in pairs)
+        engine.destroy()
+        again.destroy()
+
     @each(stage=[0, 2, 3])
     def test_a_parameter_that_is_not_used(self, stage: int) -> None:
         # Kills: a gradient of zeros in the shape of what a sharded parameter shows.
