@@ -46,6 +46,8 @@ class BF16_Optimizer(ZeROOptimizer):
         kwargs: See `ZeROOptimizer`.
     """
 
+    _window_marks = ("_reduced", "_on_host")
+
     def __init__(
         self,
         init_optimizer: torch.optim.Optimizer,
@@ -182,6 +184,10 @@ class BF16_Optimizer(ZeROOptimizer):
     def has_reduced_gradients(self) -> bool:
         """See `ZeROOptimizer`."""
         return self._reduced
+
+    @property
+    def _owns_sums(self) -> bool:
+        return self._on_host
 
     @property
     def state_layout(self) -> StateLayout:

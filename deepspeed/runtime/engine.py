@@ -36,7 +36,11 @@ from deepspeed.runtime.engine_parts.optimizers import EngineOptimizers
 from deepspeed.runtime.engine_parts.plain_backward import EnginePlainBackward
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.timing import EngineTimers
-from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
+from deepspeed.runtime.gradients.accumulation import (
+    AccumulationTracker,
+    BackwardState,
+    Foreign,
+)
 from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.runtime.model_setup import (
@@ -56,6 +60,16 @@ from deepspeed.utils.logging import logger, set_log_level_from_string
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
+
+
+def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:
+    """A context of the engine's `torch_autocast`, as its own forward has it; otherwise of nothing.
+
+    For scripts that write an engine's forward anew.
+    """
+    if not engine.torch_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())
 
 
 class DeepSpeedEngine(
@@ -187,9 +201,6 @@ class DeepSpeedEngine(
         self.tracker = AccumulationTracker(
             self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation
         )
-        self._reduced_at_boundary = False
-        # How this accumulation window runs backward; None until it begins.
-        self._window_is_plain: bool | None = None
         self._unscaled_plain = False  # a plain backward is running that needed a loss scale
         self._step_taken = False  # or skipped
         self._is_compiled = False
@@ -226,17 +237,12 @@ class DeepSpeedEngine(
             self._abort_backward()
         if self.fp16_auto_cast():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
-        with self._autocast():
+        with autocast_if_enabled(self):
             outputs = self.module(*inputs, **kwargs)
         if self.training and torch.is_grad_enabled() and self._sequence is not None:
             self._watch(outputs)
         self.timers.stop_forward()
         return outputs
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if not self.torch_autocast_enabled():
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
 
     def _cast_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         def cast(value: Any) -> Any:
@@ -311,23 +317,34 @@ class DeepSpeedEngine(
             shared=[(param, parts.group) for param in parts.params],
         )
 
-    def _begin_window(self, plain: bool) -> None:
+    def _begin_window(self, plain: bool, foreign: Foreign | None = None) -> None:
         """Micro-batches of one step are divided at different places, so they must all be managed or
         all be plain.
+
+        Args:
+            plain: Whether the backward that begins is.
+            foreign: Whose it is, if another engine's.
         """
         self._sequence_parts.opened()
-        if (
-            self._window_is_plain is not None
-            and self._window_is_plain != plain
-            and self.tracker.divisor > 1
-        ):
+        window = self.tracker.window
+        if window.is_plain not in (None, plain) and self.tracker.divisor > 1:
             self._abort_backward()
+            if foreign := foreign or window.foreign:
+                self._refuse_foreign(
+                    foreign,
+                    "whose accumulation window has backwards of its own, divided by "
+                    "gradient_accumulation_steps elsewhere",
+                )
             raise RuntimeError(
                 "engine.backward(loss) and plain loss.backward() in one accumulation window: the "
                 f"first divides by gradient_accumulation_steps ({self.tracker.divisor}) before, "
                 "the second after backward. Use one of them, or engine.scale(loss).backward()"
             )
-        self._window_is_plain = plain
+        window.is_plain = plain
+        if foreign is not None:
+            window.foreign = window.foreign or foreign
+        elif window.foreign is not None:
+            window.foreign.is_joined |= window.foreign.has_stepped()
         self._checkpoint.on_backward()
 
     def _abort_backward(self) -> None:
@@ -349,6 +366,7 @@ class DeepSpeedEngine(
             self.allreduce_gradients()
         self._exit_backward(sequence)
         self.tracker.state = BackwardState.IDLE
+        self.tracker.backwards += 1
         self.timers.stop_backward()
 
     @staticmethod
@@ -369,7 +387,8 @@ class DeepSpeedEngine(
         if self._sequence_parts.params and sequence.reduces_now:
             self._sequence_parts.complete(sequence)
         sequence.reduce_gradients()
-        self._reduced_at_boundary = self.tracker.is_boundary and not self.inside_no_sync_ctxt
+        is_reduced = self.tracker.is_boundary and not self.inside_no_sync_ctxt
+        self.tracker.window.is_reduced = is_reduced
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -412,9 +431,11 @@ class DeepSpeedEngine(
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sequence = self._require_optimizer("step")
-        if self._window_is_plain is None:
+        if self.tracker.window.is_plain is None:
             self._adopt_unnoticed_gradients()
-        if not self._reduced_at_boundary:
+        elif (foreign := self.tracker.window.foreign) and foreign.is_joined:
+            self._tell_foreign(foreign)
+        if not self.tracker.window.is_reduced:
             # The boundary was set after backward, or no gradient passed a hook on this rank: reduce
             # now, as the others do.
             sequence.backward_epilogue()
@@ -423,15 +444,15 @@ class DeepSpeedEngine(
         sequence.step()
         if self._check_at_step is not None:
             self._check_at_step()
-        self._reduced_at_boundary = False
-        self._window_is_plain = None
         self._step_taken = True
         # Only a schedule has to know here whether the step was skipped, which waits for the device;
         # by now the update and the gathers behind it are queued there.
         if self.lr_scheduler is not None and not sequence.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        samples_of_one = self.train_batch_size() // self.tracker.steps
+        self.global_samples += samples_of_one * self.tracker.micro_batches
+        self.tracker.backwards = 0
         every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             self._report_progress()
@@ -440,8 +461,6 @@ class DeepSpeedEngine(
         """Forget every gradient since the last step, accumulated and reduced ones too."""
         if self._sequence is not None:
             self._sequence.zero_grad(set_to_none)
-        self._reduced_at_boundary = False
-        self._window_is_plain = None
 
     # The rest of the engine's life
 
@@ -460,7 +479,6 @@ class DeepSpeedEngine(
         self.timers.close()
         self.monitor.close()
         verification.detach_ledger(self)
-        verification.engines.discard(self)
         self._sequence_parts.close()
         self._same_inputs.close()
         for compiled in self._compiled:
@@ -479,4 +497,5 @@ class DeepSpeedEngine(
         self.basic_optimizer = None
         self.lr_scheduler = None
         self._map_in_force.remove()
+        verification.engine_ended(self)
         logger.debug("engine destroyed")

@@ -18,7 +18,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 # Modules whose parameters may travel in the autocast dtype when the configuration does not name
 # any.
@@ -118,17 +118,13 @@ def _given_dtype(model: nn.Module, config: DeepSpeedConfig) -> torch.dtype:
             'does not shard together: set "bf16": {"enabled": true} (or fp16), or pass the model '
             "in one dtype"
         )
-    lacks = "their moments have that dtype, and there are no fp32 master weights"
-    if stage > 0:
-        lacks = "masters are fp32, and gradients carry no loss scale"
-    logger.warning(
-        "%s is in %s and no precision block is enabled: parameters are trained as they are (%s). "
-        'Set "%s": {"enabled": true} for %s, or pass the model in fp32',
-        by_dtype[half],
-        half,
-        lacks,
-        "bf16" if half == torch.bfloat16 else "fp16",
-        "master weights" if half == torch.bfloat16 else "master weights and a loss scale",
+    block = "bf16" if half == torch.bfloat16 else "fp16"
+    lacks = ["fp32 master weights"] * (stage == 0) + ["a loss scale"] * (block == "fp16")
+    warn_once(
+        f"{by_dtype[half]} is in {half} and no precision block is enabled: parameters are trained "
+        + (f"without {' and '.join(lacks)}" if lacks else "with fp32 master weights")
+        + f'. Set "{block}": {{"enabled": true}} {"for these" if lacks else "to say so"}, or pass '
+        "the model in fp32"
     )
     return half if len(by_dtype) == 1 else torch.float32
 

@@ -7,7 +7,6 @@ nowhere else.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch import nn
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_models.arguments import read_argument, read_arguments
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.constants import MUON_OPTIMIZER
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -39,6 +39,7 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 # Written for flat buffers; everything else keeps one master per parameter without ZeRO, as
 # upstream's files expect.
 FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
+
+PARAMS = "optimizer.params"  # of the configuration
 
 
 @dataclass(frozen=True)
@@ -133,14 +136,15 @@ def make_basic_optimizer(
     the configuration's.
 
     Raises:
-        DeepSpeedConfigError: The configuration's cannot be made, or the client's is not for the
-            host, where `offload_optimizer` keeps the state (`zero_force_ds_cpu_optimizer`).
+        DeepSpeedConfigError: The configuration's cannot be made.
+        ZeRORuntimeException: The client's is not for the host, where `offload_optimizer` keeps the
+            state (`zero_force_ds_cpu_optimizer`).
     """
     if isinstance(client, torch.optim.Optimizer) or hasattr(client, "param_groups"):
         name = type(client).__name__
         forced = config.tree.zero_force_ds_cpu_optimizer
         if _offloads(config) and forced and not name.startswith("DeepSpeedCPU"):
-            raise DeepSpeedConfigError(
+            raise ZeRORuntimeException(
                 f"zero_optimization.offload_optimizer with the client optimizer {name}: give "
                 "deepspeed.ops.adam.DeepSpeedCPUAdam (or Adagrad, Lion), or set "
                 '"zero_force_ds_cpu_optimizer": false'
@@ -195,20 +199,18 @@ def build_basic_optimizer(
         )
     params = dict(block.params)
     factory = _optimizer_class(block.type, params, _offloads(config))
-    accepted = inspect.signature(factory).parameters
-    unknown = sorted(set(params) - set(accepted))
-    if unknown:
-        raise DeepSpeedConfigError(
-            f"optimizer.params.{unknown[0]} is no argument of {factory.__name__} (optimizer.type "
-            f"{block.type!r}); it takes "
-            f"{', '.join(name for name in accepted if name not in ('params', 'model_params'))}"
-        )
+    arguments = read_arguments(factory, params, PARAMS)
     if block.type.lower() == MUON_OPTIMIZER:
         # startup: only what is named is needed
         from deepspeed.runtime.optimizers.muon_groups import muon_groups
 
         parameters = muon_groups(module, parameters, config.tree)
-    return factory(parameters, **params)
+    try:
+        return factory(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise DeepSpeedConfigError(
+            f"optimizer.type {block.type!r} with {PARAMS} {arguments}: {error}"
+        ) from error
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
@@ -269,17 +271,19 @@ def _adam_class(
         FusedAdam,
     )
 
-    adam_w_mode = bool(params.pop("adam_w_mode", True)) or key == "adamw"
-    if params.pop("torch_adam", False):
+    def switch(name: str, default: bool) -> bool:
+        on: bool = read_argument(params.pop(name, default), bool, f"{PARAMS}.{name}")
+        return on
+
+    adam_w_mode = switch("adam_w_mode", True) or key == "adamw"
+    if switch("torch_adam", False):
         for argument in ("bias_correction", "set_grad_none"):
-            if params.pop(argument, True) is False:
+            if not switch(argument, True):
                 raise DeepSpeedConfigError(
                     f"optimizer.params.{argument}: false is not supported with torch_adam; remove "
                     "the key"
                 )
         return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
     if offload:
         params.pop("set_grad_none", None)
         params["adamw_mode"] = adam_w_mode
@@ -454,7 +458,7 @@ def _sharded(context: WrapContext) -> dict[str, Any]:
         "norm_group": context.ranks.norm_group,
         "counts_in_norm": context.ranks.counts_shard,
         "offload": zero.offload_optimizer if _offloads(context.config) else None,
-        "round_robin": zero.round_robin_gradients,
+        "round_robin": zero.round_robin_gradients and context.parameter_offload is None,
         "allgather_bucket_size": zero.allgather_bucket_size,
         "allgather_partitions": zero.allgather_partitions,
         "gather_beside": context.model if zero.overlap_param_gather else None,

@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed._absent import FRAGMENTS
 from deepspeed._lazy import lazy_attributes
+from deepspeed._modules import stand_in
 
 if TYPE_CHECKING:
     from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
+
+tensor_fragment = stand_in("tensor_fragment", __name__, f"tensor_fragment: {FRAGMENTS}")
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ def logical_shape(param: torch.Tensor) -> torch.Size:
 
 def own_shard(param: torch.Tensor) -> torch.Tensor:
     """What this rank has of a parameter: its shard (stage 3), or all of it."""
-    shard: torch.Tensor | None = getattr(param, "ds_tensor", None)
-    return param.detach() if shard is None else shard
+    own: torch.Tensor = getattr(param, "ds_tensor", param)
+    return own.detach()
 
 
 def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
@@ -132,6 +136,10 @@ def _full(
     if shards is None:
         return None
     return optimizer.gather_full([(group, index) for _, group, index in links], shards)
+
+
+def _is_frozen(param: nn.Parameter) -> bool:
+    return _link(param) is None and not param.requires_grad
 
 
 def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | None:
@@ -277,8 +285,10 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The owned fragment of the fp32 value, 1-D and writable; None if this rank owns nothing of
-    it.
+    it, or it is frozen.
     """
+    if _is_frozen(param):
+        return None
     optimizer, _, _ = _require_link(param, "safe_get_local_fp32_param")
     return _owned(param, _shards(optimizer, None))
 
@@ -286,13 +296,17 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """The owned fragment of an optimizer state."""
+    """The owned fragment of an optimizer state; None as for `safe_get_local_fp32_param`."""
+    if _is_frozen(param):
+        return None
     optimizer, _, _ = _require_link(param, "safe_get_local_optimizer_state")
     return _owned(param, _shards(optimizer, optim_state_key, [param]))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The owned fragment of the averaged gradient; None if there is none now."""
+    if _is_frozen(param):
+        return None
     optimizer, _, _ = _require_link(param, "safe_get_local_grad")
     shards = _grad_shards(optimizer)
     return None if shards is None else _owned(param, shards)

@@ -11,11 +11,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "_absent",
             "_absent_internals",
             "_lazy",
-            "autotuning",
-            "compression",
-            "inference",
-            "io",
-            "linear",
+            "_modules",
             "module_inject",
             "runtime.__init__",
             "utils.__init__",
@@ -149,6 +145,7 @@ GRAB_BAGS: tuple[str, ...] = ("utils",)
 """Packages of upstream's whose files share a folder and no subject: each file stands for itself."""
 
 DOORS: dict[str, str] = {
+    "_modules": "upstream's paths of names that live elsewhere, where no file is needed",
     "accelerator.abstract_accelerator": "upstream asks the device for the package of its operators",
     "comm.config": "upstream's path of the comms logger's block",
     "elasticity.constants": "upstream's path of the elasticity block's keys",

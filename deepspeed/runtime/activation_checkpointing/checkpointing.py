@@ -21,8 +21,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import saved_inputs, settings
 from deepspeed.runtime.activation_checkpointing.random_states import (
+    _CUDA_RNG_STATE_TRACKER,
+    _MODEL_PARALLEL_RNG_TRACKER_NAME,
     CudaRNGStatesTracker,
     Surroundings,
+    _set_cuda_rng_state,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
@@ -48,7 +51,10 @@ from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 __all__ = [
     "CheckpointFunction",
+    "_CUDA_RNG_STATE_TRACKER",
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME",
     "CudaRNGStatesTracker",
+    "_set_cuda_rng_state",
     "checkpoint",
     "configure",
     "detach_variable",

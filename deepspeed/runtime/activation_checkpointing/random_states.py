@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import settings
 
-MODEL_PARALLEL_RNG = "model-parallel-rng"
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"  # upstream's name, as the tracker's
 MODEL_PARALLEL_SEED_OFFSET = 2718
 
 
@@ -65,7 +65,7 @@ class CudaRNGStatesTracker:
         self.seeds_.add(seed)
 
     @contextmanager
-    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Within it, random numbers come from the named state, which goes on from there the next
         time.
 
@@ -87,12 +87,17 @@ class CudaRNGStatesTracker:
             accelerator.set_rng_state(outer)
 
 
-_tracker = CudaRNGStatesTracker()
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Make `new_state` the random state of a device; -1 is the current one. For scripts."""
+    get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The process's tracker."""
-    return _tracker
+    return _CUDA_RNG_STATE_TRACKER
 
 
 def _model_parallel_seed(seed: int) -> int:
@@ -106,16 +111,16 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     Dropout of replicated activations draws from the first; dropout of activations that are split
     over ranks belongs under `get_cuda_rng_tracker().fork()`.
     """
-    _tracker.reset()
+    _CUDA_RNG_STATE_TRACKER.reset()
     get_accelerator().manual_seed(seed)
-    _tracker.add(MODEL_PARALLEL_RNG, _model_parallel_seed(seed))
+    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, _model_parallel_seed(seed))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed "model-parallel-rng" anew, differently on each tensor-parallel rank; nothing else
     changes.
     """
-    with _tracker.fork():
+    with _CUDA_RNG_STATE_TRACKER.fork():
         get_accelerator().manual_seed(_model_parallel_seed(seed))
 
 
@@ -126,14 +131,14 @@ class RandomStates:
         accelerator = get_accelerator()
         self._host = torch.get_rng_state()
         self._device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
-        self._tracked = _tracker.get_states()
+        self._tracked = _CUDA_RNG_STATE_TRACKER.get_states()
 
     def restore(self) -> None:
         """Make them the current ones."""
         torch.set_rng_state(self._host)
         if self._device is not None:
             get_accelerator().set_rng_state(self._device)
-        _tracker.set_states(self._tracked)
+        _CUDA_RNG_STATE_TRACKER.set_states(self._tracked)
 
 
 class Surroundings:

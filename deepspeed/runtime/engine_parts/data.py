@@ -16,7 +16,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_parts.ranks import EngineRanks
 from deepspeed.runtime.engine_parts.settings import EngineSettings
 from deepspeed.runtime.engine_parts.timing import EngineTimers
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warn_once
 
 
 class EngineData(EngineRanks, EngineSettings):
@@ -78,7 +78,7 @@ class EngineData(EngineRanks, EngineSettings):
 
     def _warn_of_no_data(self) -> None:
         if self._chooses_samples and self.training_dataloader is None:
-            logger.warning(
+            warn_once(
                 "data_efficiency.data_sampling orders what deepspeed.initialize(training_data=...) "
                 "or engine.deepspeed_io(dataset) loads; this engine was given no training_data"
             )

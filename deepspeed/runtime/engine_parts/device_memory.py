@@ -55,9 +55,10 @@ class EngineDeviceMemory(EngineSequence):
         return sequence
 
     def empty_partition_cache(self) -> None:
-        """Let gathered parameters of stage 3 go, and the memory that the device keeps for them:
-        between steps, after evaluating or generating, say.
+        """Let gathered parameters of stage 3 go, and all memory that the device keeps for them:
+        between steps, after evaluating or generating, say. What persists goes too, and is gathered
+        by the next pass. All ranks call it; the host waits for the device.
         """
         if self.parameter_offload is not None:
-            self.parameter_offload.param_coordinator.release_all()
+            self.parameter_offload.empty_partition_cache()
         get_accelerator().empty_cache()

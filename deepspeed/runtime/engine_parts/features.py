@@ -116,6 +116,12 @@ class EngineFeatures:
     amp_params = setting(lambda config: config.tree.amp.model_extra or False)
     initial_dynamic_scale = setting(lambda config: config.tree.fp16.initial_dynamic_scale())
     dynamic_loss_scale_args = setting(lambda config: config.tree.fp16.dynamic_loss_scale_args())
+
+    @property
+    def sparse_gradients(self) -> bool:
+        """The configuration's `sparse_gradients`."""
+        return self._config.tree.sparse_gradients
+
     sparse_gradients_enabled = setting(lambda config: config.tree.sparse_gradients)
     graph_harvesting = setting(lambda config: config.tree.graph_harvesting)
 

@@ -23,6 +23,7 @@ from deepspeed.runtime.optimizer_factory import (
     separate_experts,
     wrap_optimizer,
 )
+from deepspeed.runtime.optimizers.untrainable import why_untrainable
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 
 if TYPE_CHECKING:
@@ -66,19 +67,22 @@ class EngineOptimizers(EngineSettings, EngineSequence):
             self.optimizer = self.parameter_offload
             return
         parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
-        self.basic_optimizer = make_basic_optimizer(self._config, client, parameters, self.module)
+        basic = make_basic_optimizer(self._config, client, parameters, self.module)
         if self.model_ranks.experts:
-            separate_experts(self.basic_optimizer, self._config)
-        self._sequence = wrap_optimizer(self.basic_optimizer, self._wrap_context())
+            separate_experts(basic, self._config)
+        self.basic_optimizer = basic
+        self._sequence = wrap_optimizer(basic, self._wrap_context(basic))
         self.optimizer = self._sequence.public_optimizer
 
-    def _wrap_context(self) -> WrapContext:
+    def _wrap_context(self, basic: torch.optim.Optimizer) -> WrapContext:
         return WrapContext(
             config=self._config,
             param_names={param: name for name, param in self.module.named_parameters()},
             tracker=self.tracker,
             ranks=self.model_ranks,
-            num_norm_groups=self.model_ranks.agree_on_num_groups(self.basic_optimizer, self.device),
+            num_norm_groups=self.model_ranks.agree_on_num_groups(
+                basic, self.device, why_untrainable(basic, self.module)
+            ),
             model_dtype=self.model_dtype,
             device=self.device,
             model=self.module,

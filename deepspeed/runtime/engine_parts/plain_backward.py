@@ -1,16 +1,32 @@
-"""A backward that the engine does not run: scripts call `loss.backward()`, and hooks notice."""
+"""A backward that the engine does not run: scripts call `loss.backward()`, and hooks notice.
+
+[Note: another engine's backward]
+A loss of one engine may run through the model of another, as a GAN's generator is trained through
+the discriminator. Hooks there notice a backward that another engine has begun. Whether its
+gradients are wanted is the script's to say: a model in two engines wants them, a GAN drops them by
+`zero_grad()`. In a GAN the other engine steps on its part, and then a backward of this engine's own
+begins; who wants the sum of both runs all backwards first. So that is told, when it is stepped on:
+accelerate's `zero_grad()` does nothing.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from deepspeed.runtime import verification
 from deepspeed.runtime.engine_parts.losses import EngineLosses
-from deepspeed.runtime.gradients.accumulation import BackwardState
+from deepspeed.runtime.gradients.accumulation import BackwardState, Foreign
+from deepspeed.runtime.optimizers.step_sequence import tell_no_backward
 from deepspeed.runtime.utils import tensors_in
+from deepspeed.utils.logging import warn_once
+
+_FREEZE = "freeze {0} by requires_grad_(False) while the other trains"
 
 
 class EnginePlainBackward(EngineLosses):
@@ -23,14 +39,20 @@ class EnginePlainBackward(EngineLosses):
 
     module: nn.Module
     _unscaled_plain: bool
-    _begin_window: Callable[[bool], None]
+    _begin_window: Callable[[bool, Foreign | None], None]
+    _one_trained: tuple[nn.Parameter, ...] = ()
     _abort_backward: Callable[[], None]
     _backward_epilogue: Callable[[], None]
 
     def _watch(self, outputs: Any) -> None:
         """Notice a backward that starts from these outputs, in its own autograd task, before any
-        parameter's gradient.
+        parameter's gradient. With every parameter frozen there is none.
         """
+        if not any(param.requires_grad for param in self._one_trained):
+            trained = (param for param in self.module.parameters() if param.requires_grad)
+            self._one_trained = tuple(itertools.islice(trained, 1))
+            if not self._one_trained:
+                return
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._on_output_gradient)
@@ -47,7 +69,7 @@ class EnginePlainBackward(EngineLosses):
             return
         sequence = self._require_optimizer("backward")
         announced = state is BackwardState.ANNOUNCED
-        self._begin_window(not announced)
+        self._begin_window(not announced, None if announced else self._foreign())
         sequence.accumulation_divisor = 1.0 if announced else float(self.tracker.divisor)
         self.tracker.state = BackwardState.RUNNING
         self._unscaled_plain = not announced and sequence.needs_scaler()
@@ -56,6 +78,37 @@ class EnginePlainBackward(EngineLosses):
             self._tell_opened(sequence, None, scale_wrt_gas=True)
         self.timers.start_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
+
+    def _foreign(self) -> Foreign | None:
+        """Whose backward is under way, if it is another engine's."""
+        for engine in verification.engines:
+            tracker = engine.tracker
+            is_managed = tracker.state is BackwardState.ANNOUNCED or (
+                tracker.state is BackwardState.RUNNING and not tracker.window.is_plain
+            )
+            if is_managed and engine is not self:
+                return Foreign(_name_of(engine), _stepped_since(engine))
+        return None
+
+    def _tell_foreign(self, foreign: Foreign) -> None:
+        """See [Note: another engine's backward]."""
+        own = _name_of(self)
+        names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        warn_once(
+            f"{own}: a step adds gradients that the backward of {foreign.whose} has left in it "
+            f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}) to those of its own "
+            f"backward, though {foreign.whose} has stepped in between. To drop them call "
+            f"zero_grad() of {own}'s engine before its own backward (accelerate's "
+            f"optimizer.zero_grad() does nothing), or {_FREEZE.format(own)}. If the sum is meant, "
+            "nothing has to be done"
+        )
+
+    def _refuse_foreign(self, foreign: Foreign, because: str) -> NoReturn:
+        own = _name_of(self)
+        raise RuntimeError(
+            f"the backward of {foreign.whose} reaches {own}, {because}. To train without its "
+            f"gradients {_FREEZE.format(own)}"
+        )
 
     def _on_parameter_gradient(self) -> None:
         """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it
@@ -78,15 +131,28 @@ class EnginePlainBackward(EngineLosses):
         """
         sequence = self._require_optimizer("step")
         sequence.accumulation_divisor = float(self.tracker.divisor)
-        if sequence.needs_scaler() and any(
-            param.grad is not None for param in self.module.parameters()
-        ):
+        if all(param.grad is None for param in self.module.parameters()):
+            tell_no_backward("engine.step()")
+        elif sequence.needs_scaler():
             self._refuse_unscaled()
 
     def _refuse_unscaled(self) -> None:
+        foreign = self.tracker.window.foreign
         self._abort_backward()
+        if foreign is not None:
+            self._refuse_foreign(foreign, "whose gradients would carry another loss scale")
         raise RuntimeError(
-            "loss.backward() under fp16 loss scaling: gradients were computed without the loss "
-            "scale and would underflow. Call engine.backward(loss), or "
+            "Loss scaling is required with fp16: loss.backward() computed gradients without the "
+            "loss scale, which would underflow. Call engine.backward(loss), or "
             "engine.scale(loss).backward()"
         )
+
+
+def _name_of(engine: Any) -> str:
+    return type(engine.module).__name__
+
+
+def _stepped_since(engine: Any) -> Callable[[], bool]:
+    """Whether the engine has stepped since now; keeps it from nothing."""
+    kept, steps = weakref.ref(engine), engine.global_steps
+    return lambda: (now := kept()) is not None and now.global_steps > steps

@@ -158,7 +158,8 @@ class EngineTimers:
 
     def summary(self) -> str:
         """Throughput so far, for the progress line."""
-        return f"samples/s={self.throughput.avg_samples_per_sec():.2f}"
+        rate = self.throughput.avg_samples_per_sec()
+        return f"samples/s={rate:.2f}" if rate > 0 else "samples/s=not known yet"
 
     def close(self) -> None:
         """The engine is destroyed."""

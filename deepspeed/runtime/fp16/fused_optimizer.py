@@ -45,6 +45,7 @@ class FP16_Optimizer(MasterWeightOptimizer):
     """
 
     masters_key = FP32_GROUPS_FLAT
+    _window_marks = ("_reduced", "_finished")
 
     def __init__(
         self,
@@ -166,6 +167,19 @@ class FP16_Optimizer(MasterWeightOptimizer):
             for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
                 if group.grad is not flat:
                     group.grad.copy_(flat)
+
+    @property
+    def _owns_sums(self) -> bool:
+        return self._finished
+
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        for gradients in self._flat_gradients:
+            if self._finished:
+                gradients.detach()
+            else:
+                gradients.collect_present()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See base class."""

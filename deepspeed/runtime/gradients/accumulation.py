@@ -6,9 +6,11 @@ second flag.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class BackwardState(Enum):
@@ -21,6 +23,36 @@ class BackwardState(Enum):
     RUNNING = "running"
 
 
+@dataclass
+class Foreign:
+    """The backward of another engine has left gradients in this one.
+
+    Attributes:
+        whose: The other one's model.
+        has_stepped: Whether that one has stepped since.
+        is_joined: Whether it had when a backward of this engine's own began.
+    """
+
+    whose: str
+    has_stepped: Callable[[], bool]
+    is_joined: bool = False
+
+
+@dataclass
+class Window:
+    """What has happened since the last step, or since all gradients were forgotten.
+
+    Attributes:
+        is_plain: Whether its backwards are plain `loss.backward()`; None until one has begun.
+        is_reduced: Whether the boundary's gradients have been reduced.
+        foreign: What came from elsewhere; the first, of several.
+    """
+
+    is_plain: bool | None = None
+    is_reduced: bool = False
+    foreign: Foreign | None = None
+
+
 class AccumulationTracker:
     """Counts micro-batches and decides the boundary.
 
@@ -28,6 +60,9 @@ class AccumulationTracker:
         steps: Micro-batches per optimizer step.
         managed: Count micro-batches; otherwise every micro-batch is a boundary until `set_boundary`
             says otherwise (`managed_gradient_accumulation`).
+
+    Attributes:
+        window: The accumulation window at hand.
     """
 
     def __init__(self, steps: int, managed: bool = True) -> None:
@@ -36,6 +71,8 @@ class AccumulationTracker:
         self.steps = steps
         self.managed = managed
         self.micro_steps = 0
+        self.backwards = 0  # since the last step
+        self.window = Window()
         self.state = BackwardState.IDLE
         self._forced: bool | None = None
         self._no_sync_depth = 0
@@ -51,9 +88,30 @@ class AccumulationTracker:
         """Say it from outside; holds until said again."""
         self._forced = bool(is_boundary)
 
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the step at hand has: as configured, or where the caller counts,
+        the backwards since the last step.
+        """
+        return self.steps if self.managed else self.backwards
+
     def advance(self) -> None:
         """A micro-batch is over."""
         self.micro_steps += 1
+
+    def window_state(self) -> dict[str, Any]:
+        """Where the window stands, for `load_window_state`."""
+        return {
+            "is_plain": self.window.is_plain,
+            "is_reduced": self.window.is_reduced,
+            "backwards": self.backwards,
+            "boundary": self._forced,
+        }
+
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on where another tracker's window was."""
+        self.window = Window(saved["is_plain"], saved["is_reduced"])
+        self.backwards, self._forced = saved["backwards"], saved["boundary"]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm import lone_waits
 from deepspeed.runtime.gradients.readiness import BucketIndex, LateGradientError, ReadinessTracker
 
 
@@ -39,7 +40,8 @@ def buckets_to_send_again(
         return []
     late = [int(slot in readiness.late) for slot in range(len(names))]
     agreed = torch.tensor([readiness.fired, late], dtype=torch.int32, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    with lone_waits.watch.waiting(lambda: "which gradients arrive late"):
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     fired, late = agreed.tolist()
     readiness.learn(fired, late)
     return sorted({readiness.bucket_of[slot] for slot, is_late in enumerate(late) if is_late})

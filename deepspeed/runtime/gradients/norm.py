@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm import lone_waits
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6
@@ -75,7 +76,8 @@ def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tenso
     collective.
     """
     if group is not None and dist.get_world_size(group=group) > 1:
-        dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
+        with lone_waits.watch.waiting(lambda: "the norm of the gradients"):
+            dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
     return squared
 
 

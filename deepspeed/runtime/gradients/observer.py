@@ -26,7 +26,8 @@ The calls of one optimizer step, in their order:
    before the step.
 4. `cleared`: the step is over. Also at any other time, when a client forgets all gradients.
 
-`detached` comes last of all.
+`skip_window` comes between two backwards, when a checkpoint brings the gradients of a window that
+has begun. `detached` comes last of all.
 
 1 and 2 are said on the rank where they happen, and ranks need not agree; there an observer must
 neither communicate nor wait for the device. 3 and 4 come on all ranks that train one model, in the
@@ -91,6 +92,11 @@ class GradientObserver:
 
     def cleared(self) -> None:
         """All gradients are forgotten, reduced or not."""
+
+    def skip_window(self) -> None:
+        """Some gradients are of backwards that were not seen: a checkpoint's, or those before this
+        observer came. Until the next `cleared` nothing can be said of them.
+        """
 
     def detached(self) -> None:
         """No further call comes: remove hooks, let go of tensors."""

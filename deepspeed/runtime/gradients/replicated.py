@@ -13,6 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import lone_waits
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 
 
@@ -102,14 +103,12 @@ class FlatGradients:
         the stream current here. What autograd makes it frees for the stream of the hook.
         """
         if self._handles:
-            pairs = zip(self.views, self.params, strict=True)
-            self.collect_some(
-                [
-                    index
-                    for index, (view, param) in enumerate(pairs)
-                    if param.grad is not None and param.grad is not view
-                ]
-            )
+            self.collect_present()
+
+    def collect_present(self) -> None:
+        """Move every gradient that there is into the buffer."""
+        pairs = enumerate(self.params)
+        self.collect_some([index for index, param in pairs if param.grad is not None])
 
     def detach(self, indices: Iterable[int] | None = None) -> None:
         """The buffer is in other use from here on, or the places of some parameters are: gradients
@@ -181,7 +180,8 @@ def start_all_reduce(
 def finish_all_reduce(flight: Flight) -> None:
     """Wait, and put the average where it belongs."""
     if flight.work is not None:
-        flight.work.wait()
+        with lone_waits.watch.waiting(lambda: f"{flight.payload.numel()} elements of gradients"):
+            flight.work.wait()
     if flight.payload is not flight.target:
         flight.target.copy_(flight.payload)
     if flight.post != 1.0:

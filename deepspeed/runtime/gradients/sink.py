@@ -59,15 +59,19 @@ def _accumulate_all(
 
 
 class DeviceSink:
-    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces."""
+    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces.
+
+    Attributes:
+        written: Buckets with a contribution since the last `clear`.
+    """
 
     def __init__(self) -> None:
-        self._written: set[int] = set()
+        self.written: set[int] = set()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was added since the last `clear`."""
-        return not self._written
+        return not self.written
 
     @torch.no_grad()
     def add(
@@ -91,8 +95,8 @@ class DeviceSink:
             None if the pieces have been read by what is issued on the current stream; otherwise an
             event: who overwrites their memory waits for it.
         """
-        first = bucket not in self._written
-        self._written.add(bucket)
+        first = bucket not in self.written
+        self.written.add(bucket)
         return self._add(group.grad, segments, pieces, factor, first)
 
     def _add(
@@ -122,7 +126,7 @@ class DeviceSink:
 
     def clear(self) -> None:
         """Forget all contributions."""
-        self._written.clear()
+        self.written.clear()
 
 
 class _Staged(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config_models.arguments import read_arguments
 
 
 def build_lr_scheduler(
@@ -42,9 +43,10 @@ def build_lr_scheduler(
             f"scheduler.type: {block.type!r} is unknown; use "
             f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)} or a class of torch.optim.lr_scheduler"
         )
+    arguments = read_arguments(cls, block.params, "scheduler.params")
     try:
-        return cls(optimizer, **block.params)
-    except TypeError as error:
+        return cls(optimizer, **arguments)
+    except (TypeError, ValueError) as error:
         raise DeepSpeedConfigError(
-            f"scheduler.params: {cls.__name__} does not take them: {error}"
+            f"scheduler.type {block.type!r} with scheduler.params {arguments}: {error}"
         ) from error

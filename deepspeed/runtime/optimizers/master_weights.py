@@ -72,6 +72,31 @@ def _positions(
     return [registration.get(param, len(registration) + i) for i, param in enumerate(params)]
 
 
+def _forget_unused_state(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the state by parameters that some optimizers make at once (torch's Adagrad): masters
+    take the parameters' place.
+
+    Raises:
+        ValueError: Steps have been taken, and would be forgotten.
+    """
+    state = getattr(optimizer, "state", {})
+    for own in state.values():
+        if isinstance(own, dict) and _is_used(own):
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} has taken steps already, or has loaded "
+                f"state ({', '.join(sorted(own))}), without which masters of parameters would "
+                "begin: give initialize() a new one, and load state by engine.load_checkpoint(); "
+                "or use zero_optimization.stage 0 in fp32"
+            )
+    state.clear()
+
+
+def _is_used(own: dict[str, Any]) -> bool:
+    if "step" in own:
+        return float(own["step"]) > 0
+    return any(isinstance(value, torch.Tensor) and bool(value.any()) for value in own.values())
+
+
 class MasterWeightOptimizer(ReadableMasters):
     """fp32 master weights in flat groups around a torch optimizer.
 
@@ -95,12 +120,16 @@ class MasterWeightOptimizer(ReadableMasters):
         sequence: See `StepSequence`.
 
     Raises:
-        ValueError: If a group holds parameters of several dtypes, or dense ones and experts.
+        ValueError: If a group holds parameters of several dtypes, or dense ones and experts; or if
+            the optimizer has taken steps already.
 
     Attributes:
         num_shards: How many ranks share the dense masters.
         shard_rank: This rank's place among them.
     """
+
+    # Attributes that say how far the gradients of a window are.
+    _window_marks: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -119,6 +148,7 @@ class MasterWeightOptimizer(ReadableMasters):
         **sequence: Any,
     ) -> None:
         super().__init__(init_optimizer, **sequence)
+        _forget_unused_state(init_optimizer)
         self.param_names = dict(param_names)
         self.shard_group = shard_group
         self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
@@ -452,6 +482,43 @@ class MasterWeightOptimizer(ReadableMasters):
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         """See base class."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """See base class; reductions may still be on their way."""
+        return self.tracker.window.is_plain is not None or super().has_gradients
+
+    @property
+    @abstractmethod
+    def _owns_sums(self) -> bool:
+        """Whether the sums of this window are in what this rank owns of each group."""
+
+    def gradient_layout(self) -> str:
+        """See base class."""
+        sums = [] if self.accumulator is None else [flat.dtype for flat in self.accumulator.flats]
+        groups = [(group.table, group.shard_rank, group.grad_dtype) for group in self.groups]
+        return f"{groups} {sums}"
+
+    def window_state(self) -> dict[str, Any]:
+        """See base class."""
+        return {
+            **super().window_state(),
+            "marks": {name: getattr(self, name) for name in self._window_marks},
+            "sums": [] if self.accumulator is None else self.accumulator.flats,
+            "owned": [group.grad for group in self.groups] if self._owns_sums else [],
+        }
+
+    @torch.no_grad()
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        for name, value in saved["marks"].items():
+            setattr(self, name, value)
+        sums = [] if self.accumulator is None else self.accumulator.flats
+        for flat, value in zip(sums, saved["sums"], strict=True):
+            flat.copy_(value)
+        for group, grad in zip(self.groups if saved["owned"] else [], saved["owned"], strict=True):
+            group.grad.copy_(grad)
 
     def refresh_fp32_params(self) -> None:
         """See base class."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.config_models.training import SchedulerConfig, TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import ModelRanks, is_model_parallel_parameter
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import log_dist, warn_once
 from deepspeed.utils.tensor_fragment import logical_shape
 
 # In names of matrices whose rows are tokens, each with a direction of its own: AdamW's.
@@ -92,7 +91,7 @@ def muon_groups(
         config.optimizer.params if config.optimizer else {}, config.scheduler
     )
     if warning is not None:
-        log_dist(warning, ranks=[0], level=logging.WARNING)
+        warn_once(warning)
     log_dist(f"Muon updates {counts[True]} parameters, AdamW {counts[False]}", ranks=[0])
     return groups
 

@@ -4,7 +4,6 @@ ZeRO at all.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -19,7 +18,7 @@ from deepspeed.runtime.optimizers.muon_groups import MARK, check_has_wholes
 from deepspeed.runtime.optimizers.update_probe import Update, update_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.sharding.owner_steps import OwnerSteps
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import warn_once
 
 # Optimizers whose update of an element depends on that element alone: right on any shard of a flat
 # buffer.
@@ -47,8 +46,6 @@ KNOWN_PACKAGES = ("torch.", "deepspeed.")
 # torch's and transformers', which update each parameter from the whole of it and do not ask for it
 # (`deepspeed.ops.whole_parameters`): owners step them (`runtime.sharding.owner_steps`).
 BY_OWNERS = ("Adafactor", "Muon")
-# Those that look at all parameters at once, or at none that is dense.
-NEVER_SHARDED = ("LBFGS", "SparseAdam")
 
 
 def check_spread_experts(basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
@@ -102,11 +99,6 @@ def on_shards(
     name = type(basic).__name__
     if isinstance(basic, WholeParameterOptimizer) or is_elementwise(basic):
         return basic
-    if name in NEVER_SHARDED:
-        raise DeepSpeedConfigError(
-            f"{name} does not work on shards of parameters, nor on whole ones by themselves: use "
-            "zero_optimization.stage 0"
-        )
     if name not in BY_OWNERS:
         if not config.zero_allow_untested_optimizer:
             raise DeepSpeedConfigError(
@@ -142,11 +134,9 @@ def is_elementwise(basic: torch.optim.Optimizer) -> bool:
 def _needs_wholes(basic: torch.optim.Optimizer, name: str) -> bool:
     """Whether a client's optimizer that is not known has to be given whole parameters."""
     if not isinstance(basic, torch.optim.Optimizer):
-        log_dist(
+        warn_once(
             f"{name} is no torch.optim.Optimizer and cannot be tried: it steps shards, which is "
-            "right only if it updates every element from that element alone",
-            ranks=[0],
-            level=logging.WARNING,
+            "right only if it updates every element from that element alone"
         )
         return False
     found = update_of(basic)
@@ -156,10 +146,8 @@ def _needs_wholes(basic: torch.optim.Optimizer, name: str) -> bool:
             "parameters to ranks: use zero_optimization.stage 0"
         )
     by = "shards" if found is Update.ELEMENTWISE else "whole parameters, each on one rank"
-    log_dist(
+    warn_once(
         f"{name} is not known here. Tried on small tensors, it updates an element from "
-        f"{found.value}, so it steps {by}",
-        ranks=[0],
-        level=logging.WARNING,
+        f"{found.value}, so it steps {by}"
     )
     return found is not Update.ELEMENTWISE

@@ -87,7 +87,7 @@ class ReadableMasters(StepSequence):
     @property
     @abstractmethod
     def has_reduced_gradients(self) -> bool:
-        """Whether a reduced gradient is there to be read."""
+        """See base class: and can be read."""
 
     @property
     def read_factor(self) -> float:

@@ -200,6 +200,12 @@ class ReplicatedOptimizer(StepSequence):
     def _update(self, scaling: GradientScaling) -> None:
         scaling.step(self.optimizer, [gradients.flat for gradients in self.gradients])
 
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        for gradients in self.gradients:
+            gradients.collect_present()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See base class."""
         self._reduction.clear()

@@ -20,7 +20,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import MASTER_KEYS
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
-from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
@@ -32,8 +32,19 @@ from deepspeed.runtime.optimizers.step_outcome import (
     StepOutcome,
     takes_scaling,
 )
+from deepspeed.runtime.sharding.loading_in_place import load_apart
 from deepspeed.runtime.streams import LateNumber, runs_ahead
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import log_dist, log_once
+
+
+def tell_no_backward(what: str) -> None:
+    """Warn that `what` found no gradient on this rank, once per process."""
+    log_once(
+        f"{what} without a backward since the last step, on rank {dist.get_rank()}: this rank adds "
+        "zeros to the gradient. The step is taken and counted all the same, because other ranks "
+        "may have a gradient; if none has, only momentum, weight decay and the schedule move. Call "
+        "step() after a backward only, on all ranks alike"
+    )
 
 
 class StepSequence(ClientMethods, ABC):
@@ -145,6 +156,11 @@ class StepSequence(ClientMethods, ABC):
         return self.tracker.is_boundary and not self.tracker.in_no_sync
 
     @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether something was reduced since all gradients were forgotten."""
+        return True  # only the engine steps what is no client's optimizer
+
+    @property
     def works_during_backward(self) -> bool:
         """Whether something is done with gradients, from hooks, before backward is over."""
         return False
@@ -167,8 +183,11 @@ class StepSequence(ClientMethods, ABC):
             raise ValueError(
                 f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient"
             )
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
+        return self._make_gradient(param) if param.grad is None else param.grad
+
+    def _make_gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """Give `param` a gradient of zeros."""
+        param.grad = torch.zeros_like(param)
         return param.grad
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
@@ -213,6 +232,7 @@ class StepSequence(ClientMethods, ABC):
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, reduced or not. Subclasses' ends with this one."""
+        self.tracker.window = Window()
         self.observer.cleared()
 
     @abstractmethod
@@ -256,6 +276,13 @@ class StepSequence(ClientMethods, ABC):
             )
         self._refuse_unfrozen()
         self.finish_gradients()
+        if not (self.tracker.window.is_reduced or self.has_reduced_gradients):
+            # A client's own call: the engine has reduced before it steps. What lies in the buffers
+            # is the last step's.
+            tell_no_backward("optimizer.step()")
+            self.reduce_gradients()
+            self.exit_backward()
+            self.finish_gradients()
         step_factor = self.reduce_rule.step_factor / self._step_divisor
         norm = (self.scaled_global_norm() * step_factor).squeeze()
         scale = self._used_scale()
@@ -385,7 +412,7 @@ class StepSequence(ClientMethods, ABC):
                 from the model-precision weights.
         """
         if load_optimizer_states:
-            self.optimizer.load_state_dict(state_dict)
+            load_apart(self.optimizer, state_dict)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Whether `saved`, of a run that is divided over its ranks as this one is, could be of this
@@ -404,6 +431,33 @@ class StepSequence(ClientMethods, ABC):
             scaler: State of the loss scale, of whatever kind of scaler; may be empty.
         """
         return base
+
+    # The accumulation window in checkpoints
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has summed anything since all gradients were forgotten."""
+        return any(param.grad is not None for params in self.numbered_params() for param in params)
+
+    def gradient_layout(self) -> str:
+        """How gradients lie in this rank's buffers: equal where they lie alike."""
+        return ""
+
+    def window_state(self) -> dict[str, Any]:
+        """What this rank has summed since the last step, reduced or not, between two backwards; the
+        tensors themselves.
+        """
+        grads = [param.grad for params in self.numbered_params() for param in params]
+        return {"gradients": grads, "divisor": self.accumulation_divisor}
+
+    @torch.no_grad()
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on where `window_state` of an equal run was; all gradients were forgotten."""
+        params = [param for params in self.numbered_params() for param in params]
+        for param, grad in zip(params, saved["gradients"], strict=True):
+            if grad is not None:
+                self._make_gradient(param).copy_(grad)
+        self.accumulation_divisor = saved["divisor"]
 
     def refresh_fp32_params(self) -> None:
         """Masters, where there are any, <- model-precision parameters (after loading or editing

@@ -18,6 +18,7 @@ TIMEOUT = 120
 @pytest.mark.parametrize(
     ("page", "tag", "files"),
     [
+        ("../README.md", "global_step160", ["mp_rank_00_model_states.pt"]),
         ("getting-started.md", "global_step96", ["mp_rank_00_model_states.pt"]),
         (
             "pipeline.md",
@@ -56,6 +57,6 @@ def test_the_script_trains(tmp_path: Path, page: str, tag: str, files: list[str]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 3 and losses[-1] < losses[0] / 2
+    assert len(losses) >= 3 and losses[-1] < losses[0] / 2
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == tag
     assert all((tmp_path / "checkpoints" / tag / name).is_file() for name in files)

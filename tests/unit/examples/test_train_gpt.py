@@ -15,13 +15,18 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120
 MODEL = "--layers 1 --width 32 --context 16".split()
 FLAGS = [*MODEL, *"--micro-batch 2 --steps 4 --save-every 2 --validate-every 2".split()]
-# Ends a run early, as a machine that is taken away would, with the schedule of the whole run.
+# Ctrl-C in the second step, on one rank first: both stop after the same step.
 STOP_AT_2 = """
-import sys
+import os, signal, sys
 sys.path.insert(0, {examples!r})
 import train_gpt
-whole = train_gpt.train
-train_gpt.train = lambda engine, text, arguments, end: whole(engine, text, arguments, 2)
+whole = train_gpt.train_step
+def train_step(engine, batches):
+    loss = whole(engine, batches)
+    if engine.global_steps == 2 and engine.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return loss
+train_gpt.train_step = train_step
 train_gpt.main()
 """
 
@@ -71,7 +76,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
         and "def " in whole
     )
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 5000
-    run(tmp_path, early, "--data", str(text), "--out", "parts")
+    stopped = run(tmp_path, early, "--data", str(text), "--out", "parts")
+    assert "stopped at step 2, which is saved" in stopped and "validation loss" not in stopped
     resumed = run(tmp_path, example, "--data", str(text), "--out", "parts", "--resume")
     assert "global_step2: step 2, data at epoch 0, sequence 16" in resumed
     assert log(tmp_path / "whole") == log(tmp_path / "parts")

@@ -40,6 +40,8 @@ class TestReports(DistributedTest):
         # Kills: a line every step, a line that the log level hides, none at all.
         out = printed(4, steps_per_print=2)
         assert out.count("step=") == 2 and "step=2, skipped=0, lr=[0.25]" in out and "step=4" in out
+        # The first steps do not count, and their rate was said to be minus infinity.
+        assert "-inf" not in out and "samples/s=not known yet" in out
         assert "step=" not in printed(2) and "step=" not in printed(2, steps_per_print=float("inf"))
 
     def test_phases(self) -> None:

@@ -118,7 +118,7 @@ class GradientLedger(ContributionRecorder):
         self._excused.add(param)
 
     def skip_window(self) -> None:
-        """Check nothing until the next `cleared`: the ledger has not seen the beginning."""
+        """See base class: nothing is checked."""
         self._skips_window = True
 
     def cleared(self) -> None:

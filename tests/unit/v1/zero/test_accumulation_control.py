@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from deepspeed import comm as dist
+from deepspeed.utils.logging import _log_once
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.zero.usage import (
+    LR,
+    ROWS,
     STAGES,
     TOLERANCE,
+    Warnings,
     assert_close,
     data,
     inputs,
     loss_of,
     make_engine,
+    make_net,
     params_of,
     reference_params,
 )
@@ -75,6 +83,18 @@ class TestAccumulationControl(DistributedTest):
         assert engine.global_steps == 2
         assert_close(engine, reference_params([[0, 1], [2, 3]]))
 
+    def test_unmanaged_accumulation_counts_the_samples_that_were_seen(self) -> None:
+        # Kills: a whole configured batch for each step; the backwards of steps before again.
+        engine = make_engine(2, 4, managed_gradient_accumulation=False)
+        seen = []
+        for backwards in (2, 5, 3):
+            for index in range(backwards):
+                with engine.no_sync() if index == 0 else nullcontext():
+                    engine.backward(loss_of(engine(data(index))))
+            engine.step()
+            seen.append(engine.global_samples // (ROWS * self.world_size))
+        assert seen == [2, 7, 10]
+
     @each(stage=STAGES)
     def test_the_optimizer_is_stepped_by_itself(self, stage: int) -> None:
         # Kills: weights that go apart without a word where gradients wait for a boundary that only
@@ -92,6 +112,56 @@ class TestAccumulationControl(DistributedTest):
             assert_close(
                 engine, reference_params([[0, 1]]), TOLERANCE["bf16+fp32" if stage == 0 else "fp32"]
             )
+
+    @each(stage=(*STAGES, 3), precision=("fp32", "bf16", "bf16+fp32", "fp16"))
+    def test_a_step_without_a_backward(self, stage: int, precision: str) -> None:
+        # Kills: the last step's gradient once more; a step that is counted without a word, or told
+        # at each.
+        engine = make_engine(stage, 1, precision)
+        _log_once.cache_clear()
+        with Warnings() as said:
+            engine.backward(loss_of(engine(inputs(engine, 0))))
+            engine.step()
+            assert not said.texts
+            for _ in range(2):
+                engine.step()
+            own = [text for text in said.texts if "without a backward" in text]
+            assert (
+                len(own) == 1
+                and f"engine.step() without a backward since the last step, on "
+                f"rank {dist.get_rank()}"
+                in own[0]
+            ), said.texts
+            assert (engine.global_steps, engine.global_samples) == (3, 3 * ROWS * self.world_size)
+            assert_close(engine, reference_params([[0]]), TOLERANCE[precision])
+            engine.backward(loss_of(engine(inputs(engine, 1))))
+            engine.step()
+            if (stage, precision) != (0, "fp32"):  # there it is the client's own
+                engine.backward(loss_of(engine(inputs(engine, 2))))
+                engine.optimizer.step()
+                assert len(said.texts) == 1, said.texts
+                engine.optimizer.step()
+                assert len(said.texts) == 2 and said.texts[1].startswith("optimizer.step() without")
+                engine.step()
+                engine.backward(loss_of(engine(inputs(engine, 3))))
+                engine.optimizer.zero_grad()
+                engine.step()
+                assert_close(engine, reference_params([[0], [1], [2]]), TOLERANCE[precision])
+
+    @each(stage=STAGES)
+    def test_a_step_without_a_backward_on_one_rank(self, stage: int) -> None:
+        # Kills: a rank that counts or reduces otherwise than those that have a gradient.
+        engine, model = make_engine(stage), make_net()
+        _log_once.cache_clear()
+        with Warnings() as said:
+            if dist.get_rank() == 0:
+                engine.backward(loss_of(engine(data(0))))
+            engine.step()
+        assert len(said.texts) == dist.get_rank() and engine.global_steps == 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        (loss_of(model(data(0, 0))) / self.world_size).backward()
+        optimizer.step()
+        assert_close(engine, {name: param.detach() for name, param in model.named_parameters()})
 
     def test_calls_that_mean_nothing(self) -> None:
         # Kills: a loss that starts no gradient, a boundary that nobody looks at. Upstream asserts.
@@ -115,7 +185,7 @@ class TestAccumulationControl(DistributedTest):
         ):
             pass
         for stage in (0, 1):
-            with pytest.raises(AssertionError, match=r"zero_optimization\.overlap_comm: true at"):
+            with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
                 make_engine(stage, managed_gradient_accumulation=False)
 
     @each(stage=STAGES)

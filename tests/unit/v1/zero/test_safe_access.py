@@ -215,6 +215,10 @@ class TestFullAccess(DistributedTest):
             safe_set_full_fp32_param(param, torch.zeros(3))
         assert safe_get_full_fp32_param(engine.module.frozen) is None
         assert safe_get_full_grad(engine.module.frozen) is None
+        assert safe_get_local_fp32_param(engine.module.frozen) is None
+        assert safe_get_local_grad(engine.module.frozen) is None
+        for get in (safe_get_full_optimizer_state, safe_get_local_optimizer_state):
+            assert get(engine.module.frozen, "exp_avg") is None
         with pytest.raises(ValueError, match="frozen"):
             safe_set_full_fp32_param(engine.module.frozen, torch.zeros(3))
 

@@ -6,6 +6,7 @@ For tests of the ways in which scripts drive an engine.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.logging import _log_dist_once, logger
 
 LR = 0.1
 
@@ -91,6 +93,25 @@ def make_engine(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     config = config_of(stage, accumulation, precision, **more)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+class Warnings(logging.Handler):
+    """Texts of the warnings that are logged meanwhile, those too that were said before."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Warnings:
+        _log_dist_once.cache_clear()
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logger.removeHandler(self)
 
 
 def data(index: int, rank: int | None = None) -> torch.Tensor:

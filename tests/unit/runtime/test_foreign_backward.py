@@ -1,0 +1,260 @@
+"""A loss of one engine that runs through the model of another: a GAN against plain torch, and what
+else scripts do with two engines, of which nothing is told.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.utils.logging import _log_dist_once, logger
+from unit.common import DistributedTest
+
+STEPS = 3
+STAGES = [0, 1, 2, 3]
+LR = 0.05
+
+
+class Generator(nn.Sequential):
+    """Noise to a sample."""
+
+
+class Discriminator(nn.Sequential):
+    """A sample to a logit."""
+
+
+def gan() -> tuple[Generator, Discriminator]:
+    torch.manual_seed(0)
+    generator = Generator(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+    return generator, Discriminator(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def data(index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise and real samples: others on each rank."""
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    return torch.randn(2, 4, generator=generator), torch.randn(2, 6, generator=generator)
+
+
+def discriminator_loss(g: Any, d: Any, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (d(real) - 1).square().mean() + d(g(noise).detach()).square().mean()
+    return loss
+
+
+def generator_loss(g: Any, d: Any, noise: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (d(g(noise)) - 1).square().mean()
+    return loss
+
+
+def plain_torch(steps: int, accumulation: int) -> list[torch.Tensor]:
+    """Weights after training on the batches of all ranks in one process."""
+    g, d = gan()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in (g, d)]
+    ranks = range(dist.get_world_size())
+    for step in range(steps):
+        for micro in range(step * accumulation, (step + 1) * accumulation):
+            is_last = micro + 1 == (step + 1) * accumulation
+            d.requires_grad_(True)
+            for rank in ranks:
+                loss = discriminator_loss(g, d, *data(micro, rank))
+                (loss / len(ranks) / accumulation).backward()
+            if is_last:
+                optimizers[1].step()
+            d.requires_grad_(False)
+            for rank in ranks:
+                loss = generator_loss(g, d, data(micro, rank)[0])
+                (loss / len(ranks) / accumulation).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [param.detach().clone() for model in (g, d) for param in model.parameters()]
+
+
+def engine_of(model: nn.Module, stage: int, accumulation: int = 1, **options: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 20,  # several, so that hooks send them
+        },
+        **options,
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def weights(*models: nn.Module) -> list[torch.Tensor]:
+    params = [param for model in models for param in model.parameters()]
+    with deepspeed.zero.GatheredParameters(params):
+        return [param.detach().clone() for param in params]
+
+
+def off_by(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is told of foreign gradients meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a list is all that is needed
+    logger.addHandler(handler)
+    _log_dist_once.cache_clear()
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+    said[:] = [text for text in said if "the backward of" in text]
+
+
+class TestGan(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_as_accelerate_has_it(self, stage: int) -> None:
+        # Its `backward` steps too, and `zero_grad()` and `step()` of its optimizers do nothing.
+        # Kills: a discriminator that steps on the generator's gradients in silence; a word for
+        # each step, or on each rank.
+        accelerate = pytest.importorskip("accelerate")
+        wrapped = accelerate.utils.DeepSpeedEngineWrapper
+        models = gan()
+        g, d = (engine_of(model, stage) for model in models)
+        with heard() as said:
+            for step in range(STEPS):
+                noise, real = data(step, dist.get_rank())
+                wrapped(d).backward(discriminator_loss(g, d, noise, real))
+                wrapped(g).backward(generator_loss(g, d, noise))
+        assert off_by(weights(*models), plain_torch(STEPS, 1)) > 1e-2
+        assert len(said) == (1 if dist.get_rank() == 0 else 0), said
+        for text in said:
+            assert "Discriminator: a step adds gradients that the backward of Generator" in text
+            assert "0.weight" in text and "zero_grad()" in text
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_what_the_page_says(self, stage: int) -> None:
+        # Both ways out end at the weights of plain torch, and nothing is told.
+        rank = dist.get_rank()
+        for accumulation, freezes in ((1, False), (1, True), (2, True)):
+            models = gan()
+            g, d = (engine_of(model, stage, accumulation) for model in models)
+            with heard() as said:
+                for micro in range(STEPS * accumulation):
+                    noise, real = data(micro, rank)
+                    if freezes:
+                        d.requires_grad_(True)
+                    else:
+                        d.zero_grad()
+                    d.backward(discriminator_loss(g, d, noise, real))
+                    d.step()
+                    if freezes:
+                        d.requires_grad_(False)
+                    g.backward(generator_loss(g, d, noise))
+                    g.step()
+            assert not said, said
+            assert off_by(weights(*models), plain_torch(STEPS, accumulation)) < 1e-6
+            g.destroy()
+            d.destroy()
+
+    def test_refused(self) -> None:
+        # Kills: words about a plain loss.backward() that the script does not have.
+        def train(**options: Any) -> None:
+            g, d = (engine_of(model, 2, **options) for model in gan())
+            noise, real = (part.to(g.model_dtype) for part in data(0, dist.get_rank()))
+            d.backward(discriminator_loss(g, d, noise, real))
+            d.step()
+            g.backward(generator_loss(g, d, noise))
+
+        for options, why in (
+            ({"accumulation": 2}, "accumulation window has backwards of its own"),
+            ({"fp16": {"enabled": True}}, "would carry another loss scale"),
+        ):
+            text = rf"backward of Generator reaches Discriminator, .*{why}.*freeze Discriminator"
+            with pytest.raises(RuntimeError, match=text):
+                train(**options)
+
+
+class TestLegal(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_nothing_is_told(self, stage: int) -> None:
+        # Kills: gradients that are wanted, taken for a GAN's.
+        first, second = (engine_of(nn.Linear(4, 4), stage) for _ in range(2))
+        x = torch.ones(2, 4)
+
+        def loss(*engines: Any) -> torch.Tensor:
+            value = x
+            for engine in engines:
+                value = engine(value)
+            return value.square().mean()
+
+        with heard() as said:
+            for _ in range(2):
+                # A model in two engines, which one of them runs backward.
+                second.backward(loss(first, second))
+                second.step()
+                first.step()
+                second.scale(loss(first, second)).backward()
+                second.step()
+                first.step()
+                # Losses of both, before either steps.
+                second.backward(loss(first, second))
+                first.backward(loss(first))
+                second.step()
+                first.step()
+                # Several losses of one, of one graph.
+                value = loss(first)
+                first.backward(value, retain_graph=True)
+                first.backward(2 * value)
+                first.step()
+                # Nobody but the script runs it.
+                loss(first, second).backward()
+                second.step()
+                first.zero_grad()
+                loss(first).backward()
+                first.step()
+        assert not said, said
+
+    def test_slower_steps(self) -> None:
+        # One that steps on several backwards of the other has none of its own.
+        slow = engine_of(nn.Linear(4, 4), 2, managed_gradient_accumulation=False)
+        fast = engine_of(nn.Linear(4, 4), 2)
+        with heard() as said:
+            for step in range(4):
+                fast.backward(fast(slow(torch.ones(2, 4))).square().mean())
+                fast.step()
+                if step % 2:
+                    slow.step()
+        assert not said, said
+
+    def test_frozen_parameters(self) -> None:
+        # Kills: a backward that nobody notices since the parameter that was looked at was frozen.
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        reference = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
+        engine = engine_of(model, 1, accumulation=2)
+        x = torch.ones(2, 4)
+        for frozen in (0, 1, 0):
+            for parts in (model, reference):
+                parts.requires_grad_(True)
+                parts[frozen].requires_grad_(False)
+            for _ in range(2):
+                engine(x).square().mean().backward()
+                engine.step()
+            reference(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert off_by(weights(model), weights(reference)) < 1e-6
