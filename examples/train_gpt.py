@@ -2,19 +2,23 @@
 
     deepspeed --num_gpus 2 examples/train_gpt.py
 
-Shows a whole run: configuration, engine, data, accumulation, validation, checkpoint, resume. The
-same command run again resumes: an unfinished run goes on to its end, a finished one trains for
-`--steps` more. The model is in gpt.py, the text in text_data.py, what is shown and drawn in
-progress.py.
+Shows a whole run: configuration, engine, data, accumulation, validation, checkpoint, resume. Ctrl-C
+saves and ends it. The same command run again resumes: an unfinished run goes on to its end, a
+finished one trains for `--steps` more. The model is in gpt.py, the text in text_data.py, what is
+shown and drawn in progress.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +156,11 @@ def total_steps(done: int, steps: int) -> int:
     return (done // steps + 1) * steps
 
 
-def all_mean(value: torch.Tensor) -> float:
-    """Mean of a scalar over all ranks."""
-    value = value.detach().float()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+def all_mean(*values: torch.Tensor) -> list[float]:
+    """Means of scalars over all ranks."""
+    sums = torch.stack([value.detach().float() for value in values])
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
 
 
 @torch.no_grad()
@@ -179,7 +183,7 @@ def validate(engine: deepspeed.DeepSpeedEngine, windows: Windows, micro_batch: i
         if (part := indices[start : start + micro_batch])
     ]
     engine.train()
-    return all_mean(torch.stack(losses).sum() / each)
+    return all_mean(torch.stack(losses).sum() / each)[0]
 
 
 def train_step(engine: deepspeed.DeepSpeedEngine, batches: RepeatingLoader) -> torch.Tensor:
@@ -216,10 +220,25 @@ def save(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, history: History)
                 shutil.rmtree(old)
 
 
+@contextlib.contextmanager
+def noted_signals() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM set the event that this gives, instead of ending the program in the middle
+    of a step, where one rank would leave the others waiting.
+    """
+    asked = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: asked.set()) for number in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def train(
     engine: deepspeed.DeepSpeedEngine, text: Split, arguments: argparse.Namespace, end: int
 ) -> History:
-    """Train up to step `end`, validating and saving on the way."""
+    """Train up to step `end`, validating and saving on the way; Ctrl-C saves and ends it."""
     checkpoints = Path(arguments.out) / "checkpoints"
     history = resume(engine, checkpoints)
     validation = Windows(text.validation, arguments.context)
@@ -227,17 +246,27 @@ def train(
     if not history.validation:
         history.add_validation(0, validate(engine, validation, arguments.micro_batch))
     tokens = engine.train_batch_size() * arguments.context
-    with Progress(engine.global_steps, end, tokens, visible=dist.get_rank() == 0) as progress:
-        while engine.global_steps < end:
+    with (
+        noted_signals() as asked,
+        Progress(engine.global_steps, end, tokens, visible=dist.get_rank() == 0) as progress,
+    ):
+        stop = 0.0
+        while engine.global_steps < end and not stop:
             lr = engine.get_lr()[0]  # before the step: the schedule moves on within it
-            loss = all_mean(train_step(engine, batches))
+            loss = train_step(engine, batches)
+            # A signal may have reached one rank only, or others a step later: they stop together.
+            loss, stop = all_mean(loss, torch.tensor(float(asked.is_set()), device=loss.device))
             step = engine.global_steps
             history.add_step(step, loss, float(engine.get_global_grad_norm() or 0.0), lr)
             progress.step(history)
             if step % arguments.validate_every == 0 or step == end:
                 history.add_validation(step, validate(engine, validation, arguments.micro_batch))
-            if step % arguments.save_every == 0 or step == end:
+            if step % arguments.save_every == 0 or step == end or stop:
                 save(engine, checkpoints, history)
+    if stop and dist.get_rank() == 0:
+        print(
+            f"stopped at step {step}, which is saved; the same command goes on from it", flush=True
+        )
     return history
 
 
@@ -303,7 +332,7 @@ def main() -> None:
         )
     start = time.perf_counter()
     history = train(engine, text, arguments, end)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and engine.global_steps == end:
         finish(model, history, arguments, time.perf_counter() - start)
     # The others must not leave while rank 0, which hosts the rendezvous, still works.
     dist.barrier()
