@@ -193,7 +193,7 @@ class Environment:
             first.append([*self._install, pinned])
             wanted.append(pinned)
         first.append([*self._install, *wanted])
-        rest = [*self._install, "-c", str(constraint_file), "setuptools", "wheel"]
+        rest = [*self._install, "-c", str(constraint_file), "setuptools"]
         for name in requirements:
             rest += ["-r", f"{name}.txt"]
         package = [*self._install, "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
