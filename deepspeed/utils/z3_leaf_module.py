@@ -7,6 +7,7 @@ parameters itself, the module is to be marked, before `deepspeed.initialize`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,11 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def _class_path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _listed(given: Any) -> list[Any]:
+    """One class or name by itself is one: a string is a sequence too, of letters."""
+    return [given] if isinstance(given, (str, type)) else list(given)
 
 
 def _is_of(module: nn.Module, cls: type | str) -> bool:
@@ -85,7 +91,8 @@ def unset_z3_leaf_modules(
 def _mark_classes(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    missing = f"is of {list(classes)}" if raise_if_not_found else None
+    classes = _listed(classes)
+    missing = f"is of {classes}" if raise_if_not_found else None
     return _mark(
         model, lambda _, module: any(_is_of(module, cls) for cls in classes), flag, missing
     )
@@ -105,7 +112,8 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: If none is found and `raise_if_not_found`.
     """
-    missing = f"is named {list(module_names)}" if raise_if_not_found else None
+    module_names = _listed(module_names)
+    missing = f"is named {module_names}" if raise_if_not_found else None
     found = _mark(model, lambda name, _: name in module_names, flag, missing)
     known = {name for name, _ in model.named_modules()}
     return found, [name for name in module_names if name not in known]
@@ -118,7 +126,7 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end in one of these; see `set_z3_leaf_modules_by_name`."""
-    suffixes = tuple(module_name_suffixes)
+    suffixes = tuple(_listed(module_name_suffixes))
     missing = f"has a name that ends in {list(suffixes)}" if raise_if_not_found else None
     found = _mark(model, lambda name, _: name.endswith(suffixes), flag, missing)
     known = [name for name, _ in model.named_modules()]
