@@ -6,14 +6,19 @@ else of a model counts heads. A family's name is transformers' `model_type`, and
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from deepspeed.runtime.tensor_parallel.layers import SliceGroup, num_inputs, num_outputs
+from deepspeed.runtime.tensor_parallel.layers import (
+    SliceGroup,
+    is_matrix,
+    num_inputs,
+    num_outputs,
+)
 
 
 class CannotCut(ValueError):
@@ -142,19 +147,34 @@ FAMILIES: dict[str, Family] = {
 
 HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
 # Attributes of attention modules that count heads, or outputs of all of them.
-COUNTS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "inner_dim",
-    "split_size",
-)
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_PAIRS = ("num_key_value_heads", "num_kv_heads")
+COUNTS = (*_HEADS, *_PAIRS, "inner_dim", "split_size")
 
 
 def head_size(attention: nn.Module) -> int:
-    """The width of a head; 0 if the module does not say."""
-    sizes = (getattr(attention, name, None) for name in HEAD_SIZES)
-    return next((size for size in sizes if isinstance(size, int)), 0)
+    """The width of a head: what the module says, else its queries' outputs by its own number of
+    heads. 0 if neither is there, or its keys are of other heads. What the model's configuration
+    says does not count: an attention that has no number itself may read it there, where nothing
+    divides it.
+    """
+    size = _first_number(attention, HEAD_SIZES)
+    heads = _first_number(attention, _HEADS)
+    queries = _first_layer(attention, ("q_proj", "q"))
+    if size or not heads or queries is None or num_outputs(queries) % heads:
+        return size
+    width, keys = num_outputs(queries) // heads, _first_layer(attention, ("k_proj", "k"))
+    pairs = _first_number(attention, _PAIRS)
+    if keys is None or num_outputs(keys) == width * (pairs or num_outputs(keys) // width):
+        return width
+    return 0
+
+
+def _first_number(module: nn.Module, names: Iterable[str]) -> int:
+    found = (getattr(module, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
+def _first_layer(module: nn.Module, names: Iterable[str]) -> nn.Module | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((layer for layer in found if layer is not None and is_matrix(layer)), None)

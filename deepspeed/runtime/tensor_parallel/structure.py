@@ -260,7 +260,7 @@ def _by_name(
         if not unit or length % unit:
             raise CannotCut(
                 f"has {length} {'inputs' if is_row else 'outputs'}, and {type(scope).__name__} "
-                f"does not say by head_dim how many heads these are; {_SPEC}"
+                f"does not say by head_dim, or by num_heads, how many heads these are; {_SPEC}"
             )
     return LayerCut(full, layer, is_row, unit, (length,))
 

@@ -19,6 +19,12 @@ FAULTS = (
         AUTOTP,
     ),
     Fault(
+        "the width of queries' heads is that of keys with other heads",
+        TENSOR_PARALLEL + "families.py",
+        (("pairs or num_outputs(keys) // width", "num_outputs(keys) // width"),),
+        AUTOTP_STRUCTURE,
+    ),
+    Fault(
         "the input of a column-parallel layer has the gradient of its rank's columns",
         TENSOR_PARALLEL + "layers.py",
         (("        dist.all_reduce(total, group=ctx.ranks.group)\n", ""),),

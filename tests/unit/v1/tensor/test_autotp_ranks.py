@@ -23,6 +23,7 @@ from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import batch_of, model_of
 from unit.v1.tensor.megatron import Mpu
+from unit.v1.tensor.plain_decoder import PlainDecoder
 from unit.v1.tensor.test_autotp import assert_close, check_training, config, start, whole
 
 pytest.importorskip("transformers")
@@ -88,6 +89,7 @@ class TestTwoRanks(DistributedTest):
         self.check_overlapped_recomputed_and_checked()
         self.check_on_streams()
         self.check_layers_by_patterns()
+        self.check_heads_that_do_not_say_their_width()
         self.check_cut_before_the_engine()
         self.check_what_cannot_be_is_refused_before_anything_changes()
         self.check_half_precision()
@@ -186,6 +188,17 @@ class TestTwoRanks(DistributedTest):
         }
         for name, grad in whole(engine, found).items():
             assert_close(name, grad, first.get_parameter(name).grad, 1.0)
+        engine.destroy()
+
+    def check_heads_that_do_not_say_their_width(self) -> None:
+        # Kills: half a head on each rank; a number of heads that stays whole.
+        torch.manual_seed(0)
+        model = PlainDecoder()
+        first = copy.deepcopy(model)
+        engine = start("plain", 2, 1, model)
+        attention = model.blocks[0].attention
+        assert (attention.num_heads, attention.num_kv_heads) == (2, 1)
+        check_training(engine, first, "plain", 0.0)
         engine.destroy()
 
     @each(says=[True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
 from deepspeed.runtime.tensor_parallel.structure import plan_of
 from unit.v1.tensor.architectures import ARCHITECTURES, model_of
+from unit.v1.tensor.plain_decoder import PlainDecoder
 
 pytest.importorskip("transformers")
 
@@ -77,6 +79,19 @@ def test_a_layer_that_is_two_by_its_width_is_named() -> None:
     model = model_of("gpt_neox")
     model.gpt_neox.layers[0].mlp.dense_h_to_4h = nn.Linear(16, 48)
     assert "layers.0.mlp.dense_h_to_4h has 48 outputs, and" in refusal(model)
+
+
+def test_heads_whose_width_nothing_says_are_named() -> None:
+    # Kills: heads counted by a configuration that the attention does not follow; keys that are cut
+    # within a head.
+    for attribute, value in (("num_heads", None), ("num_heads", 5), ("num_kv_heads", 4)):
+        model = PlainDecoder()
+        model.config = SimpleNamespace(num_attention_heads=4, head_dim=4)
+        setattr(model.blocks[1].attention, attribute, value)
+        text = refusal(model)
+        assert "blocks.1.attention.q_proj has 16 outputs" in text, text
+        assert "does not say by head_dim, or by num_heads" in text
+        assert "blocks.0" not in text
 
 
 def test_layers_without_a_partner_or_an_order_are_named() -> None:
