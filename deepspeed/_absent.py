@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
 from deepspeed._absent_internals import (
     CONVERSION,
+    ENGINE_METHODS,
     HELPERS,
     INTERNAL_MODULES,
     MODULE_NAMES,
     OPTIMIZER_METHODS,
+    PIPELINE_METHODS,
 )
 
 
@@ -292,8 +295,14 @@ ABSENCES: tuple[Absence, ...] = (
     Absence(_ENGINE, r"quantize_training|swap_tensor_config", "quantized training is out of scope"),
     Absence(
         _ENGINE,
-        r"load_moe_state_dict",
-        "use engine.load_checkpoint, which loads experts too",
+        "load_moe_state_dict|_save_moe_checkpoint",
+        "use engine.load_checkpoint and save_checkpoint, which know experts too",
+    ),
+    Absence(_ENGINE, "|".join(sorted(ENGINE_METHODS)), _INTERNAL),
+    Absence(
+        r"deepspeed\.runtime\.pipe\.engine\.PipelineEngine",
+        "|".join(sorted(PIPELINE_METHODS)),
+        _INTERNAL,
     ),
     Absence(
         r"deepspeed\.runtime\.engine\.\w+",
@@ -348,7 +357,13 @@ def reason(package: str, name: str) -> str | None:
         return None
     if f"{package}.{name}" in INTERNAL_MODULES:
         return f"{package}.{name}: {_INTERNAL}"
-    for absence in ABSENCES:
-        if re.fullmatch(absence.where, package) and re.fullmatch(absence.names, name):
+    for absence in absences_of(package):
+        if re.fullmatch(absence.names, name):
             return f"{package}.{name}: {absence.why}"
     return None
+
+
+@functools.cache
+def absences_of(package: str) -> tuple[Absence, ...]:
+    """What is known to be absent of a module, or of a class as `module.Class`."""
+    return tuple(absence for absence in ABSENCES if re.fullmatch(absence.where, package))

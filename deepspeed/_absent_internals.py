@@ -7,8 +7,25 @@ from __future__ import annotations
 
 OPTIMIZER_METHODS = frozenset(
     """
-    accumulate_hp_grads_and_remove_lp allreduce_and_copy allreduce_and_copy_with_multiple_ranks
-    allreduce_and_scatter allreduce_bucket allreduce_no_retain async_accumulate_grad_in_cpu_via_gpu
+    _average_expert_grad_norms _check_overflow _clear_hp_buffer_references
+    _clear_lp_params_references _clear_param_grad_only _clear_previous_reduced_grads
+    _configure_moe_settings _create_optimizer_mapping _create_param_mapping
+    _enable_universal_checkpoint _fill_param_grad_accum_attribute
+    _finalize_cpu_offload_gradient_accumulation _flatten_dense_tensors_aligned
+    _get_base_optimizer_state _get_groups_without_padding _get_loss_scale _get_offload_gradient_dict
+    _get_param_groups _get_preflattened_grad_partition _get_state _get_state_without_padding
+    _get_universal_checkpoint_info _has_inf_or_nan _lazy_init_hp_params_optimizer_state
+    _link_all_hp_params _load_global_state _load_legacy_checkpoint _load_universal_checkpoint
+    _maybe_reduce_autoep_folding_tp_gradient _model_parallel_all_reduce _optimizer_step
+    _partition_base_optimizer_state _release_ipg_buffers _release_preflattened_grad_buffers
+    _restore_base_optimizer_state _restore_cpu_offload_grad_to_gpu
+    _restore_elastic_base_optimizer_state _restore_from_bit16_weights
+    _restore_from_elastic_fp32_weights _restore_step_from_elastic_checkpoint _round_robin_reorder
+    _set_loss_scale _set_param_groups _set_state _setup_for_real_optimizer _split_flat_tensor
+    _unpin_offload_buffers _update_hp_grad _update_hp_grads_func _update_model_bit16_weights
+    _update_scale _update_storage_to_flattened_tensor accumulate_hp_grads_and_remove_lp
+    allreduce_and_copy allreduce_and_copy_with_multiple_ranks allreduce_and_scatter allreduce_bucket
+    allreduce_no_retain async_accumulate_grad_in_cpu_via_gpu
     async_inplace_copy_grad_to_fp32_buffer_from_gpu buffered_reduce_fallback check_overflow
     checkpoint_event_epilogue checkpoint_event_prologue clear_backward_seen_flag
     clear_grad_attribute configure_autoep_folding_tp_gradient_reduction copy_grads_in_partition
@@ -41,6 +58,25 @@ OPTIMIZER_METHODS = frozenset(
     """.split()
 )
 """Methods of the sharded and the half-precision optimizers."""
+
+ENGINE_METHODS = frozenset(
+    """
+    _DeepSpeedEngine__check_params _autoep_expert_parameter_names _autoep_non_expert_param_families
+    _autoep_param_family _get_expert_ckpt_name _is_same_process_group _make_autoep_folding_metadata
+    _uses_autoep_zero3_partitioned_experts _validate_autoep_folding_checkpoint_metadata
+    _validate_autoep_zero3_partitioned_metadata
+    """.split()
+)
+"""Of the engine, beside those that it has something else for."""
+
+PIPELINE_METHODS = frozenset(
+    """
+    _aggregate_total_loss _allocate_buffer _allocate_or_extend_buffers _allocate_zeros
+    _backward_prologue_per_tensor _bcast_pipe_scalar _bf16_reduce_grads _recv_tensor_meta
+    _reduce_outputs _reentrant_activation_checkpointing _send_tensor_meta
+    """.split()
+)
+"""Of the pipeline's engine."""
 
 MODULE_NAMES = frozenset(
     """

@@ -163,7 +163,7 @@ class DeepSpeedEngine(
         make_parallel_groups(model, self._config)
         self.model_ranks = ModelRanks.of(model, self.parallel_map)
         self.parameter_offload = self._shard(model, dont_change_device) if shards_model else None
-        broadcast_model(model, self.model_ranks)
+        self._broadcast_model()
         self._sequence_parts = SequenceParts(model, self.model_ranks.tensor_group)
         self._same_inputs = SameInputs(model, self.device)
         self.timers = EngineTimers(self._config, self.train_batch_size())
@@ -177,7 +177,9 @@ class DeepSpeedEngine(
         self.training_dataloader: Any = (
             self.deepspeed_io(training_data) if training_data is not None else None
         )
-        self._check_at_step = verification.configure(self, self._config.tree.verify)
+        self._check_at_step: Callable[[], None] | None = verification.configure(
+            self, self._config.tree.verify
+        )
         self.timers.observers = observers_of(self)
         self._announce()
         self._warn_of_no_data()
@@ -188,6 +190,11 @@ class DeepSpeedEngine(
     def _check_arguments(model: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+    # A name of upstream's that clients put functions of their own under.
+    def _broadcast_model(self) -> None:
+        """Give all ranks that hold a parameter or buffer the same values."""
+        broadcast_model(self.module, self.model_ranks)
 
     def _start_counters(self) -> None:
         tree = self._config.tree

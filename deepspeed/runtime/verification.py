@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.comm import lone_waits
 from deepspeed.comm.lookout import stop_idle
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.gradients.observer import UNOBSERVED
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ def wanted_checks(block: VerifyConfig) -> set[str]:
     return words | {check for check in CHECKS if getattr(block, check)}
 
 
-def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None] | None:
+def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None]:
     """Switch on what is wanted for a new engine.
 
     Returns:
-        What the engine has to call at the end of each optimizer step, if anything.
+        What the engine has to call at the end of its next optimizer step.
     """
     wanted = wanted_checks(block)
+    check_patches(engine)
     at_step = None
     lone_waits.watch.report_s = block.lone_gather_report
     if "ledger" in wanted:
@@ -80,7 +82,22 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
     weakref.finalize(engine, lone_waits.watch.forget)
     for watcher in watchers:
         watcher(engine)
-    return at_step
+
+    def at_first_step() -> None:
+        check_patches(engine)  # what was put on the engine since it is there
+        engine._check_at_step = at_step
+        if at_step is not None:
+            at_step()
+
+    return at_first_step
+
+
+def check_patches(engine: Any) -> None:
+    """Tell of what the program has put on the engine, its model and its optimizer that nothing
+    calls; an error if any check is wanted.
+    """
+    raises = bool(wanted_checks(engine._config.tree.verify))
+    tell_of_patches(engine, engine.module, engine.optimizer, raises=raises)
 
 
 def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedger | None:

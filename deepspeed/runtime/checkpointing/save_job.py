@@ -55,6 +55,7 @@ class SaveJob:
         node: Who shares its folder.
         keep_last: How many published checkpoints stay; None: all.
         head: What the publisher knows of all of it, for the manifest.
+        put_converter: Called with the folder of all checkpoints, by the publisher.
     """
 
     writer: CheckpointEngine
@@ -62,6 +63,7 @@ class SaveJob:
     node: StorageNode
     keep_last: int | None
     head: Mapping[str, Any]
+    put_converter: Callable[[str], None]
 
     @property
     def folder(self) -> str:
@@ -112,7 +114,7 @@ class SaveJob:
             return
         save_dir, tag = self.info.save_dir, self.info.tag
         merge_parts(self.folder, self.node.ranks, self.head)
-        _put_converter(save_dir)
+        self.put_converter(save_dir)
         replace_folder(self.folder, os.path.join(save_dir, tag))
         if self.info.save_latest:
             write_latest(save_dir, tag)
@@ -128,7 +130,7 @@ class SaveJob:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _put_converter(save_dir: str) -> None:
+def put_converter(save_dir: str) -> None:
     """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this
     package.
     """

@@ -132,7 +132,8 @@ class Saver:
         checkpoint = self._state._config.tree.checkpoint
         writer = engine.inner if isinstance(engine, DecoupledCheckpointEngine) else engine
         node = storage_node(checkpoint.use_node_local_storage)
-        return SaveJob(writer, info, node, checkpoint.keep_last, head)
+        put_converter = self._state._copy_recovery_script
+        return SaveJob(writer, info, node, checkpoint.keep_last, head, put_converter)
 
     def _agreed_tag(self, save_dir: str, tag: str) -> str:
         """The tag under which all ranks save. Files of one checkpoint under several tags could

@@ -68,6 +68,9 @@ class TrainingState(Protocol):
     ) -> dict[str, Any]:
         """The weights that are saved; a client's engine may have others than the model's."""
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Put the program that converts checkpoints into their folder."""
+
 
 def state_layout(state: TrainingState) -> StateLayout:
     """How the optimizer's state lies in files; without an optimizer, as state that is whole."""

@@ -1,6 +1,6 @@
 """What an engine does beside forward, backward and step.
 
-Each file but the last is a mixin of `DeepSpeedEngine`, with upstream's methods of one subject:
+Each file but the last two is a mixin of `DeepSpeedEngine`, with upstream's methods of one subject:
 
     sequence        the step sequence, or the error that says why there is none to use
     settings        getters of the configuration that training itself is about
@@ -16,4 +16,5 @@ Each file but the last is a mixin of `DeepSpeedEngine`, with upstream's methods 
     device_memory   state that moves to the host and back
     compiling       torch.compile, in place
     timing          the engine's phases, timed and told to observers: an object of the engine's
+    patches         what clients put in the place of upstream's methods: called, or told
 """

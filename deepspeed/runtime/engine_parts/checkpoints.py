@@ -8,9 +8,11 @@ from typing import Any
 
 from deepspeed.checkpoint import file_names
 from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.runtime import verification
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
+from deepspeed.runtime.checkpointing.save_job import put_converter
 from deepspeed.runtime.engine_parts.sequence import EngineSequence
 
 
@@ -64,6 +66,7 @@ class EngineCheckpoints(EngineSequence):
         """
         self._require_states("save_checkpoint")
         self._refuse_taken("save_checkpoint")
+        verification.check_patches(self)
         return self._checkpoint.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -174,6 +177,11 @@ class EngineCheckpoints(EngineSequence):
         """
         name = file_names.expert_optimizer_file(expp_rank, self.parallel_map.model.rank)
         return os.path.join(checkpoints_path, str(tag), name)
+
+    # A name of upstream's that clients put functions of their own under.
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Put the program that converts checkpoints into their folder; one rank calls it."""
+        put_converter(save_path)
 
     # What clients gather weights with.
 

@@ -64,6 +64,16 @@ class EngineRanks:
                 return int(value), f"args.{name}"
         return dist.get_local_rank(), "LOCAL_RANK"
 
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The ranks that have the same model, those that share sequences too."""
+        return self.parallel_map.replicas.group
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """The ranks that hold the same experts, by the name of the experts' group."""
+        return {name: axes.data.group for name, axes in self.parallel_map.all_experts.items()}
+
     def get_data_parallel_rank(self) -> int:
         """This process's place among the data-parallel ranks."""
         return self.parallel_map.data.rank

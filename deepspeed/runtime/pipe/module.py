@@ -35,6 +35,7 @@ from deepspeed.runtime.pipe.layer_spec import (
     TiedLayerSpec,
     checked_layers,
     layer_name,
+    trainable_numel,
 )
 from deepspeed.runtime.pipe.partition import partition_layers
 from deepspeed.runtime.pipe.topology import (
@@ -126,7 +127,10 @@ class PipelineModule(LayerFiles, nn.Module):
             )
         self.num_model_chunks = num_model_chunks
         self.parts = partition_layers(
-            self._layer_specs, self.num_stages * num_model_chunks, partition_method
+            self._layer_specs,
+            self.num_stages * num_model_chunks,
+            partition_method,
+            self._count_layer_params,
         )
         self._own_layers = [
             index for chunk in range(num_model_chunks) for index in self.chunk_range(chunk)
@@ -207,6 +211,11 @@ class PipelineModule(LayerFiles, nn.Module):
         ]
 
     # -- construction
+
+    # A name of upstream's that clients put functions of their own under.
+    def _count_layer_params(self) -> list[int]:
+        """What each layer of the whole model weighs for `partition_method="parameters"`."""
+        return [trainable_numel(layer) for layer in self._layer_specs]
 
     def _check_shared_modules(self) -> None:
         """A module instance listed on two stages would quietly become two."""

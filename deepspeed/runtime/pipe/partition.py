@@ -1,20 +1,21 @@
-"""Which layers go to which part of the pipeline. Pure but for counting parameters, which builds
-layers (`layer_spec`).
-"""
+"""Which layers go to which part of the pipeline."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from deepspeed.runtime.pipe.layer_spec import Layer, PipelineError, layer_name, trainable_numel
+from deepspeed.runtime.pipe.layer_spec import Layer, PipelineError, layer_name
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 TYPE_PREFIX = "type:"
 
 
 def partition_layers(
-    layers: Sequence[Layer], num_parts: int, method: str | Sequence[int]
+    layers: Sequence[Layer],
+    num_parts: int,
+    method: str | Sequence[int],
+    count: Callable[[], Sequence[int]],
 ) -> list[int]:
     """Cut the layers into consecutive parts.
 
@@ -24,13 +25,14 @@ def partition_layers(
         method: "uniform": equal numbers of layers; "parameters": equal numbers of trainable
             parameters; "type:REGEX": equal numbers of layers whose class name matches, case
             ignored; or the num_parts + 1 boundaries.
+        count: Gives each layer's number of parameters.
 
     Returns:
         num_parts + 1 boundaries: part j is `layers[bounds[j]:bounds[j + 1]]`.
 
     Raises:
-        PipelineError: For another method, boundaries that do not fit, or a REGEX that no layer
-            matches.
+        PipelineError: For another method, boundaries or counts that do not fit, or a REGEX that no
+            layer matches.
     """
     if not isinstance(method, str):
         return _checked_bounds(list(method), len(layers), num_parts)
@@ -38,7 +40,13 @@ def partition_layers(
     if name == "uniform":
         return partition_uniform(len(layers), num_parts)
     if name == "parameters":
-        return partition_balanced([trainable_numel(layer) for layer in layers], num_parts)
+        counts = count()
+        if len(counts) != len(layers):
+            raise PipelineError(
+                f"_count_layer_params() gave {len(counts)} numbers for {len(layers)} layers: give "
+                "one for each"
+            )
+        return partition_balanced(counts, num_parts)
     if name.startswith(TYPE_PREFIX):
         return partition_balanced(_matches(layers, method[len(TYPE_PREFIX) :]), num_parts)
     advice = (

@@ -135,14 +135,18 @@ def test_names() -> None:
     assert repr(LayerSpec(nn.Linear, 4, 2, bias=False)) == "Linear(4, 2, bias=False)"
 
 
+def counts() -> list[int]:
+    return [trainable_numel(layer) for layer in LAYERS]
+
+
 def test_methods() -> None:
-    assert partition_layers(LAYERS, 2, "uniform") == [0, 3, 6]
-    assert partition_layers(LAYERS, 2, "UNIFORM") == [0, 3, 6]
-    assert partition_layers(LAYERS, 2, "parameters") == [0, 5, 6]  # 944 and 900
-    assert partition_layers(LAYERS, 3, "type:linear") == [0, 3, 5, 6]
-    assert partition_layers(LAYERS, 2, "Type:embed|RELU") == [0, 4, 6]
-    assert partition_layers(LAYERS, 2, [0, 1, 6]) == [0, 1, 6]
-    assert partition_layers(LAYERS, 2, (0, 6, 6)) == [0, 6, 6]
+    assert partition_layers(LAYERS, 2, "uniform", counts) == [0, 3, 6]
+    assert partition_layers(LAYERS, 2, "UNIFORM", counts) == [0, 3, 6]
+    assert partition_layers(LAYERS, 2, "parameters", counts) == [0, 5, 6]  # 944 and 900
+    assert partition_layers(LAYERS, 3, "type:linear", counts) == [0, 3, 5, 6]
+    assert partition_layers(LAYERS, 2, "Type:embed|RELU", counts) == [0, 4, 6]
+    assert partition_layers(LAYERS, 2, [0, 1, 6], counts) == [0, 1, 6]
+    assert partition_layers(LAYERS, 2, (0, 6, 6), counts) == [0, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_methods() -> None:
 )
 def test_methods_that_do_not_fit(method: str | list[int], message: str) -> None:
     with pytest.raises(PipelineError, match=message):
-        partition_layers(LAYERS, 2, method)
+        partition_layers(LAYERS, 2, method, counts)
 
 
 def test_layers_that_cannot_be_called() -> None:

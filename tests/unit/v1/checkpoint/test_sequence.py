@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpointing.save_job import SaveJob
+from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
 from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 
 
@@ -43,7 +43,8 @@ def test_everything_is_on_disk_before_its_name_and_latest_is_last(
     info = CheckpointCommitInfo("T", str(tmp_path), True)
     for _ in range(2):
         seen.clear()
-        job = SaveJob(TorchCheckpointEngine(), info, StorageNode(0, (0,), (0,)), 1, {})
+        node = StorageNode(0, (0,), (0,))
+        job = SaveJob(TorchCheckpointEngine(), info, node, 1, {}, put_converter)
         job.prepare()
         job.write({"files": {}}, lambda put: put("a.pt", {"x": 1}))
         job.publish()

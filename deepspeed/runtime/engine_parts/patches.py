@@ -1,0 +1,65 @@
+"""What a program has put on an engine, its model or its optimizer under names of upstream's.
+
+Client libraries patch upstream's classes. A name that this package does not have can be assigned
+all the same, and then nothing calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed._absent import absences_of, reason
+from deepspeed.utils.exceptions import MisuseError
+from deepspeed.utils.logging import warn_once
+
+HONOURED: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": ("_broadcast_model", "_copy_recovery_script"),
+    "deepspeed.runtime.pipe.module.PipelineModule": ("_count_layer_params",),
+}
+"""Class -> methods that are there to be replaced."""
+
+
+def tell_of_patches(*things: object, raises: bool) -> None:
+    """Warn of what the program has put in the place of upstream's methods, once per name.
+
+    Args:
+        things: An engine, its model and its optimizer.
+        raises: Whether what nothing calls is an error.
+
+    Raises:
+        MisuseError: It is, and there is something.
+    """
+    for thing in things:
+        for text, is_called in _patches_of(thing):
+            if raises and not is_called:
+                raise MisuseError(text)
+            warn_once(text)
+
+
+def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
+    """Texts, and whether what they are about is called. What a class derived from one of this
+    package's has under such a name counts as well, and what was put on the object.
+    """
+    kinds = type(thing).__mro__
+    for place, holder in enumerate((thing, *kinds)):
+        known = [where for kind in kinds[max(place - 1, 0) :] if _is_known(where := _name(kind))]
+        for name, value in vars(holder).items() if known else ():
+            if _is_of_this_package(value):
+                continue
+            if place and name in HONOURED.get(_name(kinds[place - 1]), ()):
+                yield f"{known[0]}.{name} is this program's own; this package calls it", True
+            elif why := next(filter(None, (reason(where, name) for where in known)), None):
+                yield f"{why}. What this program has put there is never called", False
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_known(where: str) -> bool:
+    return where in HONOURED or bool(absences_of(where))
+
+
+def _is_of_this_package(value: Any) -> bool:
+    return str(getattr(value, "__module__", None)).partition(".")[0] == "deepspeed"
