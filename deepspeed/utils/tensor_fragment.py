@@ -117,7 +117,8 @@ def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -
     return torch.cat([state[key].reshape(-1) for state in states])
 
 
-def _grad_shards(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | None:
+def owned_gradients(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | None:
+    """The owned gradient of each group, padding included; None if there is none now."""
     optimizer.finish_gradients()
     if not optimizer.has_reduced_gradients:
         return None
@@ -194,13 +195,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if _link(param) is None:
         factor = _replicated_factor(param)
         return param.grad if factor == 1.0 or param.grad is None else param.grad * factor
-    values = _full([param], _grad_shards)
+    values = _full([param], owned_gradients)
     return values[0] if values else None
 
 
 def safe_get_full_grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor] | None:
     """`safe_get_full_grad` of many parameters of one engine with one collective."""
-    return _full(params, _grad_shards)
+    return _full(params, owned_gradients)
 
 
 def safe_get_full_fp32_params(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -308,7 +309,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if _is_frozen(param):
         return None
     optimizer, _, _ = _require_link(param, "safe_get_local_grad")
-    shards = _grad_shards(optimizer)
+    shards = owned_gradients(optimizer)
     return None if shards is None else _owned(param, shards)
 
 

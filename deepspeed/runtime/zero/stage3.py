@@ -57,6 +57,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     Reduction,
 )
 from deepspeed.runtime.zero.unit_buckets import buckets_of
+from deepspeed.utils.tensor_fragment import owned_gradients
 
 # Upstream's further names here, or what to use instead of them.
 __getattr__ = lazy_attributes(
@@ -391,6 +392,18 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """The owned master shard of each group."""
         return self.single_partition_of_fp32_groups
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """Of each group, the gradients of this rank's cuts: as many elements as `param.ds_tensor`,
+        in the dtype that they are summed in, averaged and without the loss scale. Empty but between
+        the boundary's backward and the step. To change them use `safe_set_local_grad`.
+        """
+        grads = owned_gradients(self) if self.tracker.is_boundary else None
+        return {
+            number: [group.cut_of(index, grad) for index in range(len(group.params))]
+            for number, (group, grad) in enumerate(zip(self.groups, grads or (), strict=False))
+        }
 
     @property
     def state(self) -> Any:
