@@ -35,7 +35,11 @@ from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, reco
 def placeholders(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """A state dict in which parameters are empty, whether they are whole at the moment or not."""
     sharded = set(_sharded_names(module))
-    return {name: value.new_empty(0) if name in sharded else value for name, value in state.items()}
+    return {
+        # Of which nobody is told that it is saved, as of what a state dict has.
+        name: torch.empty(0, dtype=value.dtype, device=value.device) if name in sharded else value
+        for name, value in state.items()
+    }
 
 
 def _sharded_names(module: nn.Module) -> Iterator[str]:

@@ -51,6 +51,7 @@ from deepspeed.runtime.zero.gathering.units import (
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.parameters.late_parameters import LateParameters, refuse_untrained
 from deepspeed.runtime.zero.parameters.module_hooks import ModuleHook
+from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     become_plain,
@@ -131,6 +132,7 @@ class DeepSpeedZeRoOffload:
         self._saved = SavedTensors(self.resources.whole, self.backward_order, self._on_saved)
         self._shapes = GradientShapes()
         self._plan(param_names)
+        self._untrained = module.register_state_dict_post_hook(_leave_out_persistent)
         self._register_deepspeed_module(module)
         self._late = LateParameters(module, self._has)
 
@@ -386,6 +388,7 @@ class DeepSpeedZeRoOffload:
         self.backward_order.end_backward()
         self.param_coordinator.end_backward()
         self._shapes.drop()
+        self._untrained.remove()
 
     # Shards
 
@@ -421,6 +424,7 @@ class DeepSpeedZeRoOffload:
         self.param_coordinator.release_all()
         self.resources.before_update()
         self._shapes.drop()
+        self._untrained.remove()
 
     def after_update(self) -> None:
         """Shards have changed: gather what persists."""
@@ -490,6 +494,20 @@ class DeepSpeedZeRoOffload:
 def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
     """What was registered with `register_external_parameter`: number and parameter."""
     return list(module.__dict__.get("_external_params", {}).items())
+
+
+def _leave_out_persistent(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    """Hook of state dicts until the first backward or update: they have no elements of what
+    persists either, unless `GatheredParameters` has it. Values of small parameters alone are no
+    state of a model, and Lightning's own tests count on their absence.
+    """
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if value is None or value is param or not is_zero_param(param):
+            continue
+        record = record_of(param)
+        if record.persists and not (record.num_lent or record.readers):
+            state[prefix + name] = value.new_empty(0).as_subclass(ShardedValue)
 
 
 def _are_fused(frame: Frame) -> bool:

@@ -2,6 +2,7 @@
 
 zero_parameter   the interface that clients use, and what is known of a parameter
 own_shard        the shard as scripts get it
+sharded_value    what a state dict has of a sharded one, and who is told that it is saved
 shard_memory     where shards lie
 agreement        whether all ranks describe the same parameters
 own_draws        what a rank drew itself, which its experts are copies of

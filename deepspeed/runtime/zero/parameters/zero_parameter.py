@@ -28,6 +28,7 @@ from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.zero.parameters.own_shard import OwnShard
 from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
+from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue, tell_saved
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
 _ids = itertools.count()
@@ -403,7 +404,16 @@ class ShardedParameter(ZeroParameter):
             if sharded is not None and sharded._zero3.numel:
                 raise RuntimeError(refusal(sharded._zero3, name))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if name == "detach" and args[0]._zero3.numel:
+            result = result.as_subclass(ShardedValue)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As any parameter's, which loses its elements."""
+        if self._zero3.numel:
+            tell_saved()
+        return super().__reduce_ex__(protocol)
 
     def ds_was_read(self) -> None:
         """A module's attribute is read: whoever runs modules may make it whole."""

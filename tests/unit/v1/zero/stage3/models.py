@@ -15,6 +15,8 @@ from deepspeed import comm as dist
 VOCABULARY = 11
 LR = 0.5
 Tensors = dict[str, torch.Tensor]
+# Weights of blocks are sharded, biases and norms stay whole.
+MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
 # Nothing stays whole, and every small module is a unit: the models here have nothing else.
 SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 0}
 

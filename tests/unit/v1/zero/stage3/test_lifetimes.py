@@ -20,6 +20,7 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     LR,
+    MIXED,
     SHARDED,
     check_as_one_process,
     config_of,
@@ -187,9 +188,6 @@ class TestBlocks(DistributedTest):
                 if dist.get_rank() == 1:
                     weight.data.mul_(2)
         engine.destroy()
-
-
-MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
 
 
 class TestEmptied(DistributedTest):

@@ -15,6 +15,7 @@ from deepspeed.comm.observation import CollectiveCall, add_observer, remove_obse
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
+    MIXED,
     SHARDED,
     config_of,
     engine_of,
@@ -24,8 +25,6 @@ from unit.v1.zero.stage3.models import (
     train,
 )
 
-# Weights of blocks are sharded, biases and norms stay whole.
-MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
 BLOCKS = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}]
 
 

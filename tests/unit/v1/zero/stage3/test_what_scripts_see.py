@@ -1,25 +1,203 @@
-"""What scripts see of sharded gradients: `averaged_gradients`."""
+"""What scripts see of sharded weights and gradients: state dicts, saved or only asked for, and
+`averaged_gradients`.
+"""
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+import deepspeed
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
+    MIXED,
     SHARDED,
     config_of,
     engine_of,
     loss_of,
     make_net,
     tokens_of,
+    train,
 )
+from unit.v1.zero.usage import Warnings
+
+
+def told(do: Callable[[], Any], times: int = 2) -> list[str]:
+    """What is told of saved weights while something is done, in a process that has not done it."""
+    with Warnings() as warnings:
+        for _ in range(times):
+            do()
+    return [text for text in warnings.texts if "saving parameters that are sharded" in text]
+
+
+def file_of(content: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
+
+
+def has_elements(state: dict[str, torch.Tensor]) -> dict[str, bool]:
+    return {name: value.numel() > 0 for name, value in state.items()}
+
+
+def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As scripts do before they save."""
+    return {name: value.cpu().clone() for name, value in state.items()}
+
+
+class TestSaved(DistributedTest):
+    world_size = 2
+
+    def test_without_weights(self, tmp_path: Path) -> None:
+        # Kills: a file of shapes (0,) that nobody notices before it is loaded; one that cannot be
+        # loaded in a process without this package, or with weights_only; a rank more that tells it.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **SHARDED))
+        train(engine, 1)
+        path = tmp_path / f"{dist.get_rank()}.safetensors"
+        ways: dict[str, Callable[[], Any]] = {
+            "torch.save": lambda: torch.save(model.state_dict(), io.BytesIO()),
+            "pickle": lambda: pickle.dumps(model.state_dict()),
+            "safetensors": lambda: save_file(model.state_dict(), path),
+            "copies": lambda: file_of(on_host(copy.deepcopy(model.state_dict()))),
+            "copies in safetensors": lambda: save_file(on_host(model.state_dict()), path),
+            "of the engine": lambda: file_of(engine.state_dict()),
+            "of a layer": lambda: file_of(model.blocks[0].state_dict()),
+            "parameters": lambda: file_of(model.state_dict(keep_vars=True)),
+            "the module": lambda: pickle.dumps(model.blocks[0]),
+        }
+        for name, save in ways.items():
+            texts = told(save)
+            assert len(texts) == int(dist.get_rank() == 0), name
+            assert all("save_16bit_model" in text for text in texts)
+        assert not any(value.numel() for value in load_file(path).values())
+        loaded = torch.load(file_of(model.state_dict()), weights_only=True)
+        assert {(type(value), value.shape) for value in loaded.values()} == {(torch.Tensor, (0,))}
+        engine.destroy()
+
+    def test_otherwise(self, tmp_path: Path) -> None:
+        # Kills: a warning to who only asks for a state dict (Lightning, at every checkpoint), who
+        # has the weights whole, or who saves in a way that has them all.
+        model = make_net()
+        config = config_of(3, **MIXED, stage3_gather_16bit_weights_on_model_save=True)
+        engine = engine_of(model, config)
+        wanted = make_net().state_dict()
+
+        def gathered() -> None:
+            with GatheredParameters(list(model.parameters())):
+                state = model.state_dict()
+                saved = torch.load(file_of(state), weights_only=True)
+                save_file(on_host(state), tmp_path / f"{dist.get_rank()}.safetensors")
+            assert all(map(torch.equal, saved.values(), wanted.values()))
+
+        ways: dict[str, Callable[[], Any]] = {
+            "asked": lambda: (model.state_dict(), engine.state_dict(), repr(model.state_dict())),
+            "copied": lambda: on_host(copy.deepcopy(model.state_dict())),
+            "compared": lambda: [value.norm().item() for value in model.state_dict().values()],
+            "gathered": gathered,
+            "the engine's": lambda: engine.save_checkpoint(str(tmp_path)),
+            "16 bits": lambda: engine.save_16bit_model(str(tmp_path)),
+            "consolidated": lambda: file_of(engine._zero3_consolidated_16bit_state_dict()),
+            "optimizer": lambda: file_of(engine.optimizer.state_dict()),
+        }
+        for name, do in ways.items():
+            assert told(do) == [], name
+        engine.destroy()
+        assert told(lambda: file_of(model.state_dict())) == []
+
+    def test_without_an_engine(self) -> None:
+        with deepspeed.zero.Init(config_dict_or_path=config_of(3)):
+            model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        assert len(told(lambda: file_of(model.state_dict()))) == int(dist.get_rank() == 0)
+
+
+class TestBeforeTraining(DistributedTest):
+    """State dicts before the first backward, as Fabric's tests of two models look at them."""
+
+    world_size = 2
+
+    def test_has_no_elements(self) -> None:
+        # Kills: small weights alone in the state dict of a model that was not trained; weights that
+        # stay away from it afterwards; a forward or another model's training that shows them.
+        one, other = make_net(), make_net()
+        engine, idle = (engine_of(model, config_of(3, 1)) for model in (one, other))
+        assert all(param.numel() for param in one.parameters())  # small, so they stay whole
+        tokens = tokens_of(0, dist.get_rank())
+        for model in (one, engine, other):
+            assert not any(has_elements(model.state_dict()).values())
+        loss = loss_of(engine, tokens)
+        assert not any(has_elements(one.state_dict()).values())
+        engine.backward(loss)
+        before = copy.deepcopy(one.state_dict())
+        engine.step()
+        after = one.state_dict()
+        assert all(has_elements(after).values())
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved == set(before) - {"unused", "frozen.weight", "frozen.bias"}
+        assert not any(has_elements(other.state_dict()).values())
+        loss_of(idle, tokens).backward()  # a plain one
+        assert all(has_elements(other.state_dict()).values())
+        for made in (engine, idle):
+            made.destroy()
+
+    def test_has_what_a_block_has(self) -> None:
+        # Kills: weights that are gathered and missing in what is saved in the block, or the
+        # parameters themselves missing.
+        model = make_net()
+        engine = engine_of(model, config_of(3, **MIXED))
+        found = model.state_dict(keep_vars=True)
+        assert all(found[name] is param for name, param in model.named_parameters())
+        with GatheredParameters(model.embed.weight, modifier_rank=0):
+            assert set(filter(has_elements(model.state_dict()).get, found)) == {
+                "embed.weight",
+                "head.weight",
+            }
+        with GatheredParameters(list(model.parameters())):
+            wanted = make_net().state_dict()
+            assert all(map(torch.equal, model.state_dict().values(), wanted.values()))
+        assert not any(has_elements(model.state_dict()).values())
+        engine.destroy()
+        assert all(map(torch.equal, model.state_dict().values(), wanted.values()))
+
+    def test_has_what_was_loaded_or_taken_over(self, tmp_path: Path) -> None:
+        # Kills: a hook of an engine that has given its model to another one.
+        model = make_net()
+        engine_of(model, config_of(3, 1))
+        engine = engine_of(model, config_of(3, 1))
+        train(engine, 1, 1)
+        assert all(has_elements(model.state_dict()).values())
+        engine.save_checkpoint(str(tmp_path))
+        wanted = on_host(model.state_dict())
+        engine.destroy()
+        model = make_net()
+        evaluated = deepspeed.initialize(model=model, config=config_of(3, 1))[0]
+        assert not any(has_elements(model.state_dict()).values())
+        evaluated.load_checkpoint(str(tmp_path), load_module_only=True)
+        assert all(map(torch.equal, model.state_dict().values(), wanted.values()))
+        evaluated.destroy()
+
+    def test_a_copy_of_the_model_is_its_own(self) -> None:
+        # Kills: a copy of the model that takes the engine with it.
+        model = make_net()
+        engine = engine_of(model, config_of(3, 1))
+        with GatheredParameters(list(model.parameters())):
+            copied = copy.deepcopy(model)
+        assert all(has_elements(copied.state_dict()).values())
+        engine.destroy()
 
 
 def reference_gradients(first: int, micro_batches: int) -> dict[str, torch.Tensor]:
