@@ -17,7 +17,8 @@ On each node:
     worker_exec, launch_rank       the first moments of a process
     logs                           what processes print
     signals, process_tree, reaper  ending them, with all that they started
-    agent, rendezvous              elastic: torch's agent, and where nodes meet
+    agent                          torch's agent, which starts them and sees their ends
+    restarts, rendezvous           elastic: when it gives up, and where nodes meet
 
 Between nodes:
 

@@ -48,13 +48,13 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
     Raises:
         Interrupted: this process got a signal.
         RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot
-            meet.
+            meet, or another of them has ended the job.
     """
     # startup: the agent is needed here only, and programs import this package for a constant
     import torch.distributed.launcher.api  # noqa: F401 with all that the agent needs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     def interruption(number: int) -> BaseException:
         # As the agent's own handler, which it installs with its processes.
@@ -65,9 +65,16 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
         with watch, raising_signals(interruption):
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
+        # The agent's own keys are global ranks.
         return {
-            rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()
+            failure.local_rank: Exit(failure.pid, failure.exitcode)
+            for failure in error.failures.values()
         }
+    except RendezvousClosedError as error:
+        raise RuntimeError(
+            f"--master_addr={plan.master_addr}: another node has ended the job: its processes "
+            "ended well, or it gave up; its output says which"
+        ) from error
     except RendezvousError as error:
         raise RuntimeError(
             f"--master_addr={plan.master_addr}: the nodes' rendezvous there cannot be reached, "
@@ -158,11 +165,11 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 def _rendezvous_of_nodes(
     plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs
 ) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for an elastic job, whose rendezvous torch has been
-    told of.
+    """Return the part of torch's `LaunchConfig` for an elastic job, and tell torch of the
+    rendezvous and the agent that it has.
     """
     # startup: see run_with_agent
-    from deepspeed.launcher import rendezvous
+    from deepspeed.launcher import rendezvous, restarts
 
     def end_cut_off() -> None:
         # The main thread waits for the rendezvous in native code, where no signal and no
@@ -178,6 +185,7 @@ def _rendezvous_of_nodes(
         os._exit(2)
 
     rendezvous.register()
+    restarts.install()
     settings = rendezvous_settings(elastic, plan.master_addr, plan.master_port)
     return {
         **settings,

@@ -15,6 +15,10 @@ from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DE
 
 MAX_RESTARTS = 100
 """Failures that one node may restart from, as upstream has it; nodes that come do not count."""
+QUICK_FAILURES = 3
+"""So many in a row, each soon after its start, and a node gives up: the next would be the same."""
+QUICK_FAILURE_SECONDS = 30.0
+"""What is soon after a start."""
 RENDEZVOUS_BACKEND = "deepspeed-c10d"
 """The name under which torch finds `rendezvous`."""
 LAST_CALL_SECONDS = 5

@@ -1,5 +1,5 @@
 """The rendezvous of the nodes of an elastic job: torch's dynamic one, which also notices nodes that
-fall silent.
+fall silent, and one that gives up.
 
 Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of
 processes again when one fails or a node comes; behind a pulled cable nothing fails. The peers of a
@@ -31,18 +31,21 @@ ON_CUT = "on_cut"
 """The rendezvous configuration's key of what to do when the rendezvous has not answered for the
 timeout.
 """
+_GAVE_UP = "gave-up"
+"""Takes the place of the beat's number in a node's sign of life."""
 
 
 @dataclass
 class Round:
-    """One round of processes, as this node sees it: who else is in it, and when each was last
-    heard.
+    """One round of processes, as this node sees it: who else is in it, when each was last heard,
+    and whether one of them has given up.
     """
 
     word: str
     rank: int
     nodes: int
     lost: bool = False
+    gave_up: bool = False
     words: dict[int, str] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)
 
@@ -55,12 +58,15 @@ class Round:
         ago.
         """
         now = time.monotonic()
+        name = f"node {other} ({word.split()[0]})" if word else f"node {other}"
         # Clocks of nodes are not compared: that the word changes is the sign.
         if other not in self.heard or word != self.words[other]:
             self.words[other], self.heard[other] = word, now
+            if word.endswith(_GAVE_UP) and not self.gave_up:
+                self.gave_up = True
+                logger.warning("%s has given up: its output says why", name)
         elif now - self.heard[other] > timeout and not self.lost:
             self.lost = True
-            name = f"node {other} ({word.split()[0]})" if word else f"node {other}"
             logger.warning(
                 "%s has given no sign of life for %g seconds: starting again without it",
                 name,
@@ -90,6 +96,15 @@ class NodeWatch:
         for target in (self._exchange, self._await_answers):
             threading.Thread(target=target, name="deepspeed-nodes", daemon=True).start()
 
+    def tell_giving_up(self) -> None:
+        """Tell the other nodes of the round that this one gives up, and give them time to hear it:
+        it may serve the rendezvous.
+        """
+        if self.round is not None and self.round.nodes > 1:
+            self.round.gave_up = True
+            # The next beat says it, and the others listen at their next.
+            time.sleep(3 * beat_interval(self._timeout))
+
     def end(self) -> None:
         """Stop; does not wait for a call to a rendezvous that may be out of reach."""
         self._ended.set()
@@ -106,7 +121,8 @@ class NodeWatch:
             while not self._ended.wait(beat_interval(self._timeout)):
                 beat += 1
                 seen = self.round or Round("", 0, 1)
-                store.set(seen.key(seen.rank), f"{socket.gethostname()} {beat}")
+                word = _GAVE_UP if seen.gave_up else beat
+                store.set(seen.key(seen.rank), f"{socket.gethostname()} {word}")
                 for other in set(range(seen.nodes)) - {seen.rank}:
                     seen.listen(
                         other,
@@ -139,7 +155,9 @@ class NodeWatch:
 
 
 class WatchedRendezvous(RendezvousHandler):
-    """torch's dynamic rendezvous, which has a round ended also when one of its nodes is lost."""
+    """torch's dynamic rendezvous, which has a round ended also when one of its nodes is lost or
+    gives up.
+    """
 
     def __init__(self, inner: RendezvousHandler, watch: NodeWatch) -> None:
         self._inner = inner
@@ -162,15 +180,21 @@ class WatchedRendezvous(RendezvousHandler):
         )
         return info
 
+    def give_up(self) -> None:
+        """Have the job be over, for all nodes of the round."""
+        self._inner.set_closed()
+        self._watch.tell_giving_up()
+
     def num_nodes_waiting(self) -> int:
-        """Return for how many nodes a new round shall begin; that a node was lost asks for one as
-        well.
+        """Return for how many nodes a new round shall begin; that a node was lost, or has given
+        up, asks for one as well.
         """
-        waiting = self._inner.num_nodes_waiting()
-        if waiting or self._watch.round is None or not self._watch.round.lost:
-            return waiting
+        return self._inner.num_nodes_waiting() or int(self._asks_for_an_end())
+
+    def _asks_for_an_end(self) -> bool:
+        seen = self._watch.round
         # After its processes' good end a node closes the rendezvous and goes: that is no loss.
-        return 0 if self._inner.is_closed() else 1
+        return seen is not None and (seen.gave_up or (seen.lost and not self._inner.is_closed()))
 
     def shutdown(self) -> bool:
         """End the rendezvous for all nodes."""

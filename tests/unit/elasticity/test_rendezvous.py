@@ -55,7 +55,9 @@ def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(
     until(lambda: bool(first.words.get(1)) and bool(second.words.get(0)))
     said = first.words[1]
     until(lambda: first.words[1] != said)
-    assert not first.lost
+    assert not first.lost and not first.gave_up
+    goes.tell_giving_up()
+    assert first.gave_up
     goes.end()
     until(lambda: first.lost)
     assert not cut.is_set()
@@ -124,3 +126,6 @@ def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(
     assert rendezvous.num_nodes_waiting() == waiting
     watch.round = Round("a", 0, 2, lost=lost)
     assert rendezvous.num_nodes_waiting() == expected
+    watch.round.gave_up = True
+    # Kills: a node that waits for one that has given up, which closes the rendezvous too.
+    assert rendezvous.num_nodes_waiting() == (waiting or 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from unit.common import TORCH
+from unit.launcher.ports import free_pair
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 90
@@ -30,6 +31,24 @@ SLEEP = """
 import os, subprocess, time
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+QUICK = """
+import os, sys, time, traceback
+with open(f"starts{os.environ['RANK']}", "a+") as starts:
+    starts.write("x")
+    starts.flush()
+    starts.seek(0)
+    number = len(starts.read())
+if number > int(os.environ["FAILURES"]):
+    sys.exit()
+if os.environ["RANK"] == "1":
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        traceback.print_exc()
+        os._exit(7)
 time.sleep(600)
 """
 
@@ -211,6 +230,50 @@ def read_pids(process: "subprocess.Popen[str]", num_lines: int) -> list[int]:
             pids.extend(int(word) for word in line.split() if word.isdigit())
             num_lines -= 1
     return pids
+
+
+def elastic(*flags: str) -> list[str]:
+    return ["-q", "--elastic_training", "--master_addr", "127.0.0.1", *flags]
+
+
+@pytest.mark.parametrize("failures", [2, 100])
+def test_elastic_processes_that_fail_at_once_are_given_up(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setenv("FAILURES", str(failures))
+    code, out, err = launcher.run(
+        *elastic("--num_gpus", "2", "--master_port", str(free_pair())), launcher.script(QUICK)
+    )
+    # Kills: a program that can never run restarted a hundred times; a report that blames the rank
+    # that was ended with it, or has lost the code.
+    assert (launcher.folder / "starts1").read_text() == "xxx"
+    if failures == 2:
+        assert code == 0 and "not starting them again" not in out
+        return
+    assert code == 7
+    assert "failed within 30 seconds of their start 3 times in a row: not starting" in out
+    head, _, last_words = err.partition("what rank 1 last wrote to stderr:\n")
+    assert "failed first, with exit code 7" in head
+    assert last_words.startswith("Traceback (most recent call last):")
+    assert last_words.endswith("ValueError: boom\n")
+
+
+def test_a_node_that_gives_up_ends_those_that_wait_for_it(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kills: a node whose rank waits in a collective, whose peer will not come again; and one that
+    # is told that the rendezvous cannot be reached.
+    monkeypatch.setenv("FAILURES", "100")
+    flags = ("--num_gpus", "1", "--min_elastic_nodes", "2", "--master_port", str(free_pair()))
+    script = launcher.script(QUICK)
+    nodes = [launcher.start(*elastic(*flags), script) for _ in range(2)]
+    said = {node.communicate(timeout=2 * TIMEOUT)[1]: node.returncode for node in nodes}
+    assert sorted(said.values()) == [2, 7], said
+    (failed,) = (text for text, code in said.items() if code == 7)
+    (ended,) = (text for text, code in said.items() if code == 2)
+    assert failed.endswith("ValueError: boom\n")
+    assert "another node has ended the job" in ended and "cannot be reached" not in ended
+    assert {len(path.read_text()) for path in launcher.folder.glob("starts*")} == {3}
 
 
 def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(

@@ -1,0 +1,77 @@
+"""When the agent of an elastic job gives up, without processes."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from deepspeed.launcher.elastic import QUICK_FAILURE_SECONDS
+from deepspeed.launcher.restarts import PatientAgent
+
+QUICK, LONG = QUICK_FAILURE_SECONDS - 1, QUICK_FAILURE_SECONDS
+RESTARTS = 100
+
+
+class _Rendezvous:
+    waiting = 0
+    gave_up = False
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting
+
+    def give_up(self) -> None:
+        self.gave_up = True
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An agent on a clock of its own, whose processes do as `agent.state` says."""
+
+    def monitor(self: Any, worker_group: Any) -> RunResult:
+        return RunResult(self.state)
+
+    agent: Any = PatientAgent.__new__(PatientAgent)
+    agent.now, agent.rendezvous, agent._remaining_restarts = 0.0, _Rendezvous(), RESTARTS
+    monkeypatch.setattr(time, "monotonic", lambda: agent.now)
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", monitor)
+    return agent
+
+
+def play(agent: Any, lasts: float, waiting: int = 0) -> None:
+    """A round of processes that fail after so many seconds."""
+    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=agent.rendezvous))
+    agent._start_workers(group)
+    agent.rendezvous.waiting = waiting
+    agent.state = WorkerState.HEALTHY
+    assert agent._monitor_workers(group).state == WorkerState.HEALTHY
+    agent.now += lasts
+    agent.state = WorkerState.FAILED
+    assert agent._monitor_workers(group).state == WorkerState.FAILED
+
+
+@pytest.mark.parametrize(
+    "rounds, gives_up",
+    [
+        ([(QUICK, 0)] * 2, False),
+        ([(QUICK, 0)] * 3, True),
+        ([(LONG, 0)] * 10, False),
+        # Kills: counting all of a job's failures.
+        ([(QUICK, 0), (QUICK, 0), (LONG, 0), (QUICK, 0), (QUICK, 0)], False),
+        ([(LONG, 0), (QUICK, 0), (QUICK, 0), (QUICK, 0)], True),
+        # Kills: counting what ended because nodes came one after the other, or forgetting by it.
+        ([(QUICK, 1)] * 5, False),
+        ([(QUICK, 0), (QUICK, 0), (QUICK, 1), (QUICK, 0)], True),
+    ],
+)
+def test_failures_soon_after_the_start_are_no_reason_to_start_again(
+    agent: Any, rounds: list[tuple[float, int]], gives_up: bool
+) -> None:
+    for lasts, waiting in rounds:
+        assert agent._remaining_restarts == RESTARTS and not agent.rendezvous.gave_up
+        play(agent, lasts, waiting)
+    assert agent.rendezvous.gave_up is gives_up
+    assert agent._remaining_restarts == (0 if gives_up else RESTARTS)
