@@ -149,6 +149,10 @@ SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 PARAM_GROUPS = "param_groups"
 # Not upstream's, beside PARAM_GROUPS: the names of the parameters in each.
 PARAM_NAMES = "param_names"
+# Not upstream's: how many pieces (heads, say) of a parameter were dealt out to ranks that do not
+# divide them; in a parameter's file, and in UNIVERSAL_CHECKPOINT_INFO with patterns of names.
+PIECES = "pieces"
+PARAMETER_WITH_PIECES = "parameter_with_pieces"
 # What the client says of its slices, in UNIVERSAL_CHECKPOINT_INFO
 ORIGINAL_VOCAB_SIZE = "original_vocab_size"
 PADDED_VOCAB_SIZE = "padded_vocab_size"

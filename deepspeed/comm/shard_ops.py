@@ -3,10 +3,10 @@
 `reduce_to_owners` sums each owner's part of a buffer onto that owner (a reduce-scatter);
 `gather_from_owners` fills every rank's copy of a buffer from the parts' owners (an all-gather), in
 place; `gather_slices` the same for slices that are not neighbours in memory; `scatter_from_first`
-gives each rank its part of what the first has. Device backends run
-the first two as one operation of their own. Host backends (gloo, mpi) exchange the slices pairwise:
-every byte crosses once, no rank reduces what it doesn't own, and the owner can sum the pieces in a
-wider dtype and in rank order.
+gives each rank its part of what the first has; `gather_shapes` gathers parts that are not equal.
+Device backends run the first two as one operation of their own. Host backends (gloo, mpi) exchange
+the slices pairwise: every byte crosses once, no rank reduces what it doesn't own, and the owner can
+sum the pieces in a wider dtype and in rank order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as dist
@@ -194,6 +195,26 @@ def gather_slices(
     elif world > 1:
         works = [dist.all_gather(list(slices), slices[rank], group=group, async_op=True)]
     return _started(PendingShards(works, [], keep=slices[rank]), async_op)
+
+
+def gather_shapes(
+    own: torch.Tensor, shapes: Sequence[torch.Size], group: dist.Group = None
+) -> list[torch.Tensor]:
+    """What each rank of `group` has, of shapes that may differ.
+
+    Args:
+        own: This rank's; any layout.
+        shapes: That of each rank's, the same list on all of them.
+        group: Process group; None is the world.
+    """
+    numels = [shape.numel() for shape in shapes]
+    sent = own.reshape(-1)
+    if own.numel() < max(numels):  # backends gather what is of one size only
+        sent = F.pad(sent, (0, max(numels) - own.numel()))
+    parts = [torch.empty_like(sent) for _ in shapes]
+    dist.all_gather(parts, sent, group=group)
+    found = zip(parts, numels, shapes, strict=True)
+    return [part[:numel].view(shape) for part, numel, shape in found]
 
 
 def scatter_from_first(flat: torch.Tensor, own: torch.Tensor, group: dist.Group = None) -> None:

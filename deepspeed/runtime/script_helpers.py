@@ -14,6 +14,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.shard_ops import gather_shapes
 from deepspeed.runtime.sharding.model_ranks import norm_selection
 from deepspeed.runtime.utils import move_to_device, partition_uniform, see_memory_usage
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
@@ -220,13 +221,9 @@ class PartitionedTensor:
 
     def full(self, device: Any = None) -> torch.Tensor:
         """The whole, gathered. All ranks of the group call it."""
-        longest = max(b - a for a, b in zip(self.partition, self.partition[1:], strict=False))
-        own = self.local_data.new_zeros(longest)
-        own[: self.local_data.numel()] = self.local_data
-        parts = [torch.empty_like(own) for _ in range(self.num_parts)]
-        dist.all_gather(parts, own, group=self.group)
-        lengths = (b - a for a, b in zip(self.partition, self.partition[1:], strict=False))
-        flat = torch.cat([part[:numel] for part, numel in zip(parts, lengths, strict=True)])
+        bounds = zip(self.partition, self.partition[1:], strict=False)
+        shapes = [torch.Size((end - start,)) for start, end in bounds]
+        flat = torch.cat(gather_shapes(self.local_data, shapes, self.group))
         return flat.view(self.orig_size).to(device or self.orig_device)
 
     def data(self) -> torch.Tensor:

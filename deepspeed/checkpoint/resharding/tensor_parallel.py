@@ -4,6 +4,10 @@ How a parameter is sliced only the client knows: `universal_checkpoint_info` in 
 regular expressions, each matching the beginning of names; a parameter that none matches is sliced
 in dimension 0. A whole parameter is kept with how it is sliced, in the form that files of universal
 checkpoints have: a dictionary with the tensor and a few keys. Pure.
+
+Slices are of one size, except of parameters whose pieces (heads, say) are dealt out to a number of
+ranks that does not divide them: the first ranks have one more. How many pieces there are is said
+beside the patterns.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +29,24 @@ _LISTS = (
     keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
     keys.VOCABULARY_PARAMETER_PATTERNS,
 )
+
+
+class Share(NamedTuple):
+    """What one rank has of pieces that are dealt out: `own` of `pieces`, from `first`."""
+
+    first: int
+    own: int
+    pieces: int
+
+    @staticmethod
+    def of_rank(pieces: int, rank: int, size: int) -> Share:
+        """As many for each of `size` ranks, and one more for the first of them."""
+        each, more = divmod(pieces, size)
+        return Share(rank * each + min(rank, more), each + (rank < more), pieces)
+
+    def of(self, number: int) -> int:
+        """How many of a number that is dealt out with the pieces."""
+        return number * self.own // self.pieces
 
 
 @dataclass
@@ -98,11 +120,16 @@ class SlicePatterns:
             shape if isinstance(shape, SubparamShape) else SubparamShape(**shape)
             for shape in info.get(keys.PARAMETER_WITH_SUB_PARAMS) or ()
         ]
+        self._dealt = [
+            ([re.compile(pattern) for pattern in dealt["patterns"]], int(dealt[keys.PIECES]))
+            for dealt in info.get(keys.PARAMETER_WITH_PIECES) or ()
+        ]
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """The patterns that match none of `names`."""
         patterns = [pattern for listed in self._lists.values() for pattern in listed]
         patterns += [re.compile(pattern) for shape in self._stacked for pattern in shape.patterns]
+        patterns += [pattern for listed, _ in self._dealt for pattern in listed]
         return [
             pattern.pattern
             for pattern in patterns
@@ -139,31 +166,69 @@ class SlicePatterns:
             halves = [part.chunk(2) for part in slices]
             whole = _joined(name, [half[index] for index in range(2) for half in halves], 0)
             return {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2, keys.PARAM: whole}
-        for shape in self._stacked:
-            if any(re.match(pattern, name) for pattern in shape.patterns):
-                return {keys.SUB_PARAM_SHAPE: shape, keys.PARAM: _restacked(name, slices, shape)}
-        dim = 1 if self._is(keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name) else 0
+        pieces = self._pieces(name)
+        dealt = {} if pieces is None else {keys.PIECES: pieces}
+        shape = self._stack(name)
+        if shape is not None:
+            whole = _restacked(name, slices, shape, pieces or len(slices))
+            return {keys.SUB_PARAM_SHAPE: shape, **dealt, keys.PARAM: whole}
+        dim = self._dim(name)
         whole = _joined(name, slices, dim) if slices[0].dim() else slices[0]
         if not self._is(keys.VOCABULARY_PARAMETER_PATTERNS, name):
-            return {keys.CAT_DIM: dim, keys.PARAM: whole}
+            return {keys.CAT_DIM: dim, **dealt, keys.PARAM: whole}
         # Rows of padding depend on the number of ranks; the words do not.
         return {keys.CAT_DIM: dim, keys.VOCAB_TENSOR: True, keys.PARAM: whole[: self._vocabulary]}
+
+    def shapes(self, name: str, own: torch.Size, rank: int, size: int) -> list[torch.Size]:
+        """Of the slices of a parameter, of which one of `size` ranks has one of shape `own`."""
+        pieces = self._pieces(name)
+        if pieces is None:
+            return [own] * size
+        shape = self._stack(name)
+        dim = self._dim(name) if shape is None else shape.partition_dim
+        shares = [Share.of_rank(pieces, other, size) for other in range(size)]
+        of_piece = own[dim] // shares[rank].own
+        return [torch.Size((*own[:dim], share.own * of_piece, *own[dim + 1 :])) for share in shares]
 
     def _is(self, key: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self._lists[key])
 
+    def _stack(self, name: str) -> SubparamShape | None:
+        named = (
+            shape
+            for shape in self._stacked
+            if any(re.match(pattern, name) for pattern in shape.patterns)
+        )
+        return next(named, None)
 
-def _restacked(name: str, slices: Sequence[torch.Tensor], shape: SubparamShape) -> torch.Tensor:
+    def _dim(self, name: str) -> int:
+        return int(self._is(keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name))
+
+    def _pieces(self, name: str) -> int | None:
+        named = (
+            pieces
+            for patterns, pieces in self._dealt
+            if any(pattern.match(name) for pattern in patterns)
+        )
+        return next(named, None)
+
+
+def _restacked(
+    name: str, slices: Sequence[torch.Tensor], shape: SubparamShape, pieces: int
+) -> torch.Tensor:
     dim = shape.partition_dim
     sizes = shape.sizes(name, sum(part.shape[dim] for part in slices))
-    own = [size // len(slices) for size in sizes]
-    if any(size % len(slices) for size in sizes):
+    if any(size % pieces for size in sizes):
         raise CheckpointError(
-            f"{name} stacks parameters of sizes {sizes}, which {len(slices)} ranks cannot share "
-            "evenly"
+            f"{name} stacks parameters of sizes {sizes}, of which {len(slices)} ranks cannot share "
+            f"{pieces} pieces"
         )
-    parts = [part.split(own, dim) for part in slices]
-    return _joined(name, [part[index] for index in range(len(own)) for part in parts], dim)
+    shares = [Share.of_rank(pieces, rank, len(slices)) for rank in range(len(slices))]
+    parts = [
+        part.split([share.of(size) for size in sizes], dim)
+        for part, share in zip(slices, shares, strict=True)
+    ]
+    return _joined(name, [part[index] for index in range(len(sizes)) for part in parts], dim)
 
 
 def _joined(name: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -195,21 +260,22 @@ def slice_of_rank(
         CheckpointError: The part has another shape.
     """
     whole: torch.Tensor = entry[keys.PARAM]
+    share = Share.of_rank(entry.get(keys.PIECES, size), rank, size)
     if keys.SUB_PARAM_SHAPE in entry:
         sub = entry[keys.SUB_PARAM_SHAPE]
         dim = sub.partition_dim
-        own = _sliced_each(name, whole, sub.sizes(name, whole.shape[dim]), dim, rank, size)
+        own = own_slice(name, whole, sub.sizes(name, whole.shape[dim]), dim, share)
     elif whole.shape == torch.Size(shape):
         return whole  # every rank holds all of it
     elif keys.PARAM_N_SUB_PARAMS in entry:
         dim = entry[keys.CAT_DIM]
         count = entry[keys.PARAM_N_SUB_PARAMS]
-        own = _sliced_each(name, whole, [whole.shape[dim] // count] * count, dim, rank, size)
+        own = own_slice(name, whole, [whole.shape[dim] // count] * count, dim, share)
     elif keys.CAT_DIM in entry:
         dim = entry[keys.CAT_DIM]
         if entry.get(keys.VOCAB_TENSOR):
             whole = _padded(whole, shape, size)
-        own = _sliced_each(name, whole, [whole.shape[dim]], dim, rank, size)
+        own = own_slice(name, whole, [whole.shape[dim]], dim, share)
     else:
         own = whole
     if own.shape != torch.Size(shape):
@@ -222,21 +288,35 @@ def slice_of_rank(
     return own
 
 
-def _sliced_each(
-    name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, rank: int, size: int
+def own_slice(
+    name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, share: Share
 ) -> torch.Tensor:
-    """One rank's part of each of the tensors stacked in `whole`."""
-    uneven = [number for number in sizes if number % size]
+    """One rank's part of each of the tensors stacked in `whole`; a view if there is one.
+
+    Args:
+        name: The parameter.
+        whole: All of it.
+        sizes: Of what is stacked.
+        dim: In this dimension.
+        share: What of each is the rank's.
+
+    Raises:
+        CheckpointError: They are not so many pieces, or there is no such dimension.
+    """
+    uneven = [number for number in sizes if number % share.pieces]
     if uneven:
         raise CheckpointError(
-            f"{name} has {uneven[0]} elements to slice in dimension {dim}, which {size} ranks "
-            "cannot share evenly"
+            f"{name} has {uneven[0]} elements to slice in dimension {dim}, which {share.pieces} "
+            "ranks or pieces cannot share evenly"
         )
     if dim >= whole.dim():
         raise CheckpointError(
             f"{name} has shape {tuple(whole.shape)}, so it cannot be sliced in dimension {dim}"
         )
-    own = [part.chunk(size, dim)[rank] for part in whole.split(list(sizes), dim)]
+    own = [
+        part.narrow(dim, share.first * (part.shape[dim] // share.pieces), share.of(part.shape[dim]))
+        for part in whole.split(list(sizes), dim)
+    ]
     return own[0] if len(own) == 1 else torch.cat(own, dim)
 
 

@@ -55,9 +55,9 @@ def whole_parameters(
     """Each parameter with its value, which is there until the next is asked for, experts that are
     spread with the rows of all ranks. All ranks go through all of them.
 
-    Gathered unit by unit: of what does not persist a rank holds one unit at a time. Slices of a
-    model that was cut are put together by the ranks that share layers with the first one, who
-    writes.
+    Gathered unit by unit: of what does not persist a rank holds one unit at a time. Of a model that
+    was cut parameter by parameter: ranks with other slices may have other units. Slices are put
+    together by the ranks that share layers with the first one, who writes.
     """
     experts = {
         param: module
@@ -65,10 +65,14 @@ def whole_parameters(
         for param in module.spread_params.values()
     }
     slices = slices_of(offload.module)
-    if slices is not None and 0 not in dist.get_all_ranks_from_group(slices.group):
-        slices = None
-    for unit in (*offload.units, *offload.persistent_units):
-        chosen = [p for p in unit.params if p.requires_grad or not exclude_frozen_parameters]
+    together = [unit.params for unit in (*offload.units, *offload.persistent_units)]
+    if slices is not None:
+        known = {param for params in together for param in params}
+        together = [[param] for param in offload.module.parameters() if param in known]
+        if 0 not in dist.get_all_ranks_from_group(slices.group):
+            slices = None
+    for params in together:
+        chosen = [p for p in params if p.requires_grad or not exclude_frozen_parameters]
         hold_whole(chosen)
         for param in chosen:
             spread = experts.get(param)

@@ -217,7 +217,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "tensor_parallel.tensor_parallel.tp_grain_size",
         _above_one,
-        "slices are even, and what is not is refused; use 1",
+        "slices are of whole heads, or of single elements; use 1",
     ),
     Refusal(
         "tensor_parallel.tensor_parallel.mpu",

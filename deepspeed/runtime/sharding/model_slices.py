@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice_of_rank
+from deepspeed.comm.shard_ops import gather_shapes
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 
@@ -78,9 +79,7 @@ class ModelSlices:
     @torch.no_grad()
     def put_together(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """One parameter, of which this rank has a slice. All ranks that share layers call it."""
-        own = own.detach().contiguous()
-        slices = [torch.empty_like(own) for _ in range(dist.get_world_size(group=self.group))]
-        dist.all_gather(slices, own, group=self.group)
+        slices = gather_shapes(own.detach(), self._shapes(name, own.shape), self.group)
         whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
         return whole
 
@@ -97,8 +96,12 @@ class ModelSlices:
 
     def _outline(self, name: str, shape: torch.Size) -> dict[str, Any]:
         """What is known of a parameter and its slices, without elements."""
-        slices = [torch.empty(shape, device="meta")] * dist.get_world_size(group=self.group)
+        slices = [torch.empty(each, device="meta") for each in self._shapes(name, shape)]
         return self.patterns.merged(name, slices)
+
+    def _shapes(self, name: str, own: torch.Size) -> list[torch.Size]:
+        rank, size = dist.get_rank(group=self.group), dist.get_world_size(group=self.group)
+        return self.patterns.shapes(name, own, rank, size)
 
 
 def slices_of(module: nn.Module) -> ModelSlices | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.resharding.tensor_parallel import Share, own_slice
 from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
 from deepspeed.runtime.checkpointing.model_files import LayeredModule
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.model_setup import broadcast_tensors, model_dtype
 from deepspeed.runtime.sharding.model_slices import ModelSlices, slices_of
-from deepspeed.runtime.tensor_parallel.families import COUNTS
+from deepspeed.runtime.tensor_parallel.families import counts_of
 from deepspeed.runtime.tensor_parallel.layers import (
     LinearAllreduce,
     LinearLayer,
@@ -136,19 +137,26 @@ def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool, mpu:
     _keep_own(model, _cuts(plan), ranks, mpu)
     layers = {cut.module: cut for cut in plan.layers}  # one layer may have two names
     for cut in layers.values():
-        become(cut.module, LinearAllreduce if cut.is_row else LinearLayer, ranks, overlaps)
+        kind = LinearAllreduce if cut.is_row else LinearLayer
+        become(cut.module, kind, ranks, overlaps, _widths(cut, ranks.size))
     for embedding in plan.embeddings.values():
         embedding.embedding_dim = logical_shape(embedding.weight)[1]
-    for scope in dict.fromkeys(plan.scopes.values()):
-        for name in COUNTS:
-            count = scope.__dict__.get(name)
-            if isinstance(count, int) and not isinstance(count, bool):
-                setattr(scope, name, count // ranks.size)
-    for attention in dict.fromkeys(plan.attentions):
-        plan.family.prepare(attention, ranks)
+    for name, scope in plan.scopes.items():
+        share = Share.of_rank(plan.pieces[name], ranks.rank, ranks.size)
+        for attribute, count in counts_of(scope).items():
+            setattr(scope, attribute, share.of(count))
+        if name in plan.attentions:
+            plan.family.prepare(scope, share)
     for name in plan.partial:
         # Their gradients are parts, as those of Megatron's layer norms are.
         model.get_parameter(name).sequence_parallel = True  # type: ignore[attr-defined]  # a mark
+
+
+def _widths(cut: LayerCut, size: int) -> tuple[int, ...] | None:
+    """What each rank has, of a layer that stands alone."""
+    if not cut.is_alone:
+        return None
+    return tuple(Share.of_rank(cut.pieces, rank, size).of(sum(cut.sizes)) for rank in range(size))
 
 
 def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
@@ -160,34 +168,43 @@ def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
     return found
 
 
-def _cuts(plan: Plan) -> dict[nn.Parameter, tuple[int, tuple[int, ...]]]:
-    """The parameters that are cut: in which dimension, and the sizes of what lies behind one
-    another in it.
+class _ParameterCut(NamedTuple):
+    """How a parameter is cut: in which dimension, the sizes of what lies behind one another in it,
+    and in how many pieces each of these is dealt out.
     """
-    found: dict[nn.Parameter, tuple[int, tuple[int, ...]]] = {}
+
+    dim: int
+    sizes: tuple[int, ...]
+    pieces: int
+
+
+def _cuts(plan: Plan) -> dict[nn.Parameter, _ParameterCut]:
+    """The parameters that are cut."""
+    found: dict[nn.Parameter, _ParameterCut] = {}
     for cut in plan.layers:
         for param, dim in _cut_parameters(cut):
-            found.setdefault(param, (dim, cut.sizes))
-    for embedding in plan.embeddings.values():
+            found.setdefault(param, _ParameterCut(dim, cut.sizes, cut.pieces))
+    for name, embedding in plan.embeddings.items():
+        pieces = plan.pieces[name.rpartition(".")[0]]
         weight = cast(nn.Parameter, embedding.weight)
-        found.setdefault(weight, (1, (embedding.embedding_dim,)))
+        found.setdefault(weight, _ParameterCut(1, (embedding.embedding_dim,), pieces))
     return found
 
 
 def _keep_own(
-    model: nn.Module,
-    cuts: Mapping[nn.Parameter, tuple[int, tuple[int, ...]]],
-    ranks: SliceGroup,
-    mpu: Any,
+    model: nn.Module, cuts: Mapping[nn.Parameter, _ParameterCut], ranks: SliceGroup, mpu: Any
 ) -> None:
     """Keep this rank's part of each of what lies behind one another."""
 
     def own_part(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         if param not in cuts:
             return whole
-        dim, sizes = cuts[param]
-        own = [part.chunk(ranks.size, dim)[ranks.rank] for part in whole.split(sizes, dim)]
-        return torch.cat(own, dim).contiguous()
+        dim, sizes, pieces = cuts[param]
+        share = Share.of_rank(pieces, ranks.rank, ranks.size)
+        # A copy: the whole is to be let go.
+        return torch.clone(
+            own_slice("", whole, sizes, dim, share), memory_format=torch.contiguous_format
+        )
 
     for param in cuts:
         if not is_zero_param(param):
@@ -205,26 +222,28 @@ def _slicing(model: nn.Module, plan: Plan) -> dict[str, Any]:
         names.setdefault(id(param), []).append(f"{re.escape(name)}$")
     second: list[str] = []  # cut in dimension 1
     stacked: list[Mapping[str, Any]] = []
+    dealt: dict[int, list[str]] = {}
     sliced: list[str] = []
-    for cut in plan.layers:
-        for param, dim in _cut_parameters(cut):
-            own = names[id(param)]
-            sliced += own
-            if len(cut.sizes) > 1:
-                shape = tuple(
-                    cut.sizes if at == dim else -1 for at in range(len(logical_shape(param)))
-                )
-                stacked.append({"patterns": own, "shape": shape, "partition_dim": dim})
-            elif dim == 1:
-                second += own
-    for embedding in plan.embeddings.values():
-        sliced += names[id(embedding.weight)]
-        second += names[id(embedding.weight)]
+    for param, (dim, sizes, pieces) in _cuts(plan).items():
+        own = names[id(param)]
+        sliced += own
+        if pieces % plan.size:
+            dealt.setdefault(pieces, []).extend(own)
+        if len(sizes) > 1:
+            shape = tuple(sizes if at == dim else -1 for at in range(len(logical_shape(param))))
+            stacked.append({"patterns": own, "shape": shape, "partition_dim": dim})
+        elif dim == 1:
+            second += own
     # All others are whole on every rank.
     whole = f"(?!(?:{'|'.join(dict.fromkeys(sliced))}))"
-    return {
+    info: dict[str, Any] = {
         keys.UNIVERSAL_CHECKPOINT_VERSION_KEY: keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         keys.TP_REPLICATED_PARAMETER_PATTERNS: [whole],
         keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: list(dict.fromkeys(second)),
         keys.PARAMETER_WITH_SUB_PARAMS: stacked,
     }
+    if dealt:
+        info[keys.PARAMETER_WITH_PIECES] = [
+            {"patterns": patterns, keys.PIECES: pieces} for pieces, patterns in dealt.items()
+        ]
+    return info

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.resharding.tensor_parallel import Share
 from deepspeed.runtime.tensor_parallel.layers import (
-    SliceGroup,
     is_matrix,
     num_inputs,
     num_outputs,
@@ -71,27 +71,23 @@ def _two_behind_one_another(mlp: nn.Module, layer: nn.Module) -> Layout:
     return Layout(1, (width, width))
 
 
-@dataclass(frozen=True)
-class OwnAlibi:
+class OwnAlibi(NamedTuple):
     """Before an attention's forward: of `alibi` `[batch * heads, 1, keys]` take this rank's
     heads.
     """
 
-    ranks: SliceGroup
-    heads: int
+    share: Share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments with the part that is this rank's."""
         alibi: torch.Tensor = kwargs["alibi"]
-        by_head = alibi.view(-1, self.ranks.size * self.heads, *alibi.shape[1:])
-        own = by_head[:, self.ranks.rank * self.heads : (self.ranks.rank + 1) * self.heads]
+        by_head = alibi.view(-1, self.share.pieces, *alibi.shape[1:])
+        own = by_head[:, self.share.first : self.share.first + self.share.own]
         return args, {**kwargs, "alibi": own.reshape(-1, *alibi.shape[1:])}
 
 
-def _prepare_bloom(attention: Any, ranks: SliceGroup) -> None:
-    """Called with the attention's heads divided."""
-    hook = OwnAlibi(ranks, attention.num_heads)
-    attention.register_forward_pre_hook(hook, with_kwargs=True)
+def _prepare_bloom(attention: Any, share: Share) -> None:
+    attention.register_forward_pre_hook(OwnAlibi(share), with_kwargs=True)
 
 
 def _check_bloom(attention: Any) -> None:
@@ -99,12 +95,12 @@ def _check_bloom(attention: Any) -> None:
         raise CannotCut("reads slices of weights (slow_but_exact); set pretraining_tp to 1")
 
 
-def _prepare_phi3(attention: Any, ranks: SliceGroup) -> None:
+def _prepare_phi3(attention: Any, share: Share) -> None:
     """Its forward reads the number of heads from the model's configuration, which stays as it
     is.
     """
     attention.config = copy.copy(attention.config)
-    attention.config.num_attention_heads //= ranks.size
+    attention.config.num_attention_heads = share.of(attention.config.num_attention_heads)
 
 
 def _nothing(*_: Any) -> None:
@@ -119,13 +115,14 @@ class Family:
         fused: Name of a fused layer -> how its outputs lie, from the module that has it and itself.
         embeddings: Names of embeddings in attention whose columns are heads.
         check: Raises `CannotCut` for an attention that cannot be cut.
-        prepare: Called once per attention after its layers have been cut.
+        prepare: Called once per attention after its layers have been cut, with what this rank has
+            of its heads (those of keys, if queries have more).
     """
 
     fused: Mapping[str, Callable[[nn.Module, nn.Module], Layout]] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
     check: Callable[[Any], None] = _nothing
-    prepare: Callable[[Any, SliceGroup], None] = _nothing
+    prepare: Callable[[Any, Share], None] = _nothing
 
 
 PLAIN = Family()
@@ -145,11 +142,17 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(embeddings=("relative_attention_bias",)),
 }
 
-HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+_HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
 # Attributes of attention modules that count heads, or outputs of all of them.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 _PAIRS = ("num_key_value_heads", "num_kv_heads")
-COUNTS = (*_HEADS, *_PAIRS, "inner_dim", "split_size")
+_COUNTS = (*_HEADS, *_PAIRS, "inner_dim", "split_size")
+
+
+def counts_of(scope: nn.Module) -> dict[str, int]:
+    """The numbers of a module that are divided with its layers, by the attributes' names."""
+    found = {name: scope.__dict__.get(name) for name in _COUNTS}
+    return {name: count for name, count in found.items() if type(count) is int}
 
 
 def head_size(attention: nn.Module) -> int:
@@ -158,7 +161,7 @@ def head_size(attention: nn.Module) -> int:
     says does not count: an attention that has no number itself may read it there, where nothing
     divides it.
     """
-    size = _first_number(attention, HEAD_SIZES)
+    size = _first_number(attention, _HEAD_SIZES)
     heads = _first_number(attention, _HEADS)
     queries = _first_layer(attention, ("q_proj", "q"))
     if size or not heads or queries is None or num_outputs(queries) % heads:

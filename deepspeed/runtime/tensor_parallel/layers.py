@@ -5,12 +5,16 @@ the input's gradient is the sum of what the ranks have of it. A row-parallel lay
 inputs: its output is the sum of what the ranks have of it, and the bias, which every rank has
 whole, is added once, after the sum.
 
+Where what comes between layers is needed whole, a layer stands alone: a column-parallel one gathers
+its outputs, a row-parallel one takes its part of the inputs.
+
 A layer of a model becomes one in place: its class becomes one of the classes here together with its
 own, so that whoever holds the layer, its hooks and its parameters keeps them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.comm.shard_ops import gather_shapes
 from deepspeed.utils.tensor_fragment import logical_shape
 
 Kind = TypeVar("Kind", bound="TensorParallelLayer")
@@ -78,6 +83,41 @@ class _SumValue(torch.autograd.Function):
         return grads[0], None
 
 
+class _GatherOutputs(torch.autograd.Function):
+    """Everybody's outputs, side by side; each rank's have their part of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.widths = ranks, widths
+        return _side_by_side(value, ranks, widths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].split(ctx.widths, -1)[ctx.ranks.rank], None, None
+
+
+class _TakeInputs(torch.autograd.Function):
+    """This rank's part of inputs that all have; their gradient is everybody's, side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.widths = ranks, widths
+        return value.split(widths, -1)[ranks.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _side_by_side(grads[0], ctx.ranks, ctx.widths), None, None
+
+
+def _side_by_side(own: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]) -> torch.Tensor:
+    shapes = [torch.Size((*own.shape[:-1], width)) for width in widths]
+    return torch.cat(gather_shapes(own, shapes, ranks.group), -1)
+
+
 class _OverlappedLinear(torch.autograd.Function):
     """A column-parallel layer whose input's gradient travels while the weight's is computed."""
 
@@ -120,12 +160,14 @@ class TensorParallelLayer(nn.Module):
         bias: This rank's slice, or of a row-parallel layer the whole; None if there is none.
         ds_slice_group: The ranks that share the layer.
         ds_overlaps: The gradient of the input travels while that of the weight is computed.
+        ds_widths: If it stands alone, how many outputs (row-parallel: inputs) each rank has.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     ds_slice_group: SliceGroup
     ds_overlaps: bool
+    ds_widths: tuple[int, ...] | None
 
     def __init__(self, module: nn.Module, mp_group: Any = None, **kwargs: Any) -> None:
         raise TypeError(
@@ -141,7 +183,9 @@ class TensorParallelLayer(nn.Module):
 
 
 class LinearLayer(TensorParallelLayer):
-    """A column-parallel layer: `[..., inputs]` to this rank's `[..., outputs / ranks]`."""
+    """A column-parallel layer: `[..., inputs]` to this rank's `[..., outputs / ranks]`, or, alone,
+    to all outputs.
+    """
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
@@ -150,16 +194,22 @@ class LinearLayer(TensorParallelLayer):
             result: torch.Tensor = _OverlappedLinear.apply(
                 _as_autocast(value), weight, bias, self.ds_slice_group
             )
-            return result
-        whole: torch.Tensor = super().forward(_SumGradient.apply(value, self.ds_slice_group))
-        return whole
+        else:
+            result = super().forward(_SumGradient.apply(value, self.ds_slice_group))
+        if self.ds_widths is not None:
+            result = _GatherOutputs.apply(result, self.ds_slice_group, self.ds_widths)
+        return result
 
 
 class LinearAllreduce(TensorParallelLayer):
-    """A row-parallel layer: this rank's `[..., inputs / ranks]` to the whole `[..., outputs]`."""
+    """A row-parallel layer: this rank's `[..., inputs / ranks]`, or, alone, all inputs, to the
+    whole `[..., outputs]`.
+    """
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """The outputs, the same on all ranks."""
+        if self.ds_widths is not None:
+            value = _TakeInputs.apply(value, self.ds_slice_group, self.ds_widths)
         weight, bias = self._as_linear()
         total: torch.Tensor = _SumValue.apply(F.linear(value, weight), self.ds_slice_group)
         return total if bias is None else total + bias
@@ -209,8 +259,16 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return weight
 
 
-def become(module: nn.Module, kind: type[Kind], ranks: SliceGroup, overlaps: bool) -> None:
-    """Make a layer, whose parameters are this rank's slices already, a parallel one."""
+def become(
+    module: nn.Module,
+    kind: type[Kind],
+    ranks: SliceGroup,
+    overlaps: bool,
+    widths: tuple[int, ...] | None,
+) -> None:
+    """Make a layer, whose parameters are this rank's slices already, a parallel one; `widths` are
+    those of one that stands alone.
+    """
     cls = type(module)
     key = (kind, cls)
     if key not in _classes:
@@ -218,6 +276,7 @@ def become(module: nn.Module, kind: type[Kind], ranks: SliceGroup, overlaps: boo
     module.__class__ = _classes[key]
     module.ds_slice_group = ranks  # type: ignore[assignment]  # no module
     module.ds_overlaps = overlaps  # type: ignore[assignment]  # no module
+    module.ds_widths = widths  # type: ignore[assignment]  # no module
     inputs, outputs = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
     setattr(module, inputs, num_inputs(module))
     setattr(module, outputs, num_outputs(module))

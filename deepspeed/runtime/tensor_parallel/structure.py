@@ -14,8 +14,9 @@ might act on what is cut, and train on a part of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,7 @@ from deepspeed.runtime.tensor_parallel.families import (
     PLAIN,
     CannotCut,
     Family,
+    counts_of,
     head_size,
 )
 from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
@@ -61,15 +63,27 @@ class LayerCut:
         name: In the model.
         module: The layer.
         is_row: It is row-parallel.
-        unit: How many neighbouring elements of the dimension that is cut stay on one rank.
-        sizes: Of what lies behind one another in that dimension, each cut by itself.
+        sizes: Of what lies behind one another in the dimension that is cut, each cut by itself.
+        pieces: How many pieces of each stay on one rank, such as heads; they are dealt out, the
+            first ranks have one more.
+        is_alone: What it reads and gives is whole, see `layers`.
     """
 
     name: str
     module: nn.Module
     is_row: bool
-    unit: int
     sizes: tuple[int, ...]
+    pieces: int
+    is_alone: bool = False
+
+    @staticmethod
+    def of_units(
+        name: str, module: nn.Module, is_row: bool, sizes: tuple[int, ...], unit: int
+    ) -> LayerCut:
+        """A cut between units of so many neighbouring elements."""
+        fits = unit > 0 and all(size % unit == 0 for size in sizes)
+        pieces = math.gcd(*(size // unit for size in sizes)) if fits else 1
+        return LayerCut(name, module, is_row, sizes, pieces)
 
 
 @dataclass
@@ -77,18 +91,22 @@ class Plan:
     """What is to be done to a model.
 
     Attributes:
+        size: Over how many ranks.
         layers: The layers to cut.
         embeddings: Name -> embedding whose columns are heads.
-        scopes: Name -> module with layers that are cut.
-        attentions: Those of them that are attention by their layers' names.
+        scopes: Name -> module with layers that are cut and do not stand alone.
+        pieces: Name -> how many pieces what it divides has, the same in all of its layers.
+        attentions: Name -> those of them that are attention by their layers' names.
         partial: Names of replicated parameters that act on what is cut.
         family: What is known about the model.
     """
 
+    size: int
     layers: list[LayerCut] = field(default_factory=list)
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
     scopes: dict[str, nn.Module] = field(default_factory=dict)
-    attentions: list[nn.Module] = field(default_factory=list)
+    pieces: dict[str, int] = field(default_factory=dict)
+    attentions: dict[str, nn.Module] = field(default_factory=dict)
     partial: list[str] = field(default_factory=list)
     family: Family = PLAIN
 
@@ -108,10 +126,9 @@ def plan_of(
         DeepSpeedConfigError: All that cannot be cut, or is not known, by name; with what to do.
     """
     problems: list[str] = []
-    plan = Plan(family=_family(model, preset))
+    plan = Plan(size, family=_family(model, preset))
     for name, scope in model.named_modules():
         _plan_scope(plan, name, scope, partition, problems)
-    _check_even(plan, size, problems)
     if not plan.layers and not problems:
         problems.append(f"no layer that could be cut was found in {type(model).__name__}; {_SPEC}")
     _explain(plan, model, partition, problems)
@@ -166,20 +183,23 @@ def _plan_scope(
                 by_name[child] = cut
     _check_widths(by_name, problems)
     chosen |= by_name
-    chosen = {child: chosen[child] for child in layers if chosen.get(child) is not None}
-    if not chosen:
+    cuts = [cut for child in layers if (cut := chosen.get(child)) is not None]
+    plan.layers += (cut for cut in cuts if cut.is_alone)
+    divided = [cut for cut in cuts if not cut.is_alone]
+    if not divided:
         return
-    plan.layers += chosen.values()
+    pieces = plan.pieces[name] = _pieces_of_all(plan, scope, divided, problems)
+    plan.layers += (replace(cut, pieces=pieces) for cut in divided)
     plan.scopes[name] = scope
     for kind, is_row in (("column", False), ("row", True)):
-        if len(problems) == known and all(cut.is_row is not is_row for cut in chosen.values()):
-            there = ", ".join(cut.name for cut in chosen.values())
+        if len(problems) == known and all(cut.is_row is not is_row for cut in divided):
+            there = ", ".join(cut.name for cut in divided)
             problems.append(
                 f"{name or type(scope).__name__} has no {kind}-parallel layer beside {there}, so "
                 f"that what ranks divide would never come together; {_SPEC}"
             )
     if attention:
-        plan.attentions.append(scope)
+        plan.attentions[name] = scope
         try:
             plan.family.check(scope)
         except CannotCut as error:
@@ -188,6 +208,26 @@ def _plan_scope(
             embedding = getattr(scope, child, None)
             if isinstance(embedding, nn.Embedding):
                 plan.embeddings[_joined(name, child)] = embedding
+
+
+def _pieces_of_all(
+    plan: Plan, scope: nn.Module, cuts: Sequence[LayerCut], problems: list[str]
+) -> int:
+    """How many pieces the layers of a scope are dealt out in together: what a rank has of one has
+    to fit what it has of the others, queries to their keys, say.
+    """
+    fewest = min(cuts, key=lambda cut: cut.pieces)
+    pieces = math.gcd(*(cut.pieces for cut in cuts))
+    if pieces % plan.size:  # numbers of heads are to be dealt out too
+        pieces = math.gcd(pieces, *counts_of(scope).values())
+    if pieces < plan.size:
+        unit = fewest.sizes[0] // pieces
+        of = f" of {unit} elements (heads, say)" if unit > 1 else ""
+        problems.append(
+            f"{fewest.name} has {pieces} parts{of}, too few for {plan.size} ranks; use an "
+            f"autotp_size of at most {pieces}"
+        )
+    return pieces
 
 
 def _check_widths(by_name: Mapping[str, LayerCut], problems: list[str]) -> None:
@@ -234,7 +274,7 @@ def _by_specs(
             continue
         width = head_size(scope)
         unit = width if width and all(part % width == 0 for part in sizes) else 1
-        chosen[child] = LayerCut(full, layer, spec.is_row, unit, sizes)
+        chosen[child] = LayerCut.of_units(full, layer, spec.is_row, sizes, unit)
     return chosen
 
 
@@ -249,32 +289,25 @@ def _by_name(
                 "with its shape, or give a preset_model"
             )
         layout = family.fused[child](scope, layer)
+        _check_heads(scope, layout.unit, "outputs", num_outputs(layer))
         sizes = layout.sizes or (num_outputs(layer),)
-        return LayerCut(full, layer, False, layout.unit, sizes)
+        return LayerCut.of_units(full, layer, False, sizes, layout.unit)
     if child not in COLUMNS | ROWS:
         return None
     is_row = child in ROWS
     length, unit = num_inputs(layer) if is_row else num_outputs(layer), 1
     if any(other in OF_HEADS | FUSED_HEADS for other, _ in scope.named_children()):
         unit = head_size(scope)
-        if not unit or length % unit:
-            raise CannotCut(
-                f"has {length} {'inputs' if is_row else 'outputs'}, and {type(scope).__name__} "
-                f"does not say by head_dim, or by num_heads, how many heads these are; {_SPEC}"
-            )
-    return LayerCut(full, layer, is_row, unit, (length,))
+        _check_heads(scope, unit, "inputs" if is_row else "outputs", length)
+    return LayerCut.of_units(full, layer, is_row, (length,), unit)
 
 
-def _check_even(plan: Plan, size: int, problems: list[str]) -> None:
-    for cut in plan.layers:
-        counts = [part // cut.unit if part % cut.unit == 0 else 1 for part in cut.sizes]
-        uneven = next((count for count in counts if count % size), None)
-        if uneven is not None:
-            of = f" of {cut.unit} elements (heads, say)" if cut.unit > 1 else ""
-            problems.append(
-                f"{cut.name} has {uneven} parts{of}, which {size} ranks do not divide; use an "
-                "autotp_size that divides them"
-            )
+def _check_heads(scope: nn.Module, unit: int, of: str, length: int) -> None:
+    if not unit or length % unit:
+        raise CannotCut(
+            f"has {length} {of}, and {type(scope).__name__} does not say by head_dim, or by "
+            f"num_heads, how many heads these are; {_SPEC}"
+        )
 
 
 def _explain(

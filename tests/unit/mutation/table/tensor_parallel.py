@@ -8,6 +8,7 @@ from unit.mutation.table.places import (
     AUTOTP_RANKS,
     AUTOTP_STAGE3,
     AUTOTP_STRUCTURE,
+    AUTOTP_UNEVEN,
     TENSOR_PARALLEL,
 )
 
@@ -33,13 +34,13 @@ FAULTS = (
     Fault(
         "queries, keys and values in one weight are cut as one",
         TENSOR_PARALLEL + "cutting.py",
-        (("whole.split(sizes, dim)", "whole.split(whole.shape[dim], dim)"),),
+        (('own_slice("", whole, sizes,', 'own_slice("", whole, whole.shape[dim : dim + 1],'),),
         AUTOTP,
     ),
     Fault(
         "every rank has the alibi of the first one's heads",
         TENSOR_PARALLEL + "families.py",
-        (("self.ranks.rank * self.heads : (self.ranks.rank + 1) * self.heads", ": self.heads"),),
+        (("self.share.first : self.share.first + self.share.own", ": self.share.own"),),
         AUTOTP,
     ),
     Fault(
@@ -88,6 +89,30 @@ FAULTS = (
         TENSOR_PARALLEL + "layers.py",
         (("            work.wait()\n", "            pass\n"),),
         AUTOTP_RANKS,
+    ),
+    Fault(
+        "queries are dealt out without their keys",
+        TENSOR_PARALLEL + "structure.py",
+        (("replace(cut, pieces=pieces) for cut in divided", "cut for cut in divided"),),
+        AUTOTP_UNEVEN,
+    ),
+    Fault(
+        "slices are gathered as if all were as large as the first",
+        "deepspeed/checkpoint/resharding/tensor_parallel.py",
+        (("share.own * of_piece", "shares[0].own * of_piece"),),
+        AUTOTP_UNEVEN,
+    ),
+    Fault(
+        "a checkpoint of uneven slices is cut evenly",
+        "deepspeed/checkpoint/resharding/tensor_parallel.py",
+        (("entry.get(keys.PIECES, size)", "size"),),
+        AUTOTP_UNEVEN,
+    ),
+    Fault(
+        "stage 3 puts slices together in the order of each rank's own units",
+        "deepspeed/runtime/checkpointing/sharded_weights.py",
+        (("    if slices is not None:\n        known", "    if False:\n        known"),),
+        AUTOTP_UNEVEN,
     ),
     Fault(
         "stage 3 cuts slices over ranks that have others",

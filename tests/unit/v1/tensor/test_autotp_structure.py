@@ -42,11 +42,10 @@ def test_every_matrix_of_every_block_is_cut(name: str) -> None:
 @pytest.mark.parametrize(
     "name, size, more, text",
     [
-        ("llama", 3, {}, "self_attn.q_proj has 4 parts of 4 elements"),
-        ("llama", 4, {}, "self_attn.k_proj has 2 parts of 4 elements"),
-        ("phi3", 4, {}, "self_attn.qkv_proj has 2 parts of 4 elements"),
+        ("llama", 3, {}, "self_attn.k_proj has 2 parts of 4 elements (heads, say), too few for 3"),
+        ("phi3", 4, {}, "self_attn.qkv_proj has 2 parts of 8 elements"),
         ("gpt_neox", 8, {}, "attention.query_key_value has 4 parts of 12 elements"),
-        ("llama", 2, {"intermediate_size": 25}, "mlp.gate_proj has 25 parts, which 2 ranks"),
+        ("opt", 4, {"ffn_dim": 3}, "fc1 has 3 parts, too few for 4 ranks; use an autotp_size of"),
         ("gpt2", 2, {"add_cross_attention": True}, "crossattention.c_attn is no layer of queries"),
         ("falcon", 2, {"alibi": True}, "self_attention.query_key_value has alibi"),
         (
