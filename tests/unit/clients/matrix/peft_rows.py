@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PeftWarning, get_peft_model
@@ -88,10 +90,11 @@ def adapters_are_saved_and_loaded(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 3)
 def ungathered_adapters_are_warned_of(folder: Path, stage: int) -> None:
-    """As peft's own test of stage 3 has it, which asks for a GPU."""
+    """As peft's own test of stage 3 has it, which asks for a GPU; before 0.21 peft says nothing."""
     made = run(folder, config(stage))
     if deepspeed.comm.get_rank() == 0:
-        with pytest.warns(PeftWarning, match="DeepSpeed ZeRO-3"):
+        is_told = pytest.warns(PeftWarning, match="DeepSpeed ZeRO-3")
+        with is_told if tuple(peft.__version__.split(".")) >= ("0", "21") else nullcontext():
             made.model.save_pretrained(folder / "shards")
     with deepspeed.zero.GatheredParameters(made.model.parameters()):
         if deepspeed.comm.get_rank() == 0:
