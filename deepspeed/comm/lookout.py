@@ -7,6 +7,7 @@ calls `Lookout.call` before each wait pays two assignments; the thread that has 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 
@@ -71,7 +72,7 @@ class Lookout:
 
 
 class _Thread(threading.Thread):
-    """A daemon: it must not hold up the end of the process.
+    """A daemon: nobody has to end it before the process ends, where `stop_all` does.
 
     Args:
         lookout: Whose.
@@ -104,8 +105,20 @@ class _Thread(threading.Thread):
             self.join(_STOP_S)
 
 
-def stop_idle() -> None:
-    """End the threads of all lookouts that nobody wants now."""
+def stop_all(if_idle: bool = False) -> None:
+    """End the threads of all lookouts.
+
+    Args:
+        if_idle: Only of those that nobody wants now.
+    """
     for thread in threading.enumerate():
         if isinstance(thread, _Thread):
-            thread.stop(if_idle=True)
+            thread.stop(if_idle)
+
+
+# [Note: threads at exit]
+# A thread that is in torch's C++, as in a question to the store, takes the interpreter again when
+# it comes back. When that is ending it ends the thread, through frames that allow no unwinding, and
+# so aborts the process ("terminate called without an active exception") after all has gone well.
+# Nothing that calls torch may be under way then.
+atexit.register(stop_all)

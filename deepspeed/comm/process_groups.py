@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.constants import default_pg_timeout
-from deepspeed.comm.lookout import stop_idle
+from deepspeed.comm.lookout import stop_all
 from deepspeed.comm.utils import get_local_rank_from_launcher
 
 Group = ProcessGroup | None  # None is the world where nothing else is said
@@ -208,7 +208,7 @@ def destroy_process_group(group: Group = None) -> None:
         if get_accelerator().defers_collectives:
             get_accelerator().synchronize()  # other ranks wait for what is still queued here
         if group is None:
-            stop_idle()  # nothing is left to look at
+            stop_all(if_idle=True)  # nothing is left to look at
         time.sleep(_LET_GO_S)
         torch_dist.destroy_process_group(group)
 

@@ -8,6 +8,7 @@ node's agent waits for the rendezvous for as long as TCP tries. Does not own: th
 which is torch's. Called by: `agent`.
 """
 
+import atexit
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ ON_CUT = "on_cut"
 """The rendezvous configuration's key of what to do when the rendezvous has not answered for the
 timeout.
 """
+END_SECONDS = 2.0
 _GAVE_UP = "gave-up"
 """Takes the place of the beat's number in a node's sign of life."""
 
@@ -93,8 +95,15 @@ class NodeWatch:
         self._on_cut = on_cut
         self._answers = 0
         self._ended = threading.Event()
-        for target in (self._exchange, self._await_answers):
-            threading.Thread(target=target, name="deepspeed-nodes", daemon=True).start()
+        self._exchanging, answers = (
+            threading.Thread(target=target, name="deepspeed-nodes", daemon=True)
+            for target in (self._exchange, self._await_answers)
+        )
+        self._exchanging.start()
+        answers.start()
+        # Also where a signal ends the agent, which then does not shut the rendezvous down; see
+        # [Note: threads at exit] of `deepspeed.comm.lookout`.
+        atexit.register(self.end)
 
     def tell_giving_up(self) -> None:
         """Tell the other nodes of the round that this one gives up, and give them time to hear it:
@@ -106,8 +115,9 @@ class NodeWatch:
             time.sleep(3 * beat_interval(self._timeout))
 
     def end(self) -> None:
-        """Stop; does not wait for a call to a rendezvous that may be out of reach."""
+        """Stop. A call to the rendezvous is waited for a moment only: it may be out of reach."""
         self._ended.set()
+        self._exchanging.join(END_SECONDS)
 
     def _exchange(self) -> None:
         host, _, port = self._endpoint.rpartition(":")
@@ -137,7 +147,7 @@ class NodeWatch:
         except (RuntimeError, TimeoutError) as error:
             # The rendezvous is gone. The agent finds that out by itself, and ends.
             logger.debug("no signs of life any more: %s", error)
-            self.end()
+            self._ended.set()
 
     def _await_answers(self) -> None:
         interval = beat_interval(self._timeout)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.comm import lone_waits
-from deepspeed.comm.lookout import stop_idle
+from deepspeed.comm.lookout import stop_all
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.gradients.observer import UNOBSERVED
@@ -134,7 +134,7 @@ def engine_ended(engine: DeepSpeedEngine) -> None:
     """The engine was destroyed: end the threads that nobody wants any more."""
     engines.discard(engine)
     lone_waits.watch.forget()
-    stop_idle()
+    stop_all(if_idle=True)
 
 
 def detach_ledger(engine: DeepSpeedEngine) -> None:

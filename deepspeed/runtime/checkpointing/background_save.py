@@ -50,6 +50,7 @@ WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits 
 SILENCE_S = 30.0
 PART_S = 10.0  # for the others to hear the outcome
 _HEARTBEAT_S = 2.0
+_LAST_BEAT_S = 5.0  # to be under way after the end; a store that is out of reach is not waited for
 _NICENESS = 19  # of the thread
 _START_S = 1.0  # after which it starts without a backward
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
@@ -85,10 +86,11 @@ class BackgroundSave:
         self._is_peer_lost = False
         self._is_first_step = True  # the one that has waited for the copy
         self._may_start, self._ended = threading.Event(), threading.Event()
+        self._beating = threading.Thread(
+            target=self._beat, name=f"heartbeat of {job.info.tag}", daemon=True
+        )
         if len(self._ranks) > 1:
-            threading.Thread(
-                target=self._beat, name=f"heartbeat of {job.info.tag}", daemon=True
-            ).start()
+            self._beating.start()
         # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is
         # published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
@@ -186,6 +188,9 @@ class BackgroundSave:
             self._error = f"{self._what} failed. {type(error).__name__}: {error}"
         finally:
             self._ended.set()
+            # See [Note: threads at exit] of `deepspeed.comm.lookout`.
+            if self._beating.is_alive():
+                self._beating.join(_LAST_BEAT_S)
         if self._error is not None and not threading.main_thread().is_alive():
             logger.error(self._error)  # nobody is left to raise it
 

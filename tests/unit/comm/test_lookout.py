@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
-from deepspeed.comm.lookout import Lookout, stop_idle
+from deepspeed.comm.lookout import Lookout, stop_all
 
 LIMIT_S = 10.0
 
@@ -72,9 +74,26 @@ def test_only_the_idle_are_stopped() -> None:
     waiter = Waiter(0.01)
     waiter.waits = True
     waiter.lookout.call()
-    stop_idle()
+    stop_all(if_idle=True)
     assert waiter.lookout.is_alive
     waiter.wait_for_look()
-    stop_idle()
+    stop_all(if_idle=True)
     assert not waiter.lookout.is_alive
     assert not [thread for thread in threading.enumerate() if thread.name == "test"]
+
+
+AT_EXIT = """
+import sys, time
+import torch.distributed as dist
+from deepspeed.comm.lookout import Lookout
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+Lookout("test", lambda: store.check(["key"]), lambda: True, lambda: 0.0).call()
+time.sleep(0.1)
+"""
+
+
+def test_none_is_in_the_store_when_the_process_ends() -> None:
+    # Kills: "terminate called without an active exception"; see [Note: threads at exit].
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -88,6 +88,42 @@ def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPat
         assert silent.lost is lost
 
 
+AT_EXIT = """
+import contextlib, datetime, time
+import torch.distributed as dist
+from deepspeed.launcher import rendezvous
+
+class Slow:
+    def __init__(self, *where, **how):
+        self.store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    def set(self, key, value):
+        pass
+    def check(self, keys):
+        with contextlib.suppress(dist.DistStoreError):
+            self.store.wait(["absent"], datetime.timedelta(milliseconds=30))
+
+class Last:
+    # Makes the interpreter's end long.
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)
+
+last = Last()
+rendezvous.beat_interval = lambda timeout: 0.0
+rendezvous.create_c10d_store = Slow
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = rendezvous.NodeWatch(f"127.0.0.1:{server.port}", 30.0, lambda: None)
+while not watch._answers:
+    time.sleep(0.001)
+"""
+
+
+def test_no_sign_of_life_is_under_way_when_the_process_ends() -> None:
+    # Kills: a launch that ends well, or by Ctrl-C, with "terminate called without an active
+    # exception".
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr  # torch tells of each wait there
+
+
 class _Rendezvous:
     """Stands for torch's rendezvous."""
 

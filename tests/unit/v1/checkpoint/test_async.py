@@ -109,6 +109,22 @@ class TestInTheBackground(DistributedTest):
         dist.barrier()
         assert Path(str(tmpdir), "latest").read_text() == "slow"
 
+    def test_no_heartbeat_is_under_way_after_the_save(
+        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a thread that is in the store when the interpreter ends, which aborts the process.
+        def last_beat(save: background_save.BackgroundSave) -> None:
+            save._ended.wait()
+            time.sleep(0.3)
+
+        monkeypatch.setattr(background_save.BackgroundSave, "_beat", last_beat)
+        engine = start(config(**KEYS))
+        engine.save_checkpoint(str(tmpdir))
+        engine.destroy()
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("heartbeat")
+        ]
+
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
         """Kills: tensors shared with the running model, a live schedule or client value, a file of
         the state after a step.
